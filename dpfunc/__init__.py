@@ -1,0 +1,1 @@
+"""Differential privacy for PyTorch as pure functions."""

@@ -1,0 +1,86 @@
+"""Validation of arguments: every message states the domain, the name and the value, then what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import SupportsFloat, SupportsIndex, cast
+
+from dpfunc.errors import InvalidArgument
+
+
+def fail(domain: str, name: str, value: object, hint: str = "") -> InvalidArgument:
+    """The error for a value outside its domain: `Expected DOMAIN, got NAME=VALUE. HINT`."""
+    tail = f" {hint}" if hint else ""
+    return InvalidArgument(f"Expected {domain}, got {name}={value!r}.{tail}")
+
+
+def real(name: str, value: object, domain: str, hint: str = "") -> float:
+    """A finite real number that is not a bool (numpy scalars are welcome)."""
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise fail(domain, name, value, hint or f"Pass a number, not {type(value).__name__}.")
+    number = float(cast(SupportsFloat, value))
+    if not math.isfinite(number):
+        raise fail(domain, name, value, hint)
+    return number
+
+
+def positive(name: str, value: object, hint: str = "") -> float:
+    """A real number with 0 < value < inf."""
+    domain = f"0 < {name} < inf"
+    number = real(name, value, domain, hint)
+    if number <= 0:
+        raise fail(domain, name, value, hint)
+    return number
+
+
+def non_negative(name: str, value: object, hint: str = "") -> float:
+    """A real number with 0 <= value < inf."""
+    domain = f"0 <= {name} < inf"
+    number = real(name, value, domain, hint)
+    if number < 0:
+        raise fail(domain, name, value, hint)
+    return number
+
+
+def probability(name: str, value: object, hint: str = "") -> float:
+    """A real number with 0 < value <= 1."""
+    domain = f"0 < {name} <= 1"
+    number = real(name, value, domain, hint)
+    if not 0 < number <= 1:
+        raise fail(domain, name, value, hint)
+    return number
+
+
+def open_unit(name: str, value: object, hint: str = "") -> float:
+    """A real number with 0 < value < 1, as delta is."""
+    domain = f"0 < {name} < 1"
+    number = real(name, value, domain, hint)
+    if not 0 < number < 1:
+        raise fail(domain, name, value, hint)
+    return number
+
+
+def whole(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
+    """An integer >= minimum; floats and bools are refused, numpy integers are welcome."""
+    domain = f"an integer {name} >= {minimum}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise fail(domain, name, value, hint)
+    number = cast(SupportsIndex, value).__index__()
+    if number < minimum:
+        raise fail(domain, name, value, hint)
+    return number
+
+
+def one_of(name: str, value: object, allowed: Iterable[str], hint: str = "") -> str:
+    """A string among the allowed ones."""
+    names = list(allowed)
+    if value not in names:
+        raise fail(f"{name} to be one of {', '.join(map(repr, names))}", name, value, hint)
+    return str(value)
+
+
+def shorten(names: Sequence[str], limit: int = 5) -> str:
+    """The first few names and how many more there are, for messages."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,39 @@
+"""Exceptions: one base, one class for each thing a caller may want to catch."""
+
+from __future__ import annotations
+
+
+class DPFuncError(Exception):
+    """Base of every error that dpfunc raises on purpose."""
+
+
+class InvalidArgument(DPFuncError, ValueError):
+    """A value is outside its domain. Nothing was spent and nothing was changed."""
+
+
+class UnsupportedModel(DPFuncError, ValueError):
+    """A model or a loss does something that has no per-sample gradient, or would corrupt it."""
+
+
+class BudgetExhausted(DPFuncError, RuntimeError):
+    """The next step would spend more than the plan allows. It was not taken."""
+
+
+class UnreachableBudget(DPFuncError, ValueError):
+    """No noise multiplier (or number of steps) can meet the target."""
+
+
+class StateReused(DPFuncError, RuntimeError):
+    """A step with this key and step number was already released: its noise would be used twice."""
+
+
+class SamplingMismatch(DPFuncError, RuntimeError):
+    """The batch is not the one that the plan's sampler drew for this step."""
+
+
+class LedgerConflict(DPFuncError, ValueError):
+    """Two ledgers cannot be composed, or a ledger belongs to another run."""
+
+
+class CheckpointError(DPFuncError, RuntimeError):
+    """A checkpoint is missing, incomplete, or belongs to another plan, data set or model."""

@@ -1,0 +1,109 @@
+"""Randomness as values: a 256-bit key, folded with what it is used for, opened into a stream where it is spent.
+
+A key is as secret as the data: who holds it can subtract the noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dpfunc.checks import whole
+from dpfunc.errors import InvalidArgument
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Key:
+    """256 bits from which randomness is derived. The repr hides them.
+
+    Args:
+        secret: 32 bytes. Use `secure_key()` to get them from the operating system.
+
+    >>> Key(bytes(32))
+    Key(hidden)
+    """
+
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes) or len(self.secret) != KEY_BYTES:
+            raise InvalidArgument(
+                f"Expected a key of {KEY_BYTES} bytes, got {type(self.secret).__name__}. Use dpfunc.secure_key()."
+            )
+
+    def __repr__(self) -> str:
+        return "Key(hidden)"
+
+
+def secure_key() -> Key:
+    """A key from the operating system's entropy.
+
+    >>> secure_key() == secure_key()
+    False
+    """
+    return Key(os.urandom(KEY_BYTES))
+
+
+def insecure_key(seed: int) -> Key:
+    """A key that anybody can guess, for tests and demonstrations on public data.
+
+    All bits of the seed count: 1 and 1 + 2**32 give unrelated keys.
+
+    >>> insecure_key(1) == insecure_key(1 + 2**32)
+    False
+    """
+    number = whole("seed", seed)
+    return Key(hashlib.blake2b(f"insecure:{number}".encode(), digest_size=KEY_BYTES).digest())
+
+
+def fold_in(key: Key, *parts: int | str) -> Key:
+    """The key derived for one purpose: keyed BLAKE2b over the parts, each with its type and length.
+
+    >>> root = insecure_key(0)
+    >>> fold_in(root, "noise", 3) == fold_in(root, "noise", 3)
+    True
+    >>> fold_in(root, "noise", 3) == fold_in(root, "noise3")
+    False
+    """
+    digest = hashlib.blake2b(key=key.secret, digest_size=KEY_BYTES)
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, (int, str)):
+            raise InvalidArgument(f"Expected int or str parts in fold_in, got {type(part).__name__}.")
+        data = f"{'i' if isinstance(part, int) else 's'}{part}".encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return Key(digest.digest())
+
+
+def fingerprint(key: Key) -> str:
+    """A public name for a key, from which the key cannot be found."""
+    return fold_in(key, "fingerprint").secret[:8].hex()
+
+
+def stream(key: Key) -> np.random.Generator:
+    """A keyed AES-128-CTR stream with numpy's distributions; the same key gives the same numbers.
+
+    The 128-bit AES key is the first half of the folded key, so open a key that was folded for one purpose.
+    """
+    from randomgen import AESCounter
+
+    return np.random.Generator(AESCounter(key=int.from_bytes(key.secret[:16], "little")))
+
+
+@contextmanager
+def torch_seed(key: Key) -> Iterator[None]:
+    """Drive torch's global generators (dropout) by a key inside the block, and restore them after it.
+
+    Only 32 bits of the seed count on the CPU: for dropout, never for noise.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(key.secret[:8], "little") >> 1)
+        yield

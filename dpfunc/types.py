@@ -1,0 +1,172 @@
+"""The values that flow between the layers. Nothing here computes.
+
+Axis letters: B samples, G clip groups, T positions, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from dpfunc import checks
+from dpfunc.errors import InvalidArgument
+
+Params = Mapping[str, Tensor]
+"""Trainable parameters, or gradients: flat and named."""
+
+Batch = Any
+"""A pytree of tensors whose axis 0 is the privacy unit; all leaves agree on its length B."""
+
+LossFn = Callable[[Params, Batch], Tensor]
+"""`(params, batch) -> (B,)`: one loss a row; rows do not influence each other."""
+
+Adjacency = Literal["add_remove", "zero_out", "replace_one"]
+"""Which data sets count as neighbours. `zero_out` costs what `add_remove` costs and lets n be public."""
+
+ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "zero_out", "replace_one")
+
+Allocation = Literal["uniform", "optimal"]
+"""How the noise is split over clip groups of different size."""
+
+
+class PerSampleGrads(Protocol):
+    """The gradients of B samples, which need not exist in memory."""
+
+    @property
+    def losses_B(self) -> Tensor:
+        """The loss of each sample, unreleased."""
+        ...
+
+    def sq_norms(self) -> dict[str, Tensor]:
+        """Squared L2 norm of each sample's gradient, for each parameter: name -> (B,), float32 or float64."""
+        ...
+
+    def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`sum_i factors[name][i] * grad_i[name]`; a factor of 0 removes its row even where it is not finite."""
+        ...
+
+
+Engine = Callable[[LossFn, Params, Batch], PerSampleGrads]
+
+
+class Groups(Protocol):
+    """Which parameters are clipped together."""
+
+    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The group of each parameter name, in order."""
+        ...
+
+
+class ClipRule(Protocol):
+    """How far the gradient of one sample is scaled down. It sees norms, never gradients."""
+
+    @property
+    def groups(self) -> Groups: ...
+
+    @property
+    def clip_norm(self) -> float | Mapping[str, float]: ...
+
+    def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
+        """Scale factors (B, G) for finite norms; `dpfunc.clipping` enforces `factor * norm <= bound` after it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """The sum of clipped gradients and how far one sample can move it. UNRELEASED until noise is added.
+
+    Args:
+        sums: parameter name -> sum over the batch, float32 or float64.
+        group_of: parameter name -> clip group.
+        sensitivities: clip group -> L2 sensitivity of that group's sums under the plan's adjacency.
+    """
+
+    sums: Params
+    group_of: Mapping[str, str]
+    sensitivities: Mapping[str, float]
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 sensitivity of all sums together, `sqrt(sum_g S_g^2)`."""
+        return float(sum(s * s for s in self.sensitivities.values()) ** 0.5)
+
+    def __repr__(self) -> str:
+        return f"ClippedSum(UNRELEASED, {len(self.sums)} parameters, sensitivity={self.sensitivity:.6g})"
+
+
+class Unreleased(NamedTuple):
+    """What no noise protects: look at it while debugging on public data, never publish it."""
+
+    losses_B: Tensor
+    norms_BG: Tensor
+
+    def __repr__(self) -> str:
+        return "Unreleased(losses and gradient norms of private samples: hidden, and not covered by epsilon)"
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """`num_steps` releases of a sum plus Gaussian noise, each over a Poisson sample of the data.
+
+    Each record is in a step's batch with probability `sampling_prob`, independently; the noise has standard
+    deviation `noise_multiplier * sensitivity`. `sampling_prob = 1` is the Gaussian mechanism on all data.
+    The meaning of an event never changes.
+
+    >>> Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000)
+    Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000)
+    """
+
+    sampling_prob: float
+    noise_multiplier: float
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling_prob", checks.probability("sampling_prob", self.sampling_prob))
+        object.__setattr__(self, "noise_multiplier", checks.non_negative("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(self, "num_steps", checks.whole("num_steps", self.num_steps, minimum=1))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A value that is constant over pieces of the run: `pieces = ((num_steps, value), ...)`.
+
+    The last value goes on after the last piece.
+
+    >>> decay = Schedule(((100, 1.2), (200, 0.9)))
+    >>> decay.at(99), decay.at(100), decay.at(5000)
+    (1.2, 0.9, 0.9)
+    """
+
+    pieces: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise InvalidArgument("Expected at least one piece in Schedule, got pieces=().")
+        checked = tuple(
+            (checks.whole("num_steps", n, minimum=1), checks.positive("value", v)) for n, v in self.pieces
+        )
+        object.__setattr__(self, "pieces", checked)
+
+    def at(self, step: int) -> float:
+        """The value at a step, counted from 0."""
+        end = 0
+        for num_steps, value in self.pieces:
+            end += num_steps
+            if step < end:
+                return value
+        return self.pieces[-1][1]
+
+    def starts(self) -> tuple[int, ...]:
+        """The steps at which the value may change, from 0."""
+        edges = [0]
+        for num_steps, _ in self.pieces[:-1]:
+            edges.append(edges[-1] + num_steps)
+        return tuple(edges)
+
+
+def schedule_at(value: float | Schedule, step: int) -> float:
+    """The value at a step, for a constant or a schedule."""
+    return value.at(step) if isinstance(value, Schedule) else value
