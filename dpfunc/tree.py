@@ -41,7 +41,7 @@ def batch_size(batch: Batch) -> int:
         sizes[name] = leaf.shape[0]
     if len(set(sizes.values())) > 1:
         listed = shorten([f"{name} has {size}" for name, size in sizes.items()])
-        raise InvalidArgument(f"Expected all leaves of the batch to have the same number of samples on axis 0: {listed}.")
+        raise InvalidArgument(f"Expected the same number of samples on axis 0 of all leaves of the batch: {listed}.")
     return next(iter(sizes.values()))
 
 

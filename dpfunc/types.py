@@ -145,9 +145,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.pieces:
             raise InvalidArgument("Expected at least one piece in Schedule, got pieces=().")
-        checked = tuple(
-            (checks.whole("num_steps", n, minimum=1), checks.positive("value", v)) for n, v in self.pieces
-        )
+        checked = tuple((checks.whole("num_steps", n, minimum=1), checks.positive("value", v)) for n, v in self.pieces)
         object.__setattr__(self, "pieces", checked)
 
     def at(self, step: int) -> float:
