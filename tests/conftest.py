@@ -1,0 +1,11 @@
+"""Shared test settings: derandomised properties, one thread order, no surprises from the machine."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30, database=None)
+settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("DPFUNC_HYPOTHESIS_PROFILE", "ci"))
