@@ -1,0 +1,21 @@
+"""Clip rules, groupings and bounds."""
+
+from dpfunc.clipping.automatic import Automatic, auto_v, normalized
+from dpfunc.clipping.flat import Flat
+from dpfunc.clipping.groups import AllParameters, Blocks, ByName, PerLayer, PerParameter
+from dpfunc.clipping.psac import PSAC
+from dpfunc.clipping.threshold import Threshold
+
+__all__ = [
+    "PSAC",
+    "AllParameters",
+    "Automatic",
+    "Blocks",
+    "ByName",
+    "Flat",
+    "PerLayer",
+    "PerParameter",
+    "Threshold",
+    "auto_v",
+    "normalized",
+]

@@ -1,0 +1,205 @@
+"""Engine + clip rule -> ClippedSum: the five lines of DP-SGD, for every engine, rule, grouping and microbatch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dpfunc.checks import one_of, shorten, whole
+from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
+from dpfunc.clipping.groups import Partition, partition
+from dpfunc.engines.per_sample import accumulation_dtype
+from dpfunc.engines.vmap import vmap
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, fold_in, torch_seed
+from dpfunc.tree import batch_size, pad_rows, rows
+from dpfunc.types import ADJACENCIES, Adjacency, Batch, ClippedSum, ClipRule, Engine, LossFn, Params, Unreleased
+
+Core = Callable[[Params, Batch, Tensor], tuple[dict[str, Tensor], Tensor, Tensor]]
+
+
+def check_params(params: Params) -> None:
+    """Params are a non-empty mapping of finite, floating tensors.
+
+    Raises:
+        InvalidArgument: naming the parameter.
+    """
+    if not isinstance(params, Mapping):
+        raise InvalidArgument(f"Expected params to be a mapping name -> tensor, got {type(params).__name__}.")
+    if not params:
+        raise InvalidArgument("Expected at least one parameter, got params={}. Nothing would be trained.")
+    for name, param in params.items():
+        if not isinstance(param, Tensor):
+            raise InvalidArgument(f"Expected params[{name!r}] to be a tensor, got {type(param).__name__}.")
+        if not param.is_floating_point():
+            raise InvalidArgument(
+                f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
+                "Leave it out of params: it cannot be trained by gradients."
+            )
+    finite = torch.stack([torch.isfinite(param.detach()).all().cpu() for param in params.values()])
+    if not bool(finite.all()):
+        bad = [name for name, ok in zip(params, finite.tolist(), strict=True) if not ok]
+        raise InvalidArgument(
+            f"Expected finite parameters, got NaN or inf in {shorten(bad)}. The run has diverged: lower the learning "
+            "rate and restart from the last checkpoint."
+        )
+
+
+@dataclass(frozen=True)
+class ClippedGrad:
+    """A prepared computation of clipped sums; see `clipped_grad` for the arguments."""
+
+    loss_fn: LossFn
+    clip: ClipRule
+    engine: Engine
+    microbatch_size: int | None
+    adjacency: Adjacency
+    compile: bool
+    _cores: dict[tuple[str, ...], Core] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(
+        self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
+    ) -> tuple[ClippedSum, Unreleased]:
+        """The clipped sum over the batch, and its losses and norms."""
+        check_params(params)
+        num_samples = batch_size(batch)
+        mask_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
+        parts = partition(self.clip.groups, tuple(params))
+        bounds = group_bounds(self.clip.clip_norm, parts.group_names)
+        names = tuple(params)
+        if names not in self._cores:  # kept, so that a compiled core is compiled once
+            self._cores[names] = self._core(parts, tuple(bounds.values()))
+        core = self._cores[names]
+        total = {name: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for name, p in params.items()}
+        seen: list[tuple[Tensor, Tensor]] = []
+        size = self.microbatch_size or num_samples
+        for number, start in enumerate(range(0, num_samples, max(size, 1))):
+            chunk, chunk_mask_B = self._chunk(batch, mask_B, start, size)
+            with torch_seed(fold_in(key, "microbatch", number)) if key else nullcontext():
+                sums, losses_B, norms_BG = core(params, chunk, chunk_mask_B)
+            for name in total:
+                total[name] += sums[name]
+            real = min(size, num_samples - start)
+            seen.append((losses_B[:real], norms_BG[:real]))
+        clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
+        return clipped, self._unreleased(seen, mask_B, len(parts.group_names))
+
+    def _core(self, parts: Partition, bounds: tuple[float, ...]) -> Core:
+        def core(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+            per_sample = self.engine(self.loss_fn, params, microbatch)
+            norms_BG = parts.norms(per_sample.sq_norms())
+            factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
+            sums = per_sample.weighted_sum(parts.spread(factors_BG))
+            return sums, per_sample.losses_B, norms_BG
+
+        return torch.compile(core, fullgraph=True) if self.compile else core
+
+    def _chunk(self, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
+        chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
+        missing = size - chunk_mask_B.shape[0]
+        if self.compile and missing:  # one shape, one compilation
+            return pad_rows(chunk, size), torch.cat([chunk_mask_B, chunk_mask_B.new_zeros(missing)])
+        return chunk, chunk_mask_B
+
+    def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor, num_groups: int) -> Unreleased:
+        if not seen:
+            return Unreleased(torch.zeros(0), torch.zeros(0, num_groups))
+        losses_B, norms_BG = (torch.cat(pieces) for pieces in zip(*seen, strict=True))
+        return Unreleased(losses_B[mask_B], norms_BG[mask_B])
+
+
+def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:
+    """The mask of real samples, all true when there is none."""
+    if mask_B is None:
+        return torch.ones(num_samples, dtype=torch.bool, device=device)
+    if not isinstance(mask_B, Tensor) or mask_B.shape != (num_samples,) or mask_B.dtype != torch.bool:
+        got = f"{mask_B.dtype} {tuple(mask_B.shape)}" if isinstance(mask_B, Tensor) else type(mask_B).__name__
+        raise InvalidArgument(
+            f"Expected mask to be a bool tensor of shape ({num_samples},), got {got}. True marks real samples."
+        )
+    return mask_B.to(device)
+
+
+def make_clipped_grad(
+    loss_fn: LossFn,
+    clip: ClipRule,
+    *,
+    engine: Engine | None = None,
+    microbatch_size: int | None = None,
+    adjacency: Adjacency = "add_remove",
+    compile: bool = False,
+) -> ClippedGrad:
+    """Prepare `clipped_grad` for many batches; the arguments are the same.
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> from dpfunc.clipping import Flat
+    >>> make_clipped_grad(loss_fn, Flat(clip_norm=1.0)).microbatch_size is None
+    True
+    """
+    if not callable(loss_fn):
+        raise InvalidArgument(f"Expected loss_fn to be a function (params, batch) -> losses, got {loss_fn!r}.")
+    if not callable(getattr(clip, "factors", None)):
+        raise InvalidArgument(f"Expected clip to be a clip rule such as clipping.Flat(clip_norm=...), got {clip!r}.")
+    if engine is not None and not callable(engine):
+        raise InvalidArgument(f"Expected engine to be an engine such as dpfunc.engines.vmap(), got engine={engine!r}.")
+    size = None if microbatch_size is None else whole("microbatch_size", microbatch_size, minimum=1)
+    one_of("adjacency", adjacency, ADJACENCIES)
+    if compile and size is None:
+        raise InvalidArgument(
+            "Expected microbatch_size to be given with compile=True: Poisson batches change their size, and each size "
+            "would be compiled anew. The last microbatch is padded and masked."
+        )
+    return ClippedGrad(loss_fn, clip, engine or vmap(), size, adjacency, compile)
+
+
+def clipped_grad(
+    loss_fn: LossFn,
+    params: Params,
+    batch: Batch,
+    clip: ClipRule,
+    *,
+    engine: Engine | None = None,
+    microbatch_size: int | None = None,
+    adjacency: Adjacency = "add_remove",
+    mask_B: Tensor | None = None,
+    key: Key | None = None,
+) -> tuple[ClippedSum, Unreleased]:
+    """The sum of clipped per-sample gradients: `sum_i factor_i * grad_i`, not divided by anything. UNRELEASED.
+
+    Args:
+        loss_fn: `(params, batch) -> (B,)`, one loss a row.
+        params: trainable parameters, name -> floating tensor.
+        batch: pytree of tensors with the samples on axis 0; may have no rows.
+        clip: the rule, e.g. `clipping.Flat(clip_norm=1.0)`.
+        engine: how per-sample gradients are found; `engines.vmap()` by default.
+        microbatch_size: samples at once; speed and memory only. The last microbatch may be smaller.
+        adjacency: whether neighbours differ by a record added, removed or zeroed (sensitivity C) or replaced (2C).
+        mask_B: true for real samples, false for padding, which contributes exact zero.
+        key: drives dropout, so that the call can be repeated. None uses torch's global generator.
+
+    Returns:
+        `(ClippedSum, Unreleased)`: float32 sums (float64 for float64 parameters) with their sensitivity, and the
+        losses and norms of the real samples. Neither is private: give the first to `noise.add_gaussian`.
+
+    Guarantees:
+        one record moves the sum by at most the sensitivity, rounding included
+        (tests/test_guarantees.py::test_sensitivity); a sample whose gradient is not finite contributes exact zero
+        (test_rows_that_are_not_finite); no dependence on order or microbatch_size beyond rounding
+        (test_microbatch_invariance, test_permutation); an empty batch gives zeros (test_empty_batch).
+
+    Raises:
+        InvalidArgument: bad params, batch, mask or loss.
+
+    >>> from dpfunc.clipping import Flat
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> batch = torch.tensor([[3.0, 4.0], [0.0, 0.5]])
+    >>> clipped, unreleased = clipped_grad(loss_fn, {"w": torch.zeros(2)}, batch, Flat(clip_norm=1.0))
+    >>> clipped
+    ClippedSum(UNRELEASED, 1 parameters, sensitivity=1)
+    """
+    prepared = make_clipped_grad(loss_fn, clip, engine=engine, microbatch_size=microbatch_size, adjacency=adjacency)
+    return prepared(params, batch, mask_B=mask_B, key=key)

@@ -1,0 +1,97 @@
+"""How clip_norm is divided over groups, what sensitivity follows, and the one place that enforces it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dpfunc.checks import positive, shorten
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Adjacency, ClipRule
+
+SMALLEST, LARGEST = 1e-10, 1e10
+# Relative room between what a factor allows and the bound. It pays for the rounding of norms, products and float32
+# sums, so that the bound holds for the numbers that are released and not only for the reals.
+SLACK = 2.0**-13
+# Squares of numbers below this lose precision in float32; such norms are treated as this large.
+TINY_NORM = 1e-12
+# Smaller factors would be subnormal, with large relative rounding: they become 0.
+TINY_FACTOR = 1e-30
+
+
+def check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
+    """A bound, or one bound for each group, each in [1e-10, 1e10] so that float32 can hold what follows from it."""
+    if isinstance(clip_norm, Mapping):
+        if not clip_norm:
+            raise InvalidArgument("Expected clip_norm to name at least one group, got clip_norm={}.")
+        return {str(group): _check_one(f"clip_norm[{group!r}]", bound) for group, bound in clip_norm.items()}
+    return _check_one("clip_norm", clip_norm)
+
+
+def _check_one(name: str, value: float) -> float:
+    bound = positive(name, value)
+    if not SMALLEST <= bound <= LARGEST:
+        raise InvalidArgument(
+            f"Expected {SMALLEST:g} <= {name} <= {LARGEST:g}, got {name}={value!r}. "
+            "Rescale the loss: outside this range float32 gradients lose their precision."
+        )
+    return bound
+
+
+def group_bounds(clip_norm: float | Mapping[str, float], group_names: tuple[str, ...]) -> dict[str, float]:
+    """The bound C_g of each group.
+
+    A number is the bound on the whole gradient, in equal parts: `C_g = clip_norm / sqrt(G)`. A mapping names each.
+
+    >>> group_bounds(1.0, ("a", "b", "c", "d"))
+    {'a': 0.5, 'b': 0.5, 'c': 0.5, 'd': 0.5}
+    """
+    if not isinstance(clip_norm, Mapping):
+        return {group: clip_norm / math.sqrt(len(group_names)) for group in group_names}
+    if set(clip_norm) != set(group_names):
+        raise InvalidArgument(
+            f"Expected clip_norm to name the groups [{shorten(group_names)}], got [{shorten(tuple(clip_norm))}]. "
+            "Give one number to divide it equally, or one bound for each group of `groups`."
+        )
+    return {group: clip_norm[group] for group in group_names}
+
+
+def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> dict[str, float]:
+    """How far one record moves each group's sum: C_g when it is added, removed or zeroed out, 2 C_g when replaced.
+
+    >>> group_sensitivities({"all": 1.5}, "replace_one")
+    {'all': 3.0}
+    """
+    scale = 2.0 if adjacency == "replace_one" else 1.0
+    return {group: scale * bound for group, bound in bounds.items()}
+
+
+def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Tensor) -> Tensor:
+    """The rule's factors, forced to respect the bound whatever the rule returns.
+
+    `factor <= C_g (1 - 2**-13) / max(norm, 1e-12)`, and exactly 0 for samples that are padding (`mask_B` false) or
+    have a norm that is not finite in any group, so that such a sample contributes exactly nothing.
+
+    Args:
+        rule: any clip rule; a faulty one costs utility, not privacy.
+        norms_BG: norms, float32 or float64, may hold inf and NaN.
+        bounds_G: bound of each group.
+        mask_B: true for real samples.
+
+    Returns:
+        factors (B, G), finite and >= 0. Unreleased.
+
+    Guarantees:
+        factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside).
+    """
+    usable_B = mask_B & torch.isfinite(norms_BG).all(dim=1)
+    usable_B1 = usable_B[:, None]
+    safe_norms_BG = torch.where(usable_B1, norms_BG, torch.ones_like(norms_BG))
+    inner_G = bounds_G * (1.0 - SLACK)
+    ceiling_BG = inner_G / safe_norms_BG.clamp(min=TINY_NORM)
+    factors_BG = torch.minimum(rule.factors(safe_norms_BG, inner_G), ceiling_BG)
+    keep_BG = usable_B1 & (factors_BG >= TINY_FACTOR)  # false for NaN as well
+    return torch.where(keep_BG, factors_BG, torch.zeros_like(factors_BG))

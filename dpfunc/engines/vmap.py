@@ -1,0 +1,112 @@
+"""The definition of a per-sample gradient: vmap(grad(loss)) over batches of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc.checks import whole
+from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.types import Batch, Engine, LossFn, Params
+
+# What torch says when a loss does something that vmap or grad cannot do -> what the user can do about it.
+TRANSLATIONS = {
+    "saved tensor hooks": (
+        "The loss uses gradient checkpointing (torch.utils.checkpoint), which torch does not support under vmap. "
+        "Switch it off, e.g. model.gradient_checkpointing_disable(); to save memory use microbatch_size."
+    ),
+    "data-dependent control flow": (
+        "The loss branches on the values of a tensor. For Hugging Face models with an attention mask, load the model "
+        'with attn_implementation="eager".'
+    ),
+    "in-place": (
+        "The loss writes into a tensor that is shared by all samples (a buffer, or a tensor made with zeros/empty). "
+        "Use out-of-place operations."
+    ),
+}
+
+
+def check_losses(losses: object, num_samples: int) -> None:
+    """One loss a sample, of floating dtype.
+
+    Raises:
+        InvalidArgument: another type, shape or dtype.
+    """
+    hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
+    if not isinstance(losses, Tensor):
+        raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
+    if losses.shape != (num_samples,):
+        raise InvalidArgument(
+            f"Expected loss_fn to return shape ({num_samples},) for a batch of {num_samples}, "
+            f"got {tuple(losses.shape)}. {hint}"
+        )
+    if not losses.is_floating_point():
+        raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
+
+
+def per_row(params: Params, row: Batch, loss_fn: LossFn) -> tuple[Tensor, Tensor]:
+    """The loss of one row, seen by the model as a batch of one."""
+    batch_of_one = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), row)
+    losses_B = loss_fn(params, batch_of_one)
+    check_losses(losses_B, 1)
+    if not losses_B.requires_grad:
+        raise InvalidArgument(
+            "Expected loss_fn to depend on params, got a loss without gradient. Use the params that are passed in "
+            "(forward(params, ...) of dpfunc.functionalize), and no torch.no_grad() or detach()."
+        )
+    loss = losses_B.sum()
+    return loss, loss.detach()
+
+
+def vmap(chunk_size: int | None = None) -> Engine:
+    """The engine that defines the others: `vmap(grad(loss_fn))` over batches of one.
+
+    It cannot mix samples and needs nothing from the model but that vmap can run it. All B gradients are in memory.
+
+    Args:
+        chunk_size: samples differentiated at once, >= 1; bounds the memory of activations. None is all.
+
+    Returns:
+        An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
+
+    Raises:
+        InvalidArgument: the loss has a wrong shape, or no gradient.
+        UnsupportedModel: torch cannot run the loss under vmap.
+
+    Guarantees:
+        equals a loop over single samples (tests/engines/test_parity.py).
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> per_sample = vmap()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    >>> per_sample.sq_norms()["w"]
+    tensor([25.,  1.])
+    """
+    size = None if chunk_size is None else whole("chunk_size", chunk_size, minimum=1)
+
+    def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+        detached = {name: param.detach() for name, param in params.items()}
+        differentiate = torch.func.grad(lambda p, row: per_row(p, row, loss_fn), has_aux=True)
+        mapped = torch.func.vmap(differentiate, in_dims=(None, 0), randomness="different", chunk_size=size)
+        if torch.compiler.is_compiling():  # dynamo cannot trace the translation of errors
+            grads, losses_B = mapped(detached, batch)
+        else:
+            grads, losses_B = _run(mapped, detached, batch)
+        return PerSample(losses_B, {name: Dense(grad) for name, grad in grads.items()})
+
+    return engine
+
+
+def _run(mapped: Callable[..., Any], params: Params, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+    try:
+        grads, losses_B = mapped(params, batch)
+        return grads, losses_B
+    except RuntimeError as error:
+        for symptom, advice in TRANSLATIONS.items():
+            if symptom in str(error):
+                raise UnsupportedModel(f"{advice} (torch: {error})") from error
+        raise
