@@ -1,0 +1,116 @@
+"""Clip rules alone: factors against the formulas, and what holds for every norm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import RULES
+from hypothesis import example, given
+from hypothesis import strategies as st
+from reference import FACTORS
+
+from dpfunc import clipping
+from dpfunc.clipping.bounds import SLACK, safe_factors
+from dpfunc.errors import InvalidArgument
+
+all_rules = pytest.mark.parametrize("name", RULES)
+norm_values = st.floats(min_value=0, max_value=1e19, allow_subnormal=True)
+
+
+def factor(rule, norm, bound, dtype=torch.float32):
+    norms_BG = torch.tensor([[norm]], dtype=dtype)
+    mask = torch.ones(1, dtype=torch.bool)
+    return float(safe_factors(rule, norms_BG, torch.tensor([bound], dtype=dtype), mask)[0, 0])
+
+
+@all_rules
+@given(norm=st.floats(min_value=1e-6, max_value=1e6), bound=st.floats(min_value=1e-3, max_value=1e3))
+def test_factors_follow_the_formula(name, norm, bound):
+    make, reference = RULES[name]
+    expected = FACTORS[reference](norm, bound * (1 - SLACK))
+    expected = min(expected, bound * (1 - SLACK) / max(norm, 1e-12))
+    got = factor(make(bound, clipping.AllParameters()), norm, bound, torch.float64)
+    assert got == pytest.approx(expected, rel=1e-12)
+
+
+@all_rules
+@given(norm=norm_values, bound=st.floats(min_value=1e-10, max_value=1e10))
+@example(norm=0.0, bound=1.0)
+@example(norm=1e-45, bound=1.0)
+@example(norm=1e19, bound=1e-10)
+def test_factor_times_norm_stays_inside(name, norm, bound):
+    norm = float(torch.tensor(norm, dtype=torch.float32))
+    got = factor(RULES[name][0](bound, clipping.AllParameters()), norm, bound)
+    assert math.isfinite(got)
+    assert 0 <= got * norm <= bound
+
+
+@given(bound=st.floats(min_value=1e-6, max_value=1e6), share=st.floats(min_value=0, max_value=1))
+def test_flat_is_a_no_op_inside_the_ball(bound, share):
+    norm = share * bound * (1 - 2.0**-12)
+    assert factor(clipping.Flat(clip_norm=bound), norm, bound) == 1.0
+
+
+@all_rules
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_norm_that_is_not_finite_gives_zero(name, norm):
+    assert factor(RULES[name][0](1.0, clipping.AllParameters()), norm, 1.0) == 0.0
+
+
+@all_rules
+def test_zero_gradient_stays_zero(name):
+    assert factor(RULES[name][0](1.0, clipping.AllParameters()), 0.0, 1.0) * 0.0 == 0.0
+
+
+@all_rules
+def test_one_bad_group_removes_the_whole_sample(name):
+    rule = RULES[name][0](1.0, clipping.PerLayer())
+    norms_BG = torch.tensor([[1.0, math.nan], [1.0, 1.0]])
+    factors = safe_factors(rule, norms_BG, torch.tensor([0.7, 0.7]), torch.ones(2, dtype=torch.bool))
+    assert factors[0].tolist() == [0.0, 0.0]
+    assert (factors[1] > 0).all()
+
+
+def test_a_rule_that_lies_is_held_to_the_bound():
+    class Liar:
+        groups = clipping.AllParameters()
+        clip_norm = 1.0
+
+        def factors(self, norms_BG, bounds_G):
+            return torch.full_like(norms_BG, 1e9)
+
+    assert factor(Liar(), 5.0, 1.0) * 5.0 <= 1.0
+
+
+def test_padding_gives_zero():
+    mask = torch.tensor([True, False])
+    factors = safe_factors(clipping.Flat(1.0), torch.ones(2, 1), torch.ones(1), mask)
+    assert factors[1, 0] == 0.0
+    assert factors[0, 0] > 0.9
+
+
+BAD = [
+    (lambda: clipping.Flat(clip_norm=-1.0), r"Expected 0 < clip_norm < inf, got clip_norm=-1\.0"),
+    (lambda: clipping.Flat(clip_norm=0.0), r"Expected 0 < clip_norm < inf, got clip_norm=0\.0"),
+    (lambda: clipping.Flat(clip_norm=math.nan), r"Expected 0 < clip_norm < inf, got clip_norm=nan"),
+    (lambda: clipping.Flat(clip_norm=math.inf), r"Expected 0 < clip_norm < inf, got clip_norm=inf"),
+    (lambda: clipping.Flat(clip_norm=1e30), r"Expected 1e-10 <= clip_norm <= 1e\+10"),
+    (lambda: clipping.Flat(clip_norm="1"), r"got clip_norm='1'"),
+    (lambda: clipping.Flat(clip_norm=True), r"got clip_norm=True"),
+    (lambda: clipping.Flat(clip_norm={}), r"at least one group"),
+    (lambda: clipping.Flat(clip_norm={"a": -1.0}), r"clip_norm\['a'\]"),
+    (lambda: clipping.Automatic(gamma=-0.1), r"Expected 0 <= gamma < inf, got gamma=-0\.1"),
+    (lambda: clipping.Threshold(clip_norm=1.0, threshold=0.0), r"Expected 0 < threshold < inf"),
+    (lambda: clipping.PSAC(clip_norm=1.0, regularizer=-1.0), r"Expected 0 < regularizer < inf"),
+    (lambda: clipping.normalized(1.0, regularizer=0.0), r"Expected 0 < regularizer < inf"),
+    (lambda: clipping.Blocks(0), r"Expected an integer num_blocks >= 1, got num_blocks=0"),
+    (lambda: clipping.Blocks(2.0), r"got num_blocks=2\.0"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), BAD)
+def test_bad_arguments_are_named(build, message):
+    with pytest.raises(InvalidArgument, match=message):
+        build()

@@ -1,0 +1,218 @@
+"""What is promised of every clip rule and every grouping, as properties of clipped sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import GROUPINGS, RULES, as_batch, flat, linear_loss, params, random_rows
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import FACTORS, loop_clipped_sum
+
+from dpfunc import clipping
+from dpfunc.clipped import clipped_grad, make_clipped_grad
+from dpfunc.clipping.bounds import SLACK, group_bounds
+from dpfunc.clipping.groups import partition
+
+every_rule = pytest.mark.parametrize("rule_name", RULES)
+every_grouping = pytest.mark.parametrize("grouping", GROUPINGS)
+seeds = st.integers(0, 2**31)
+sizes = st.integers(1, 24)
+scales = st.sampled_from([1e-18, 1e-6, 1e-2, 1.0, 1e3, 1e12])
+UNEQUAL = {"body": 0.3, "head": 2.0}
+
+
+def clipped_sum(rule, rows_BP, dtype=torch.float32, **options):
+    return clipped_grad(linear_loss, params(dtype), as_batch(rows_BP), rule, **options)[0]
+
+
+def rule_of(rule_name, grouping, bound=1.0):
+    return RULES[rule_name][0](bound, GROUPINGS[grouping])
+
+
+@every_rule
+@every_grouping
+@given(seed=seeds, size=sizes, scale=scales)
+def test_sensitivity(rule_name, grouping, seed, size, scale):
+    """One record moves the float32 sum by at most the sensitivity, with no tolerance: added, removed and replaced."""
+    rows_BP = random_rows(seed, size + 1, scale)
+    rule = rule_of(rule_name, grouping)
+    full = clipped_sum(rule, rows_BP[:-1])
+    removed = clipped_sum(rule, rows_BP[1:-1])
+    replaced = clipped_sum(rule, torch.cat([rows_BP[-1:], rows_BP[1:-1]]), adjacency="replace_one")
+    assert (flat(full.sums) - flat(removed.sums)).norm() <= full.sensitivity
+    assert (flat(full.sums) - flat(replaced.sums)).norm() <= replaced.sensitivity
+    assert full.sensitivity == pytest.approx(1.0)
+    assert replaced.sensitivity == pytest.approx(2.0)
+
+
+@every_rule
+@given(seed=seeds, size=sizes)
+def test_sensitivity_of_each_group_with_unequal_bounds(rule_name, seed, size):
+    rows_BP = random_rows(seed, size)
+    rule = RULES[rule_name][0](UNEQUAL, GROUPINGS["mapping"])
+    full, removed = clipped_sum(rule, rows_BP), clipped_sum(rule, rows_BP[1:])
+    moved = dict.fromkeys(UNEQUAL, 0.0)
+    for name, value in full.sums.items():
+        moved[full.group_of[name]] += float((value.double() - removed.sums[name].double()).square().sum())
+    assert all(math.sqrt(moved[group]) <= bound for group, bound in UNEQUAL.items())
+    assert full.sensitivity == pytest.approx(math.hypot(0.3, 2.0))
+
+
+@every_rule
+@every_grouping
+def test_the_bound_is_tight(rule_name, grouping):
+    """The sensitivity is not overstated either: some gradient comes near it."""
+    reach = 0.0
+    for scale in [0.1 * 1.1**step for step in range(80)]:
+        rows_BP = torch.ones(1, 19) * scale
+        reach = max(reach, float(flat(clipped_sum(rule_of(rule_name, grouping), rows_BP).sums).norm()))
+    assert 0.6 < reach <= 1.0
+
+
+@every_rule
+@every_grouping
+@given(seed=seeds, size=st.integers(1, 8))
+def test_equals_the_loop(rule_name, grouping, seed, size):
+    rows_BP = random_rows(seed, size, dtype=torch.float64)
+    rule = rule_of(rule_name, grouping)
+    names = tuple(params())
+    parts = partition(GROUPINGS[grouping], names)
+    bounds = {g: c * (1 - SLACK) for g, c in group_bounds(1.0, parts.group_names).items()}
+    expected = loop_clipped_sum(
+        linear_loss, params(torch.float64), as_batch(rows_BP), FACTORS[RULES[rule_name][1]], parts.group_of, bounds
+    )
+    got = clipped_sum(rule, rows_BP, torch.float64)
+    assert (flat(got.sums) - flat(expected)).norm() <= 1e-10 * max(1.0, float(flat(expected).norm()))
+
+
+@every_rule
+@every_grouping
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+@given(seed=seeds, position=st.integers(0, 4))
+def test_rows_that_are_not_finite(rule_name, grouping, bad, seed, position):
+    """Such a sample (3e38 overflows the norm) contributes exact zero: the sum is that of the others."""
+    rows_BP = random_rows(seed, 5)
+    others = torch.cat([rows_BP[:position], rows_BP[position + 1 :]])
+    rows_BP[position, seed % 19] = bad
+    rule = rule_of(rule_name, grouping)
+    with_bad, without = clipped_sum(rule, rows_BP), clipped_sum(rule, others)
+    assert torch.isfinite(flat(with_bad.sums)).all()
+    assert torch.allclose(flat(with_bad.sums), flat(without.sums), rtol=1e-6, atol=1e-6)
+    only_bad = clipped_sum(rule, rows_BP[position : position + 1])
+    assert (flat(only_bad.sums) == 0).all()
+
+
+@every_rule
+@every_grouping
+def test_zero_rows_give_zero(rule_name, grouping):
+    assert (flat(clipped_sum(rule_of(rule_name, grouping), torch.zeros(3, 19)).sums) == 0).all()
+
+
+@every_rule
+@every_grouping
+def test_empty_batch(rule_name, grouping):
+    """No rows: zeros of the right shapes, the same sensitivity, and nothing to look at."""
+    rule = rule_of(rule_name, grouping)
+    clipped, unreleased = clipped_grad(linear_loss, params(), as_batch(torch.zeros(0, 19)), rule)
+    assert {name: value.shape for name, value in clipped.sums.items()} == {n: p.shape for n, p in params().items()}
+    assert (flat(clipped.sums) == 0).all()
+    assert clipped.sensitivity == pytest.approx(1.0)
+    assert unreleased.losses_B.shape == (0,)
+    assert unreleased.norms_BG.shape[0] == 0
+
+
+@every_rule
+@every_grouping
+@given(seed=seeds, size=sizes, microbatch_size=st.integers(1, 30))
+def test_microbatch_invariance(rule_name, grouping, seed, size, microbatch_size):
+    rows_BP = random_rows(seed, size)
+    rule = rule_of(rule_name, grouping)
+    whole = clipped_sum(rule, rows_BP)
+    parts = clipped_sum(rule, rows_BP, microbatch_size=microbatch_size)
+    assert torch.allclose(flat(whole.sums), flat(parts.sums), rtol=1e-5, atol=1e-5)
+    assert whole.sensitivity == parts.sensitivity
+
+
+@every_rule
+@every_grouping
+@given(seed=seeds, size=sizes)
+def test_permutation(rule_name, grouping, seed, size):
+    rows_BP = random_rows(seed, size)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    rule = rule_of(rule_name, grouping)
+    assert torch.allclose(
+        flat(clipped_sum(rule, rows_BP).sums), flat(clipped_sum(rule, rows_BP[order]).sums), rtol=1e-5, atol=1e-5
+    )
+
+
+@given(seed=seeds, size=sizes, scale=st.floats(1e-3, 1e3))
+def test_scale(seed, size, scale):
+    """Scaling gradients and bound together scales the sum: clipping has no other unit."""
+    rows_BP = random_rows(seed, size, dtype=torch.float64)
+    base = clipped_sum(clipping.Flat(1.0), rows_BP, torch.float64)
+    scaled = clipped_sum(clipping.Flat(scale), rows_BP * scale, torch.float64)
+    assert torch.allclose(flat(scaled.sums), flat(base.sums) * scale, rtol=1e-9)
+
+
+@given(seed=seeds, size=sizes)
+def test_normalising_rules_do_not_see_the_scale(seed, size):
+    rows_BP = random_rows(seed, size, dtype=torch.float64)
+    rule = clipping.auto_v(1.0)
+    base, scaled = clipped_sum(rule, rows_BP, torch.float64), clipped_sum(rule, rows_BP * 64, torch.float64)
+    assert torch.allclose(flat(scaled.sums), flat(base.sums), rtol=1e-9)
+
+
+@every_grouping
+@given(seed=seeds, size=sizes)
+def test_flat_leaves_the_ball_alone(grouping, seed, size):
+    rows_BP = random_rows(seed, size)
+    rows_BP = 0.99 * rows_BP / rows_BP.norm(dim=1, keepdim=True) / 19
+    got = clipped_sum(rule_of("flat", grouping, bound=1.0), rows_BP)
+    assert torch.allclose(flat(got.sums), rows_BP.double().sum(0), rtol=1e-5, atol=1e-7)
+
+
+@given(seed=seeds, size=sizes, padding=st.integers(1, 5))
+def test_padding_contributes_nothing(seed, size, padding):
+    rows_BP = random_rows(seed, size)
+    junk = torch.full((padding, 19), math.nan)
+    mask_B = torch.arange(size + padding) < size
+    clipped, unreleased = clipped_grad(
+        linear_loss, params(), as_batch(torch.cat([rows_BP, junk])), clipping.Flat(1.0), mask_B=mask_B
+    )
+    alone = clipped_sum(clipping.Flat(1.0), rows_BP)
+    assert torch.allclose(flat(clipped.sums), flat(alone.sums), atol=1e-6)
+    assert unreleased.losses_B.shape == (size,)
+
+
+def test_per_layer_is_not_silently_flat():
+    rows_BP = torch.ones(1, 19) * torch.cat([torch.full((9,), 100.0), torch.full((10,), 0.01)])
+    flat_sum = clipped_sum(rule_of("flat", "all"), rows_BP)
+    layer_sum = clipped_sum(rule_of("flat", "layer"), rows_BP)
+    assert float(flat_sum.sums["head.weight"].norm()) < 1e-3
+    assert float(layer_sum.sums["head.weight"].norm()) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_summed_in_float32(dtype):
+    """256 aligned bf16 gradients: adding one by one in bf16 moves the sum by 1.48 C; in float32 by at most C."""
+    base = torch.randn(1, 19, generator=torch.Generator().manual_seed(0))
+    rows_BP = (base + 0.1 * torch.randn(256, 19, generator=torch.Generator().manual_seed(1))).to(dtype)
+    for size in (1, 16, 256):
+        full = clipped_sum(clipping.Flat(1.0), rows_BP, dtype, microbatch_size=size)
+        less = clipped_sum(clipping.Flat(1.0), rows_BP[1:], dtype, microbatch_size=size)
+        assert all(value.dtype == torch.float32 for value in full.sums.values())
+        assert (flat(full.sums) - flat(less.sums)).norm() <= 1.0
+
+
+@pytest.mark.slow
+def test_compiled_core_equals_eager():
+    rows_BP = random_rows(3, 11)
+    rows_BP[4, 2] = math.nan
+    rule = rule_of("flat", "layer")
+    compiled = make_clipped_grad(linear_loss, rule, microbatch_size=4, compile=True)
+    got, unreleased = compiled(params(), as_batch(rows_BP))
+    assert torch.allclose(flat(got.sums), flat(clipped_sum(rule, rows_BP).sums), atol=1e-6)
+    assert unreleased.losses_B.shape == (11,)
