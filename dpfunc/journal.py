@@ -1,0 +1,96 @@
+"""A write-ahead ledger: each step is on disk before its gradients are seen, so that a crash loses no accounting."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpfunc.accounting import Ledger
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import fingerprint
+from dpfunc.step import StepState
+from dpfunc.types import Adjacency, Event
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A file that gets one line for each step, on disk before the step returns; for `make_dp_step(..., journal=...)`.
+
+    Args:
+        path: the file; made with its folders when missing, appended to otherwise. One process writes it.
+        plan: the plan of the run.
+
+    A line that was cut off by a crash is a step whose gradients nobody saw; it is removed before the next one.
+    It holds public facts only: step numbers, events, and a fingerprint of the run's key.
+    """
+
+    path: Path
+    plan: Plan
+
+    def __call__(self, after: StepState) -> None:
+        """Append the step that leads to `after`, and wait until it is on disk."""
+        step = after.step - 1
+        events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in self.plan.events(step, step + 1)]
+        line = {"run": fingerprint(after.key), "step": step, "adjacency": self.plan.adjacency, "events": events}
+        append_line(self.path, json.dumps(line))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line and sync it; an incomplete last line is cut off first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with open(path, "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make new and renamed entries of a directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_steps(path: Path) -> dict[str, dict[int, tuple[Adjacency, tuple[Event, ...]]]]:
+    """What each run in a journal has taken: run -> step -> (adjacency, events). A repeated step counts once.
+
+    Raises:
+        CheckpointError: a complete line that cannot be read.
+    """
+    runs: dict[str, dict[int, tuple[Adjacency, tuple[Event, ...]]]] = {}
+    if not path.exists():
+        return runs
+    complete = path.read_bytes().rpartition(b"\n")[0]
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
+            runs.setdefault(values["run"], {})[int(values["step"])] = (values["adjacency"], events)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"Line {number} of the journal {path} cannot be read: {error}.") from error
+    return runs
+
+
+def journal_ledger(path: Path) -> Ledger:
+    """All that the runs in a journal have spent, even when no checkpoint is left.
+
+    Raises:
+        LedgerConflict: runs of different adjacency.
+        CheckpointError: a line that cannot be read.
+    """
+    ledgers = [Ledger(events, adjacency) for steps in read_steps(path).values() for adjacency, events in steps.values()]
+    return Ledger() if not ledgers else ledgers[0].compose(*ledgers[1:])

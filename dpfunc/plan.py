@@ -1,0 +1,222 @@
+"""The plan of a run: public facts only, cross-checked when it is built."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
+from dpfunc.checks import fail, one_of, open_unit, positive, whole
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key
+from dpfunc.sampling import BatchSampler, Poisson, Sampler, batch_sampler
+from dpfunc.types import ADJACENCIES, Adjacency, Allocation, ClipRule, Event, Schedule, schedule_at
+
+ACCOUNTANTS = ("auto", "prv", "rdp")
+
+
+class Position(Protocol):
+    """Where a run stands: what `Plan.batches` needs of a step state."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def key(self) -> Key: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sampling, clipping, noise, steps and delta, which together fix epsilon. A plan can be published.
+
+    Args:
+        sampler: who is in each batch, and what that claims: `Poisson`, `FixedSize` or `Shuffled`.
+        clip: clip rule; it decides utility and, through its sensitivity, the noise, but not epsilon.
+        noise_multiplier: standard deviation of the noise / sensitivity, > 0; or a `Schedule`.
+        num_steps: steps of the whole run, >= 1.
+        delta: 0 < delta < 1, and below 1 / dataset_size.
+        epsilon: the budget, > 0. The plan is refused when it would spend more. None: no budget, only accounting.
+        adjacency: which data sets are neighbours.
+        allocation: `uniform` noise, or `optimal` over groups of different size at equal privacy.
+        accountant: `auto`, `prv` or `rdp`.
+        allow_large_delta: accept delta >= 1 / dataset_size, at which publishing a random record whole is "private".
+
+    Raises:
+        InvalidArgument: a value outside its domain, or values that contradict each other.
+
+    Guarantees:
+        tests/test_plan.py::test_contradictions_are_refused.
+
+    >>> from dpfunc import clipping
+    >>> plan = Plan(Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=10, delta=1e-5)
+    >>> plan.ledger()
+    Ledger(10 steps, add_remove: (q=0.1, sigma=1) x 10)
+    """
+
+    sampler: Sampler
+    clip: ClipRule
+    noise_multiplier: float | Schedule
+    num_steps: int
+    delta: float
+    epsilon: float | None = None
+    adjacency: Adjacency = "add_remove"
+    allocation: Allocation = "uniform"
+    accountant: str = "auto"
+    allow_large_delta: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("indices", "events", "expected_batch_size"):
+            if not callable(getattr(self.sampler, name, None)):
+                raise fail("a sampler such as sampling.Poisson(...)", "sampler", self.sampler)
+        if not callable(getattr(self.clip, "factors", None)):
+            raise fail("a clip rule such as clipping.Flat(clip_norm=...)", "clip", self.clip)
+        if not isinstance(self.noise_multiplier, Schedule):
+            object.__setattr__(self, "noise_multiplier", positive("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(self, "num_steps", whole("num_steps", self.num_steps, minimum=1))
+        object.__setattr__(self, "delta", open_unit("delta", self.delta))
+        one_of("adjacency", self.adjacency, ADJACENCIES)
+        one_of("allocation", self.allocation, ("uniform", "optimal"))
+        one_of("accountant", self.accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
+        self._check_delta()
+        self._check_sampler()
+        self._check_budget()
+
+    def _check_delta(self) -> None:
+        n = self.sampler.dataset_size
+        if self.delta * n >= 1 and not self.allow_large_delta:
+            raise InvalidArgument(
+                f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={self.delta:g}. A mechanism that "
+                f"publishes one random record has delta = 1 / {n}. Choose e.g. delta={min(1e-5, n**-1.1):.1g}, or "
+                "pass allow_large_delta=True and say so with the result."
+            )
+
+    def _check_sampler(self) -> None:
+        if self.adjacency not in self.sampler.adjacencies:
+            raise InvalidArgument(
+                f"Expected adjacency to be one of {self.sampler.adjacencies} with {type(self.sampler).__name__}, got "
+                f"adjacency={self.adjacency!r}. Batches of a fixed size change when a record is added or removed: use "
+                "Poisson, or claim zero_out or replace_one."
+            )
+        epoch = getattr(self.sampler, "steps_per_epoch", None)
+        if epoch is not None and isinstance(self.noise_multiplier, Schedule):
+            inside = [start for start in self.noise_multiplier.starts() if start % epoch]
+            if inside:
+                raise InvalidArgument(
+                    f"Expected the noise schedule to change between epochs of {epoch} steps, got a change at step "
+                    f"{inside[0]}. A shuffled epoch is one release, with one noise multiplier."
+                )
+
+    def _check_budget(self) -> None:
+        if self.epsilon is None:
+            return
+        object.__setattr__(self, "epsilon", positive("epsilon", self.epsilon))
+        spent = self.guarantee().epsilon
+        if spent > self.epsilon:
+            raise InvalidArgument(
+                f"Expected a plan within its budget, got epsilon={self.epsilon:g}, but {self.num_steps} steps with "
+                f"noise_multiplier={self.noise_multiplier} spend {spent:.4g}. Take more noise, fewer steps or smaller "
+                "batches, or let Plan.for_budget find the noise multiplier."
+            )
+
+    @classmethod
+    def for_budget(
+        cls,
+        *,
+        epsilon: float,
+        delta: float,
+        dataset_size: int,
+        expected_batch_size: float,
+        num_steps: int,
+        clip: ClipRule,
+        noise_schedule: Schedule | None = None,
+        spent: Ledger | None = None,
+        adjacency: Adjacency = "add_remove",
+        allocation: Allocation = "uniform",
+        accountant: str = "auto",
+        allow_large_delta: bool = False,
+    ) -> Plan:
+        """The plan with Poisson sampling and the least noise that keeps all steps within (epsilon, delta).
+
+        Args:
+            epsilon: budget, > 0. delta: see `Plan`.
+            dataset_size: number of records n. expected_batch_size: q n, so that q = expected_batch_size / n.
+            num_steps, clip, adjacency, allocation, accountant, allow_large_delta: see `Plan`.
+            noise_schedule: relative noise over the run; the result is this times one number.
+            spent: what earlier phases on the same data have cost; the budget covers both.
+
+        Raises:
+            UnreachableBudget: no noise is enough, e.g. because `spent` alone exceeds the budget.
+
+        >>> from dpfunc import clipping
+        >>> plan = Plan.for_budget(epsilon=3.0, delta=1e-5, dataset_size=1000, expected_batch_size=100, num_steps=50,
+        ...     clip=clipping.Automatic())
+        >>> 2.9 < plan.guarantee().epsilon <= 3.0
+        True
+        """
+        positive("epsilon", epsilon)
+        sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
+        shape = noise_schedule or Schedule(((1, 1.0),))
+        before = spent or Ledger(adjacency=adjacency)
+
+        def scaled(scale: float) -> float | Schedule:
+            return Schedule(tuple((n, scale * v) for n, v in shape.pieces)) if noise_schedule else scale
+
+        def plan(scale: float, budget: float | None) -> Plan:
+            return cls(
+                sampler, clip, scaled(scale), num_steps, delta, budget, adjacency, allocation, accountant,
+                allow_large_delta,
+            )  # fmt: skip
+
+        plan(1.0, None)  # bad arguments are found before the search
+        scale = calibrate(
+            lambda s: before.compose(plan(s, None).ledger()), epsilon=epsilon, delta=delta, method=accountant
+        )
+        return plan(scale, epsilon)
+
+    def events(self, start: int, stop: int) -> tuple[Event, ...]:
+        """What the steps start..stop-1 cost, run-length encoded."""
+        noise = self.noise_multiplier
+        edges = {start, stop} | {edge for edge in self._edges() if start < edge < stop}
+        spans = sorted(edges)
+        return tuple(
+            event
+            for a, b in itertools.pairwise(spans)
+            for event in self.sampler.events(a, b, schedule_at(noise, a))
+        )
+
+    def _edges(self) -> tuple[int, ...]:
+        return self.noise_multiplier.starts() if isinstance(self.noise_multiplier, Schedule) else ()
+
+    def ledger(self, num_steps: int | None = None) -> Ledger:
+        """What the first `num_steps` steps cost (all, by default)."""
+        return Ledger(self.events(0, self.num_steps if num_steps is None else num_steps), self.adjacency)
+
+    def guarantee(self, num_steps: int | None = None) -> Guarantee:
+        """The (epsilon, delta) of the first `num_steps` steps (all, by default)."""
+        return epsilon(self.ledger(num_steps), self.delta, self.accountant)
+
+    def step_limit(self, spent: Ledger) -> int:
+        """How many steps fit into the budget after `spent`; at most `num_steps`."""
+        if self.epsilon is None or not spent.events:
+            return self.num_steps
+        return affordable_steps(
+            lambda steps: spent.compose(self.ledger(steps)),
+            epsilon=self.epsilon,
+            delta=self.delta,
+            limit=self.num_steps,
+            method=self.accountant,
+        )
+
+    def batches(self, state: Position) -> Iterator[Tensor]:
+        """The index tensors of the steps from `state` to the end of its budget, in order; some may be empty."""
+        for step in range(state.step, state.limit):
+            yield self.sampler.indices(state.key, step)
+
+    def batch_sampler(self, state: Position) -> BatchSampler:
+        """The same draws as lists, for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`."""
+        return batch_sampler(self.sampler, state.key, state.step, state.limit)

@@ -1,0 +1,281 @@
+"""One private step: params, batch and state in; released gradients and the next state out."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfunc.accounting import Ledger
+from dpfunc.checks import fail, one_of
+from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
+from dpfunc.clipping.bounds import group_bounds
+from dpfunc.clipping.groups import partition
+from dpfunc.engines import vmap
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
+from dpfunc.noise import gaussian
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint, fold_in, secure_key
+from dpfunc.tree import batch_size
+from dpfunc.types import Batch, Engine, LossFn, Params, Unreleased, schedule_at
+
+ENGINES: dict[str, Callable[[], Engine]] = {"vmap": vmap}
+
+
+class StepState(NamedTuple):
+    """All that the next step needs, and the only state there is. Use it once.
+
+    Args:
+        step: number of the next step, from 0.
+        limit: the step at which the budget, or the plan, ends.
+        charged: steps below this are in the ledger already; a resumed run repeats them at no cost, because it
+            repeats them bit for bit.
+        key: the root of the run's randomness; as secret as the data.
+        noise_state: of the noise mechanism; empty for Gaussian noise.
+        ledger: what was spent, earlier phases included.
+    """
+
+    step: int
+    limit: int
+    charged: int
+    key: Key
+    noise_state: Any
+    ledger: Ledger
+
+
+class StepResult(NamedTuple):
+    """What a step returns: released gradients, the next state, and what must stay private."""
+
+    grads: dict[str, Tensor]
+    state: StepState
+    unreleased: Unreleased
+
+
+# The first step of each run (by the fingerprint of its key) that was not released yet, in this process. A guard against
+# mistakes, not part of the computation: no result depends on it.
+_next_release: dict[str, int] = {}
+
+
+def replay(state: StepState) -> StepState:
+    """Declare that the steps from `state` on may be drawn again, e.g. to reproduce a run.
+
+    Only safe with the same data, parameters and code: then the same values are released again. With anything else
+    changed, two releases share their noise and their difference is not protected.
+    """
+    _next_release[fingerprint(state.key)] = state.step
+    return state
+
+
+@dataclass(frozen=True)
+class DPStep:
+    """A private step as a function; see `make_dp_step`."""
+
+    plan: Plan
+    clipped_grad: ClippedGrad
+    reduction: Literal["mean", "sum"]
+    noise_source: Literal["secure", "device"]
+    verify_batch: bool
+    journal: Callable[[StepState], None] | None
+    _stateless: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+
+    def init(self, params: Params, key: Key, ledger: Ledger | None = None) -> StepState:
+        """The state before the first step.
+
+        Args:
+            params: trainable parameters; checked together with the plan's groups and bounds.
+            key: `dpfunc.secure_key()`. A key starts one run, ever.
+            ledger: what was already spent on the same data (an earlier phase); it counts against the budget.
+
+        Raises:
+            InvalidArgument: bad parameters, or groups and bounds that do not fit them.
+            LedgerConflict: the ledger uses another adjacency.
+            BudgetExhausted: not one step fits into the budget.
+        """
+        check_params(params)
+        if not isinstance(key, Key):
+            raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+        parts = partition(self.plan.clip.groups, tuple(params))
+        group_bounds(self.plan.clip.clip_norm, parts.group_names)
+        spent = Ledger(adjacency=self.plan.adjacency) if ledger is None else ledger
+        if spent.adjacency != self.plan.adjacency:
+            raise LedgerConflict(
+                f"Expected a ledger with adjacency {self.plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
+            )
+        limit = self.plan.step_limit(spent)
+        if limit < 1:
+            raise BudgetExhausted(
+                f"The budget epsilon={self.plan.epsilon:g} at delta={self.plan.delta:g} does not allow one more step: "
+                f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run."
+            )
+        return StepState(0, limit, 0, key, (), spent)
+
+    def __call__(
+        self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
+    ) -> StepResult:
+        """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
+        check_params(params)
+        num_samples = batch_size(batch)
+        real_samples = int(check_mask(mask_B, num_samples, torch.device("cpu")).sum())
+        if state is None:
+            state = self._run_of_its_own(params)
+        else:
+            check_state(state, self.plan)
+            if self.verify_batch:
+                self._check_draw(state, real_samples)
+        key = fold_in(state.key, "step", state.step)
+        clipped, unreleased = self.clipped_grad(params, batch, mask_B=mask_B, key=fold_in(key, "dropout"))
+        mechanism = gaussian(
+            schedule_at(self.plan.noise_multiplier, state.step),
+            allocation=self.plan.allocation,
+            source=self.noise_source,
+        )
+        released, noise_state = mechanism.add(clipped, state.noise_state, fold_in(key, "release"))
+        after = self._advance(state, noise_state)
+        if self.journal is not None:  # on disk before anybody sees the gradients
+            self.journal(after)
+        _next_release[fingerprint(state.key)] = after.step
+        return StepResult(self._reduce(released, params, state.step), after, unreleased)
+
+    def _run_of_its_own(self, params: Params) -> StepState:
+        if next(self._stateless) == 1:
+            warnings.warn(
+                "dp_step was called without a state more than once. Each such call is a run of its own with its own "
+                "ledger, and nobody adds them up. In a loop, pass the state on: "
+                "grads, state, unreleased = dp_step(params, batch, state).",
+                stacklevel=3,
+            )
+        return self.init(params, secure_key())
+
+    def _check_draw(self, state: StepState, real_samples: int) -> None:
+        drawn = len(self.plan.sampler.indices(state.key, state.step))
+        if drawn != real_samples:
+            raise SamplingMismatch(
+                f"Expected the batch that the plan's sampler drew for step {state.step}, with {drawn} samples, got "
+                f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches(state) or "
+                "plan.batch_sampler(state), drop none, and mark padding with mask_B. If you draw by the same law "
+                "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
+            )
+
+    def _advance(self, state: StepState, noise_state: Any) -> StepState:  # noqa: ANN401  (any pytree)
+        step = state.step + 1
+        if step <= state.charged:
+            return state._replace(step=step, noise_state=noise_state)
+        cost = Ledger(self.plan.events(state.step, step), self.plan.adjacency)
+        return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
+
+    def _reduce(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
+        # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
+        size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
+        return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
+
+
+def check_state(state: StepState, plan: Plan) -> None:
+    """The state is one that may take a step.
+
+    Raises:
+        InvalidArgument: not a state.
+        BudgetExhausted: the next step would overspend.
+        StateReused: this step was released before.
+    """
+    if not isinstance(state, StepState):
+        raise fail(
+            "state to be a StepState", "state", type(state).__name__, "Start with state = dp_step.init(params, key)."
+        )
+    if state.step >= state.limit:
+        spent = state.ledger.epsilon(plan.delta).epsilon
+        reason = (
+            f"the plan's {plan.num_steps} steps are taken"
+            if state.limit == plan.num_steps
+            else f"another step would exceed epsilon={plan.epsilon:g}"
+        )
+        raise BudgetExhausted(
+            f"No step is left: {reason}. Spent epsilon={spent:.4g} at delta={plan.delta:g} in {state.step} steps of "
+            "this run. The step was not taken."
+        )
+    done = _next_release.get(fingerprint(state.key), 0)
+    if state.step < done:
+        raise StateReused(
+            f"Step {state.step} of this run was already released: a second release with the same noise would give the "
+            "first one away. Each state is used once. The usual mistake:\n"
+            "    grads, _, unreleased = dp_step(params, batch, state)       # state stays what it was\n"
+            "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
+            "or a key that was used for an earlier run: take a new one from dpfunc.secure_key(). To reproduce a run "
+            "with the same data on purpose, see dpfunc.step.replay. Nothing was spent."
+        )
+
+
+def make_dp_step(
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    engine: str | Engine = "vmap",
+    microbatch_size: int | None = None,
+    compile: bool = False,
+    reduction: Literal["mean", "sum"] = "mean",
+    noise_source: Literal["secure", "device"] = "secure",
+    verify_batch: bool = True,
+    journal: Callable[[StepState], None] | None = None,
+) -> DPStep:
+    """Build `grads, state, unreleased = dp_step(params, batch, state)`.
+
+    `grads = (sum_i clip(grad_i) + noise_multiplier * sensitivity * N(0, 1)) / expected_batch_size`. Only `grads` (and
+    what is computed from it) is released; everything else about the batch stays in `unreleased`.
+    Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1.
+
+    Args:
+        loss_fn: `(params, batch) -> (B,)`, one loss a row; rows do not influence each other.
+        plan: everything that decides privacy.
+        engine: `"vmap"` or an engine. This and the next two change speed and memory, never the result.
+        microbatch_size: samples differentiated at once.
+        compile: compile the clipped sum with `torch.compile(fullgraph=True)`; needs microbatch_size.
+        reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
+        noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.
+        verify_batch: compare the size of each batch with the plan's draw of that step.
+        journal: called with the next state before a step returns, e.g. `checkpoint.Journal`; if it raises, nothing is
+            released.
+
+    Returns:
+        `dp_step`, with `dp_step.init(params, key)` for the first state. `dp_step(params, batch)` without a state is a
+        run of its own, with fresh entropy and its own ledger. `mask_B=` marks real samples in padded batches.
+
+    Raises:
+        InvalidArgument, BudgetExhausted, StateReused, SamplingMismatch: all before anything is spent.
+
+    Guarantees:
+        tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is never exceeded
+        (test_budget), a state works once (test_state_reuse), a bad call spends nothing (test_bad_input).
+
+    >>> import torch, dpfunc
+    >>> from dpfunc import clipping, sampling
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> dp_step = make_dp_step(loss_fn, plan)
+    >>> data, params = torch.randn(100, 2), {"w": torch.zeros(2)}
+    >>> state = dp_step.init(params, key=secure_key())
+    >>> for indices in plan.batches(state):
+    ...     grads, state, unreleased = dp_step(params, data[indices], state)
+    >>> state.ledger
+    Ledger(3 steps, add_remove: (q=0.1, sigma=1) x 3)
+    """
+    if not isinstance(plan, Plan):
+        raise fail("plan to be a dpfunc.Plan", "plan", type(plan).__name__)
+    if isinstance(engine, str):
+        engine = ENGINES[one_of("engine", engine, ENGINES)]()
+    one_of("reduction", reduction, ("mean", "sum"))
+    one_of("noise_source", noise_source, ("secure", "device"))
+    if journal is not None and not callable(journal):
+        raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
+    prepared = make_clipped_grad(
+        loss_fn,
+        plan.clip,
+        engine=engine,
+        microbatch_size=microbatch_size,
+        adjacency=plan.adjacency,
+        compile=compile,
+    )
+    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal)

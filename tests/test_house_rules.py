@@ -1,0 +1,172 @@
+"""The rules of the house, read from the source: layers, bans, sizes, documentation."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import dpfunc
+
+ROOT = Path(dpfunc.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# Lower numbers are imported by higher ones; the same number never imports itself, other than within one folder.
+LAYERS = {
+    "errors": 0, "checks": 1, "types": 2, "tree": 3, "rng": 3,
+    "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "functional": 4, "batchnorm": 4, "lora": 5,
+    "clipped": 6, "plan": 6, "plan_json": 7, "step": 7,
+    "journal": 8, "checkpoint": 9, "cli": 9,
+    "__init__": 10,
+}  # fmt: skip
+BANNED_CALLS = {
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_hook",
+    "register_module_forward_hook", "setattr", "seed", "set_rng_state", "exec", "eval",
+}  # fmt: skip
+GLOBAL_RNG_ALLOWED = {"rng.py"}
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def layer_of(path):
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py") if relative.parts[0] != "__init__.py" else "__init__"
+
+
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+def imported_layers(tree):
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "dpfunc" else [node.module]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        yield from (name.split(".")[1] for name in names if name.startswith("dpfunc."))
+
+
+@every_file
+def test_imports_point_down(path):
+    mine = layer_of(path)
+    for other in imported_layers(tree_of(path)):
+        assert mine == other or LAYERS[other] < LAYERS[mine], f"{path} imports {other}"
+
+
+@every_file
+def test_bans(path):
+    tree = tree_of(path)
+    for node in ast.walk(tree):
+        where = f"{path}:{getattr(node, 'lineno', 0)}"
+        assert not isinstance(node, ast.Assert), f"{where} assert is removed by python -O"
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "everything"
+            assert caught not in ("everything", "Exception", "BaseException"), f"{where} catches {caught}"
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called == "manual_seed":
+                assert path.name in GLOBAL_RNG_ALLOWED or "generator" in ast.unparse(node.func).lower(), where
+            assert called not in BANNED_CALLS or "object.__" in ast.unparse(node.func), f"{where} calls {called}"
+
+
+@every_file
+def test_no_foreign_attribute_is_written(path):
+    """Attributes are written on self (in the class's own methods) and nowhere else."""
+    for node in ast.walk(tree_of(path)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            for target in targets:
+                if isinstance(target, ast.Attribute):
+                    assert ast.unparse(target.value) == "self", f"{path}:{node.lineno} writes {ast.unparse(target)}"
+
+
+@every_file
+def test_sizes(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 400, f"{path} has {len(lines)} lines"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[0]
+            documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            start = first.end_lineno if documented else node.lineno
+            assert node.end_lineno - start <= 60, f"{path}:{node.lineno} {node.name} is long"
+
+
+@every_file
+def test_public_functions_take_no_unnamed_options(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.args.kwarg:
+            assert node.name in ("forward",), f"{path}:{node.lineno} {node.name} swallows **{node.args.kwarg.arg}"
+
+
+def public_objects():
+    return {name: getattr(dpfunc, name) for name in dpfunc.__all__}
+
+
+def test_public_names():
+    """The public API; a change here is a change of the API and belongs into the changelog."""
+    assert len(dpfunc.__all__) <= 40
+    snapshot = (Path(__file__).parent / "public_api.txt").read_text().split()
+    assert sorted(dpfunc.__all__) == snapshot
+
+
+@pytest.mark.parametrize("name", dpfunc.__all__)
+def test_public_names_are_documented_with_an_example(name):
+    value = public_objects()[name]
+    if not (inspect.isfunction(value) or inspect.isclass(value)) or issubclass_of_exception(value):
+        return
+    doc = inspect.getdoc(value) or ""
+    assert doc.splitlines()[0].endswith((".", ":")), f"{name}: the first line is a sentence"
+    assert doctest.DocTestParser().get_examples(doc), f"{name} has no doctest"
+
+
+@pytest.mark.parametrize("name", dpfunc.__all__)
+def test_docstrings_name_every_argument(name):
+    value = public_objects()[name]
+    if not inspect.isfunction(value):
+        return
+    doc = inspect.getdoc(value) or ""
+    for argument in inspect.signature(value).parameters:
+        assert argument in doc, f"{name} does not document {argument}"
+
+
+def issubclass_of_exception(value):
+    return inspect.isclass(value) and issubclass(value, Exception)
+
+
+def test_every_module_says_what_it_is():
+    for info in pkgutil.walk_packages([str(ROOT)], "dpfunc."):
+        module = importlib.import_module(info.name)
+        assert module.__doc__, f"{info.name} has no docstring"
+
+
+def test_tests_named_in_docstrings_exist():
+    """A guarantee names its test; the test must be there."""
+    here = Path(__file__).parent
+    sources = {path: path.read_text() for path in here.rglob("test_*.py")}
+    for path in FILES:
+        for word in path.read_text().replace("(", " ").replace(")", " ").replace(",", " ").replace(";", " ").split():
+            name = word.strip("`.:")
+            if name.startswith("tests/"):
+                file = name.split("::")[0]
+                assert (here.parent / file).exists(), f"{path} names {file}"
+            if name.startswith("test_") or "::test_" in name:
+                function = name.split("::")[-1]
+                if not function.endswith("_py"):
+                    assert any(f"def {function}" in text for text in sources.values()), f"{path} names {function}"
+
+
+def test_importing_is_light():
+    """Importing dpfunc does not import what only some users need."""
+    import subprocess
+    import sys
+
+    code = "import sys, dpfunc; print(sorted(m for m in ('opacus', 'transformers', 'peft', 'scipy') if m in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

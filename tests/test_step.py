@@ -1,0 +1,393 @@
+"""dp_step: scale of the noise, budget, states that work once, bad input that spends nothing."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from cases import as_batch, flat, linear_loss, params, random_rows
+from scipy import stats
+
+from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
+from dpfunc.plan import Plan
+from dpfunc.rng import insecure_key, secure_key
+from dpfunc.step import make_dp_step, replay
+from dpfunc.tree import take
+from dpfunc.types import Event, Schedule
+
+DATA = as_batch(random_rows(0, 100))
+
+
+def plan(**changes):
+    values = {
+        "sampler": sampling.Poisson(100, 0.2),
+        "clip": clipping.Flat(clip_norm=1.0),
+        "noise_multiplier": 1.0,
+        "num_steps": 5,
+        "delta": 1e-3,
+    }
+    return Plan(**{**values, **changes})
+
+
+def run(the_plan, key=None, steps=None, **options):
+    dp_step = make_dp_step(linear_loss, the_plan, **options)
+    state = dp_step.init(params(), key or secure_key())
+    released = []
+    for indices in the_plan.batches(state):
+        grads, state, _ = dp_step(params(), take(DATA, indices), state)
+        released.append(grads)
+        if steps is not None and len(released) == steps:
+            break
+    return released, state
+
+
+def test_a_run():
+    released, state = run(plan())
+    assert len(released) == 5
+    assert state.step == state.charged == 5
+    assert state.ledger == Ledger((Event(0.2, 1.0, 5),))
+    assert {name: g.shape for name, g in released[0].items()} == {name: p.shape for name, p in params().items()}
+
+
+def noise_only(noise_multiplier, clip_norm, adjacency="add_remove", groups=None, repeats=40):
+    """Released values of empty batches, undivided: the noise and nothing else."""
+    clip = clipping.Flat(clip_norm, groups=groups or clipping.AllParameters())
+    wide = {name: torch.zeros(50, *p.shape) for name, p in params().items()}
+    the_plan = plan(clip=clip, noise_multiplier=noise_multiplier, adjacency=adjacency, num_steps=repeats)
+    dp_step = make_dp_step(linear_loss, the_plan, reduction="sum", verify_batch=False)
+    state = dp_step.init(wide, secure_key())
+    empty = {name: torch.zeros(0, *p.shape) for name, p in wide.items()}
+    values = []
+    for _ in range(repeats):
+        grads, state, _ = dp_step(wide, empty, state)
+        values.append(flat(grads))
+    return torch.cat(values)
+
+
+def variance_accepts(values, std, level=1e-6):
+    """Two-sided chi-square test of the standard deviation."""
+    statistic = float(values.square().sum()) / std**2
+    tail = stats.chi2.cdf(statistic, len(values))
+    return level < tail < 1 - level
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "groups", "expected"),
+    [
+        ("add_remove", None, 0.7 * 1.5),
+        ("zero_out", None, 0.7 * 1.5),
+        ("replace_one", None, 0.7 * 3.0),
+        ("add_remove", clipping.PerLayer(), 0.7 * 1.5),
+    ],
+)
+def test_noise_scale(adjacency, groups, expected):
+    """std = noise_multiplier * sensitivity, and neither 0.9 nor 1.1 of it."""
+    values = noise_only(0.7, 1.5, adjacency, groups)
+    assert variance_accepts(values, expected)
+    assert not variance_accepts(values, 0.9 * expected)
+    assert not variance_accepts(values, 1.1 * expected)
+
+
+def test_noise_follows_the_bound_of_each_plan():
+    """A smaller bound means less noise *and* shorter gradients: they come from the same value."""
+    for bound in (1.0, 0.001):
+        assert variance_accepts(noise_only(1.0, bound), bound)
+        grads, _, _ = make_dp_step(
+            linear_loss,
+            plan(clip=clipping.Flat(bound), noise_multiplier=1e-6),
+            reduction="sum",
+        )(params(), take(DATA, torch.arange(1)))
+        assert 0 < float(flat(grads).norm()) <= bound * 1.01
+
+
+def test_divided_by_the_expected_size_after_the_noise():
+    """Released = (sum + noise) / (q n), whatever the size of the drawn batch; the noise is that of the sum."""
+    key = insecure_key(17)
+    mean, _ = run(plan(), key, steps=1)
+    total, _ = run_again(plan(), key, reduction="sum")
+    assert torch.allclose(flat(mean[0]) * 20.0, flat(total[0]), rtol=1e-5)
+
+
+def run_again(the_plan, key, **options):
+    dp_step = make_dp_step(linear_loss, the_plan, **options)
+    state = replay(dp_step.init(params(), key))
+    indices = next(iter(the_plan.batches(state)))
+    grads, state, _ = dp_step(params(), take(DATA, indices), state)
+    return [grads], state
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 1000])
+def test_microbatches_change_nothing(microbatch_size):
+    key = insecure_key(100 + microbatch_size)
+    (whole,), _ = run_again(plan(), key)
+    (parts,), state = run_again(plan(), key, microbatch_size=microbatch_size)
+    assert torch.allclose(flat(whole), flat(parts), atol=1e-6)
+    assert state.ledger == Ledger((Event(0.2, 1.0, 1),))
+
+
+@pytest.mark.slow
+def test_compiled_step_equals_eager():
+    key = insecure_key(200)
+    (eager,), _ = run_again(plan(), key)
+    (compiled,), _ = run_again(plan(), key, microbatch_size=8, compile=True)
+    assert torch.allclose(flat(eager), flat(compiled), atol=1e-6)
+
+
+def test_same_key_same_release_and_other_key_other_release():
+    (first,), _ = run_again(plan(), insecure_key(300))
+    (again,), _ = run_again(plan(), insecure_key(300))
+    (other,), _ = run_again(plan(), insecure_key(300 + 2**32))
+    assert torch.equal(flat(first), flat(again))
+    assert not torch.allclose(flat(first), flat(other))
+
+
+def test_budget():
+    """The plan's steps are taken, the next one is refused before anything is spent."""
+    the_plan = plan()
+    _, state = run(the_plan)
+    before = state.ledger
+    with pytest.raises(BudgetExhausted, match=r"the plan's 5 steps are taken. Spent epsilon=.*The step was not taken"):
+        make_dp_step(linear_loss, the_plan, verify_batch=False)(params(), take(DATA, torch.arange(3)), state)
+    assert state.ledger == before
+
+
+def test_budget_with_an_earlier_phase():
+    """What earlier phases spent counts: the run ends within the budget, and one step more would not be."""
+    phase = Ledger((Event(0.2, 1.0, 30),))
+    the_plan = plan(num_steps=40, epsilon=10.0)
+    assert the_plan.guarantee().epsilon < 10.0
+    dp_step = make_dp_step(linear_loss, the_plan)
+    state = dp_step.init(params(), secure_key(), ledger=phase)
+    assert 0 < state.limit < 40
+    for indices in the_plan.batches(state):
+        _, state, _ = dp_step(params(), take(DATA, indices), state)
+    assert state.ledger.epsilon(1e-3).epsilon <= 10.0
+    assert state.ledger.record(Event(0.2, 1.0, 1)).epsilon(1e-3).epsilon > 10.0
+    with pytest.raises(BudgetExhausted, match="another step would exceed epsilon=10"):
+        dp_step(params(), take(DATA, torch.arange(3)), state)
+
+
+def test_no_step_left_at_the_start():
+    spent = Ledger((Event(1.0, 0.5, 100),))
+    with pytest.raises(BudgetExhausted, match="does not allow one more step"):
+        make_dp_step(linear_loss, plan(epsilon=20.0)).init(params(), secure_key(), ledger=spent)
+
+
+def test_state_reuse():
+    the_plan = plan()
+    dp_step = make_dp_step(linear_loss, the_plan)
+    state = dp_step.init(params(), secure_key())
+    batch = take(DATA, next(the_plan.batches(state)))
+    _, after, _ = dp_step(params(), batch, state)
+    with pytest.raises(StateReused, match=r"grads, state, unreleased = dp_step\(params, batch, state\)   # right"):
+        dp_step(params(), batch, state)
+    other = make_dp_step(linear_loss, the_plan)  # another function does not help
+    with pytest.raises(StateReused, match="Step 0 of this run was already released"):
+        other(params(), batch, state)
+    dp_step(params(), take(DATA, next(the_plan.batches(after))), after)
+
+
+def test_key_reuse():
+    key = secure_key()
+    run(plan(), key, steps=1)
+    with pytest.raises(StateReused, match="a key that was used for an earlier run"):
+        run(plan(), key, steps=1)
+
+
+def test_batch_that_was_not_drawn():
+    the_plan = plan()
+    dp_step = make_dp_step(linear_loss, the_plan)
+    state = dp_step.init(params(), secure_key())
+    drawn = len(next(the_plan.batches(state)))
+    with pytest.raises(SamplingMismatch, match=f"with {drawn} samples, got {drawn + 1}.*Nothing was spent"):
+        dp_step(params(), take(DATA, torch.arange(drawn + 1)), state)
+    dp_step(params(), take(DATA, next(the_plan.batches(state))), state)  # the state is still good
+
+
+def test_padded_batch():
+    the_plan = plan()
+    key = insecure_key(400)
+    (expected,), _ = run_again(the_plan, key)
+    dp_step = make_dp_step(linear_loss, the_plan)
+    state = replay(dp_step.init(params(), key))
+    batch = take(DATA, next(the_plan.batches(state)))
+    size = len(next(iter(batch.values())))
+    padded = {name: torch.cat([v, torch.full_like(v[:1], math.nan).expand(7, *v.shape[1:])]) for name, v in batch.items()}
+    grads, _, unreleased = dp_step(params(), padded, state, mask_B=torch.arange(size + 7) < size)
+    assert torch.allclose(flat(grads), flat(expected), atol=1e-6)
+    assert len(unreleased.losses_B) == size
+
+
+def test_empty_batch_is_a_step_that_costs():
+    the_plan = plan(sampler=sampling.Poisson(100, 1e-9))
+    dp_step = make_dp_step(linear_loss, the_plan)
+    state = dp_step.init(params(), secure_key())
+    (indices, *_) = the_plan.batches(state)
+    grads, state, _ = dp_step(params(), take(DATA, indices), state)
+    assert len(indices) == 0
+    assert (flat(grads) != 0).all()
+    assert state.ledger.num_steps == 1
+
+
+def test_nan_sample_leaves_the_rest_alone():
+    poisoned = {name: value.clone() for name, value in DATA.items()}
+    poisoned["head.weight"][:] = math.nan
+    the_plan = plan()
+    dp_step = make_dp_step(linear_loss, the_plan)
+    state = dp_step.init(params(), secure_key())
+    grads, _, unreleased = dp_step(params(), take(poisoned, next(the_plan.batches(state))), state)
+    assert torch.isfinite(flat(grads)).all()
+    assert torch.isnan(unreleased.norms_BG).any()
+
+
+def test_without_a_state_each_call_is_a_run_of_its_own():
+    dp_step = make_dp_step(linear_loss, plan())
+    grads, state, _ = dp_step(params(), take(DATA, torch.arange(4)))
+    assert state.ledger.num_steps == 1
+    with pytest.warns(UserWarning, match="Each such call is a run of its own"):
+        other, _, _ = dp_step(params(), take(DATA, torch.arange(4)))
+    assert not torch.allclose(flat(grads), flat(other))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dp_step(params(), take(DATA, torch.arange(4)))  # said once
+
+
+def test_unreleased_values_are_hidden():
+    _, state, unreleased = make_dp_step(linear_loss, plan())(params(), take(DATA, torch.arange(4)))
+    assert repr(unreleased).startswith("Unreleased(")
+    assert "tensor" not in repr(unreleased)
+    assert state.key.secret.hex() not in repr(state)
+
+
+def test_released_in_the_dtype_of_the_parameters():
+    narrow = params(torch.bfloat16)
+    batch = {name: value.bfloat16() for name, value in take(DATA, torch.arange(4)).items()}
+    grads, _, _ = make_dp_step(linear_loss, plan())(narrow, batch)
+    assert all(value.dtype == torch.bfloat16 for value in grads.values())
+
+
+def test_schedules_of_noise_and_sampling_are_charged():
+    the_plan = plan(
+        sampler=sampling.Poisson(100, Schedule(((2, 0.1), (3, 0.3)))),
+        noise_multiplier=Schedule(((3, 2.0), (2, 1.0))),
+    )
+    _, state = run(the_plan)
+    assert state.ledger == Ledger((Event(0.1, 2.0, 2), Event(0.3, 2.0, 1), Event(0.3, 1.0, 2)))
+    assert state.ledger == the_plan.ledger()
+
+
+def test_shuffled_batches_claim_no_amplification():
+    the_plan = plan(sampler=sampling.Shuffled(100, 40), adjacency="zero_out", num_steps=6)
+    _, state = run(the_plan)
+    assert state.ledger == Ledger((Event(1.0, 1.0, 2),), "zero_out")  # two epochs of three steps
+
+
+def test_journal_is_written_before_release_and_its_failure_stops_it():
+    seen = []
+    the_plan = plan()
+    dp_step = make_dp_step(linear_loss, the_plan, journal=seen.append)
+    state = dp_step.init(params(), secure_key())
+    batch = take(DATA, next(the_plan.batches(state)))
+    dp_step(params(), batch, state)
+    assert [after.step for after in seen] == [1]
+
+    def full(after):
+        raise OSError("no space left on device")
+
+    broken = make_dp_step(linear_loss, the_plan, journal=full)
+    state = broken.init(params(), secure_key())
+    batch = take(DATA, next(the_plan.batches(state)))
+    with pytest.raises(OSError, match="no space"):
+        broken(params(), batch, state)
+    make_dp_step(linear_loss, the_plan)(params(), batch, state)  # nothing was released, so the state is good
+
+
+def mean_loss(params, batch):
+    return linear_loss(params, batch).mean()
+
+
+GOOD = take(DATA, torch.arange(4))
+BAD_STEPS = {
+    "scalar loss": (mean_loss, params(), GOOD, r"Expected loss_fn to return shape \(1,\).*got \(\).*reduction=\"none\""),
+    "loss of wrong length": (
+        lambda p, b: linear_loss(p, b).repeat(2), params(), GOOD, r"Expected loss_fn to return shape \(1,\).*got \(2,\)",
+    ),
+    "loss that is no tensor": (lambda p, b: 1.0, params(), GOOD, "Expected loss_fn to return a tensor, got float"),
+    "integer loss": (lambda p, b: linear_loss(p, b).long(), params(), GOOD, "floating dtype, got torch.int64"),
+    "loss without gradient": (
+        lambda p, b: b["head.weight"].flatten(1).sum(1), params(), GOOD, "Expected loss_fn to depend on params",
+    ),
+    "detached loss": (lambda p, b: linear_loss(p, b).detach(), params(), GOOD, "Expected loss_fn to depend on params"),
+    "leaves disagree": (
+        linear_loss, params(), {**GOOD, "head.weight": GOOD["head.weight"][:3]}, r"same number of samples on axis 0",
+    ),
+    "0-d leaf": (linear_loss, params(), {**GOOD, "t": torch.tensor(1.0)}, r"batch\['t'\].*0-dimensional"),
+    "leaf that is no tensor": (linear_loss, params(), {**GOOD, "t": [1.0]}, r"batch\['t'\]\[0\] of type float"),
+    "empty pytree": (linear_loss, params(), {}, "at least one tensor"),
+    "NaN parameter": (
+        linear_loss, {**params(), "head.weight": torch.full((4,), math.nan)}, GOOD, "NaN or inf in head.weight",
+    ),
+    "integer parameter": (
+        linear_loss, {**params(), "head.weight": torch.zeros(4, dtype=torch.long)}, GOOD,
+        r"Expected params\['head.weight'\] to have a floating dtype, got torch.int64",
+    ),
+    "no parameters": (linear_loss, {}, GOOD, "Expected at least one parameter"),
+    "params that are no mapping": (linear_loss, list(params().values()), GOOD, "mapping name -> tensor, got list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_bad_input(name):
+    """A clear error, nothing spent, and the state still works."""
+    loss_fn, bad_params, batch, message = BAD_STEPS[name]
+    the_plan = plan()
+    dp_step = make_dp_step(loss_fn, the_plan, verify_batch=False)
+    state = dp_step.init(params(), secure_key())
+    with pytest.raises(InvalidArgument, match=message):
+        dp_step(bad_params, batch, state)
+    after = make_dp_step(linear_loss, the_plan, verify_batch=False)(params(), GOOD, state).state
+    assert after.ledger.num_steps == 1
+
+
+BAD_MAKES = {
+    "plan": ({"plan": "plan"}, "Expected plan to be a dpfunc.Plan"),
+    "engine": ({"engine": "bookkeping"}, "Expected engine to be one of 'vmap', got engine='bookkeping'"),
+    "microbatch_size": ({"microbatch_size": 0}, "Expected an integer microbatch_size >= 1, got microbatch_size=0"),
+    "compile": ({"compile": True}, "Expected microbatch_size to be given with compile=True"),
+    "reduction": ({"reduction": "avg"}, "Expected reduction to be one of 'mean', 'sum'"),
+    "noise_source": ({"noise_source": "torch"}, "Expected noise_source to be one of 'secure', 'device'"),
+    "journal": ({"journal": "file"}, "Expected journal to be a function"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MAKES)
+def test_bad_make(name):
+    options, message = BAD_MAKES[name]
+    with pytest.raises(InvalidArgument, match=message):
+        make_dp_step(linear_loss, **{"plan": plan(), **options})
+
+
+def test_misspelt_arguments_are_not_swallowed():
+    with pytest.raises(TypeError, match="microbatchsize"):
+        make_dp_step(linear_loss, plan(), microbatchsize=3)
+    with pytest.raises(TypeError, match="noise_multipler"):
+        Plan(sampling.Poisson(10, 0.1), clipping.Flat(1.0), noise_multipler=1.0, num_steps=1, delta=1e-3)
+
+
+def test_bad_init():
+    dp_step = make_dp_step(linear_loss, plan())
+    with pytest.raises(InvalidArgument, match=r"Use dpfunc.secure_key"):
+        dp_step.init(params(), 42)
+    with pytest.raises(LedgerConflict, match="add_remove.*replace_one"):
+        dp_step.init(params(), secure_key(), ledger=Ledger((), "replace_one"))
+    with pytest.raises(InvalidArgument, match=r"Start with state = dp_step.init"):
+        dp_step(params(), GOOD, "state")
+    two = make_dp_step(linear_loss, plan(clip=clipping.Flat({"a": 1.0}, groups=clipping.PerLayer())))
+    with pytest.raises(InvalidArgument, match="Expected clip_norm to name the groups"):
+        two.init(params(), secure_key())
+
+
