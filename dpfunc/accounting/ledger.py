@@ -1,0 +1,166 @@
+"""What was spent: a set of events that composes by addition."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from dpfunc.checks import fail, one_of
+from dpfunc.errors import DPFuncError, InvalidArgument, LedgerConflict
+from dpfunc.types import ADJACENCIES, Adjacency, Event
+
+if TYPE_CHECKING:
+    from dpfunc.accounting.guarantee import Guarantee
+
+SCHEMA = "dpfunc.ledger/1"
+LEDGER_FIELDS = {"schema", "adjacency", "events"}
+EVENT_FIELDS = {"sampling_prob", "noise_multiplier", "num_steps"}
+SHOWN_EVENTS = 4
+
+
+def canonical(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The same events sorted, those of equal (sampling_prob, noise_multiplier) as one."""
+    steps: dict[tuple[float, float], int] = {}
+    for event in events:
+        if not isinstance(event, Event):
+            raise fail("every element of events to be an Event", "events", event)
+        kind = (event.sampling_prob, event.noise_multiplier)
+        steps[kind] = steps.get(kind, 0) + event.num_steps
+    return tuple(Event(q, sigma, count) for (q, sigma), count in sorted(steps.items()))
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All releases about one data set, in a canonical form: the order in which they happened does not matter.
+
+    Composition is commutative and associative, and the empty ledger of the same adjacency is its identity.
+    A ledger is a value: every operation returns a new one. It holds public facts only.
+
+    Args:
+        events: what was released; stored sorted, with equal kinds merged.
+        adjacency: which data sets are neighbours. It fixes the meaning of the noise multipliers: they are
+            relative to the sensitivity under this adjacency (C, and 2 C under replace_one).
+
+    Raises:
+        InvalidArgument: an element that is not an `Event`, or an unknown adjacency.
+
+    Guarantees:
+        tests/accounting/test_ledger.py::test_composition_laws, ::test_json_round_trip_is_exact.
+
+    >>> step = Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1)
+    >>> Ledger().record(step).record(step)
+    Ledger(2 steps, add_remove: (q=0.01, sigma=1) x 2)
+    """
+
+    events: tuple[Event, ...] = ()
+    adjacency: Adjacency = "add_remove"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "events", canonical(self.events))
+        one_of("adjacency", self.adjacency, ADJACENCIES)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of all events together."""
+        return sum(event.num_steps for event in self.events)
+
+    def record(self, event: Event) -> Ledger:
+        """This ledger with one event more."""
+        return Ledger((*self.events, event), self.adjacency)
+
+    def compose(self, *others: Ledger) -> Ledger:
+        """This ledger and the others together, see `compose`."""
+        return compose(self, *others)
+
+    def epsilon(self, delta: float, method: str = "auto") -> Guarantee:
+        """What this ledger costs at `delta`, see `dpfunc.accounting.epsilon`."""
+        from dpfunc.accounting.accountant import epsilon
+
+        return epsilon(self, delta, method)
+
+    def to_json(self) -> str:
+        """The ledger as JSON, with its schema; floats are written so that they read back exactly."""
+        events = [
+            {"sampling_prob": e.sampling_prob, "noise_multiplier": e.noise_multiplier, "num_steps": e.num_steps}
+            for e in self.events
+        ]
+        return json.dumps({"schema": SCHEMA, "adjacency": self.adjacency, "events": events})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Ledger:
+        """The ledger that `to_json` wrote.
+
+        Raises:
+            InvalidArgument: not JSON, another schema, or a field that is missing, unknown or outside its domain.
+                Nothing is dropped or repaired: a ledger that lost an event would under-report.
+
+        >>> ledger = Ledger((Event(0.1, 1.0, 10),), "replace_one")
+        >>> Ledger.from_json(ledger.to_json()) == ledger
+        True
+        """
+        try:
+            values = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"Expected a ledger as JSON: {error}.") from error
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            found = values.get("schema") if isinstance(values, dict) else type(values).__name__
+            raise fail(f"a ledger with schema {SCHEMA!r}", "schema", found, "Use the version of dpfunc that wrote it.")
+        same_fields("ledger", values, LEDGER_FIELDS)
+        if not isinstance(values["events"], list):
+            raise fail("a list of events", "events", values["events"])
+        return cls(tuple(event_from(item) for item in values["events"]), cast(Adjacency, values["adjacency"]))
+
+    def __repr__(self) -> str:
+        kinds = [f"(q={e.sampling_prob:g}, sigma={e.noise_multiplier:g}) x {e.num_steps}" for e in self.events]
+        more = [f"{len(kinds) - SHOWN_EVENTS} kinds more"] if len(kinds) > SHOWN_EVENTS else []
+        listed = " + ".join([*kinds[:SHOWN_EVENTS], *more]) or "nothing spent"
+        return f"Ledger({self.num_steps} steps, {self.adjacency}: {listed})"
+
+
+def compose(*ledgers: Ledger) -> Ledger:
+    """All that several ledgers over the same data have spent.
+
+    Args:
+        ledgers: at least one, all of the same adjacency.
+
+    Raises:
+        LedgerConflict: adjacencies that differ; epsilons of different meaning cannot be added up.
+        InvalidArgument: no ledgers, or something else.
+
+    >>> compose(Ledger((Event(0.1, 1.0, 10),)), Ledger((Event(0.1, 1.0, 5),)))
+    Ledger(15 steps, add_remove: (q=0.1, sigma=1) x 15)
+    """
+    if not ledgers:
+        raise InvalidArgument("Expected at least one ledger to compose, got none.")
+    for ledger in ledgers:
+        if not isinstance(ledger, Ledger):
+            raise fail("a Ledger", "ledger", ledger)
+    adjacencies = sorted({ledger.adjacency for ledger in ledgers})
+    if len(adjacencies) > 1:
+        raise LedgerConflict(
+            f"Expected ledgers of one adjacency, got {' and '.join(adjacencies)}. Their noise multipliers are relative "
+            "to different sensitivities and their epsilons compare different neighbours: account for each apart."
+        )
+    return Ledger(tuple(event for ledger in ledgers for event in ledger.events), ledgers[0].adjacency)
+
+
+def same_fields(what: str, values: dict[str, Any], expected: set[str]) -> None:
+    """Refuse missing and unknown fields."""
+    if set(values) != expected:
+        raise InvalidArgument(
+            f"Expected the fields {sorted(expected)} in a {what}, got {sorted(values)}. "
+            "An unknown field may mean something that this version would ignore."
+        )
+
+
+def event_from(values: object) -> Event:
+    """One event from its JSON object."""
+    if not isinstance(values, dict):
+        raise fail("an event as a JSON object", "event", values)
+    same_fields("event", values, EVENT_FIELDS)
+    try:
+        return Event(values["sampling_prob"], values["noise_multiplier"], values["num_steps"])
+    except DPFuncError as error:
+        raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error

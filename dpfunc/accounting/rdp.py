@@ -1,0 +1,107 @@
+"""Renyi differential privacy of a ledger: the curve from opacus, with orders far enough out, and its conversion."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpfunc.accounting.gaussian import as_float
+from dpfunc.types import Adjacency, Event
+
+Array = NDArray[np.float64]
+
+# alpha - 1 in steps of a tenth: the bound is flat around the best order, and loses < 0.2 % between two of them.
+# 1024 is the last order at which the binomial coefficients fit into float64; 2048 gives NaN.
+_NEAR = [1.005, *(1 + 0.01 * 1.1**k for k in range(72))]
+_FAR = sorted({*range(12, 33), *(round(32 * 1.06**k) for k in range(60))} - {*range(1025, 10**6)} | {1024})
+ORDERS: tuple[float, ...] = (*(a for a in _NEAR if a < 11), 11.0, *map(float, _FAR))
+FEW_ORDERS: tuple[float, ...] = (1.05, 1.2, 1.5, *map(float, (2, 3, 4, 5, 6, 8, 11, 15, 20, 28, 40, 60, 90, 128, 256)))
+
+SIGMA_MAX = 1e5  # more noise is accounted as this much: beyond it the curve drowns in rounding
+SIGMA_MIN = 0.02  # below it the closed bound is as good
+
+
+def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few: bool = False) -> float:
+    """An upper bound on epsilon from the Renyi curve, >= 0.
+
+    `min_a R(a) + log(1 - 1/a) - (log(delta) + log(a)) / (a - 1)`: Canonne, Kamath and Steinke 2020, The Discrete
+    Gaussian for Differential Privacy, Proposition 12. With `few` it uses few orders: looser, and faster.
+    """
+    orders = FEW_ORDERS if few else ORDERS
+    a = np.array(orders)
+    bounds = composed_curve(tuple(events), adjacency, orders) + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
+    return max(0.0, float(np.min(bounds)))
+
+
+def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float) -> float:
+    """A level that the privacy loss exceeds with probability at most `prob`: `min_a R(a) + log(1/prob) / (a - 1)`."""
+    a = np.array(ORDERS)
+    return float(np.min(composed_curve(tuple(events), adjacency, ORDERS) - math.log(prob) / (a - 1)))
+
+
+def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
+    """The Renyi divergences R(a) of all events together, inf where not finite."""
+    total = np.zeros(len(orders))
+    for event in events:
+        curve = np.array(step_curve(event.sampling_prob, event.noise_multiplier, adjacency == "replace_one", orders))
+        total += as_float(event.num_steps) * curve
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, ...]) -> tuple[float, ...]:
+    """An upper bound on the Renyi divergence of one step at each order; rounded up by more than its rounding error."""
+    if sigma == 0:
+        return (math.inf,) * len(orders)
+    sigma = min(sigma, SIGMA_MAX)
+    a = np.array(orders)
+    if q == 1.0:
+        return tuple((a / (2 * sigma * sigma)).tolist()) if sigma > 1e-150 else (math.inf,) * len(orders)
+    convex = convexity_bound(q, sigma, a, replace_one)
+    if sigma < SIGMA_MIN:
+        return tuple(convex.tolist())
+    if replace_one:
+        from dpfunc.accounting.replace_one import replace_one_curve
+
+        exact = replace_one_curve(q, sigma, a)
+    else:
+        exact = opacus_curve(q, sigma, orders)
+    curve = np.where(np.isfinite(exact), exact + rounding(q, sigma, a), convex)
+    return tuple(np.minimum(curve, convex).tolist())
+
+
+def opacus_curve(q: float, sigma: float, orders: tuple[float, ...]) -> Array:
+    """The curve of the Poisson-sampled Gaussian: Mironov, Talwar and Zhang 2019. NaN where opacus cannot compute it."""
+    from opacus.accountants.analysis.rdp import compute_rdp
+
+    values = []
+    for order in orders:
+        try:
+            with np.errstate(all="ignore"):
+                values.append(float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=float(order))))
+        except (ArithmeticError, ValueError):  # over- or underflow inside its series
+            values.append(math.nan)
+    return np.array(values)
+
+
+def convexity_bound(q: float, sigma: float, a: Array, replace_one: bool) -> Array:
+    """`log(1 - q + q e^((a - 1) a / (2 sigma^2))) / (a - 1)`, which holds for every adjacency.
+
+    Both outputs are mixtures with the same weights, whose parts are at most one sensitivity apart, and
+    `e^((a - 1) D_a)` is jointly convex: van Erven and Harremoes 2014, Theorem 11 and 13.
+    """
+    del replace_one  # the parts are one sensitivity apart under each adjacency
+    with np.errstate(over="ignore"):
+        exponent = (a - 1) * a / sigma / sigma / 2
+    return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + exponent) / (a - 1) * (1 + 1e-12))
+
+
+def rounding(q: float, sigma: float, a: Array) -> Array:
+    """How far the rounding of the logarithms, and the cut-off of the series, can put a curve below the truth."""
+    scale = a * (abs(math.log(q)) + abs(math.log1p(-q)) + 2 + a / (2 * sigma * sigma))
+    cut = np.where(a == np.round(a), 0.0, 2e-13)
+    return np.asarray((8 * np.finfo(np.float64).eps * scale + cut) / (a - 1))
