@@ -14,11 +14,11 @@ from dpfunc.types import Adjacency, Event
 
 Array = NDArray[np.float64]
 
-# alpha - 1 in steps of a tenth: the bound is flat around the best order, and loses < 0.2 % between two of them.
+# alpha - 1 grows by a tenth at most: the bound is flat around the best order, and loses < 0.2 % between two of them.
 # 1024 is the last order at which the binomial coefficients fit into float64; 2048 gives NaN.
-_NEAR = [1.005, *(1 + 0.01 * 1.1**k for k in range(72))]
-_FAR = sorted({*range(12, 33), *(round(32 * 1.06**k) for k in range(60))} - {*range(1025, 10**6)} | {1024})
-ORDERS: tuple[float, ...] = (*(a for a in _NEAR if a < 11), 11.0, *map(float, _FAR))
+_FRACTIONS = tuple(1 + 0.005 * 1.1**k for k in range(80))
+_INTEGERS = tuple(float(round(11 * 1.0596**k)) for k in range(79))
+ORDERS: tuple[float, ...] = tuple(sorted({*_FRACTIONS, *_INTEGERS, 1024.0}))
 FEW_ORDERS: tuple[float, ...] = (1.05, 1.2, 1.5, *map(float, (2, 3, 4, 5, 6, 8, 11, 15, 20, 28, 40, 60, 90, 128, 256)))
 
 SIGMA_MAX = 1e5  # more noise is accounted as this much: beyond it the curve drowns in rounding
@@ -61,7 +61,7 @@ def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, .
     a = np.array(orders)
     if q == 1.0:
         return tuple((a / (2 * sigma * sigma)).tolist()) if sigma > 1e-150 else (math.inf,) * len(orders)
-    convex = convexity_bound(q, sigma, a, replace_one)
+    convex = convexity_bound(q, sigma, a)
     if sigma < SIGMA_MIN:
         return tuple(convex.tolist())
     if replace_one:
@@ -88,13 +88,12 @@ def opacus_curve(q: float, sigma: float, orders: tuple[float, ...]) -> Array:
     return np.array(values)
 
 
-def convexity_bound(q: float, sigma: float, a: Array, replace_one: bool) -> Array:
-    """`log(1 - q + q e^((a - 1) a / (2 sigma^2))) / (a - 1)`, which holds for every adjacency.
+def convexity_bound(q: float, sigma: float, a: Array) -> Array:
+    """`log(1 - q + q e^((a - 1) a / (2 sigma^2))) / (a - 1)`, which holds under every adjacency.
 
     Both outputs are mixtures with the same weights, whose parts are at most one sensitivity apart, and
     `e^((a - 1) D_a)` is jointly convex: van Erven and Harremoes 2014, Theorem 11 and 13.
     """
-    del replace_one  # the parts are one sensitivity apart under each adjacency
     with np.errstate(over="ignore"):
         exponent = (a - 1) * a / sigma / sigma / 2
     return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + exponent) / (a - 1) * (1 + 1e-12))

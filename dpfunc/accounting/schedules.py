@@ -1,4 +1,4 @@
-"""Ledgers of runs in which sampling and noise change."""
+"""The ledger of a run whose sampling probability or noise changes over time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,33 @@ def schedule_ledger(
     num_steps: int,
     adjacency: Adjacency = "add_remove",
 ) -> Ledger:
-    """The ledger of Poisson-sampled steps with schedules of q and of sigma.
+    """What `num_steps` steps cost; the time it takes grows with the pieces, not with the steps.
 
     Args:
-        sampling_prob, noise_multiplier: constants or schedules. num_steps: >= 1. adjacency: the neighbours.
+        sampling_prob: 0 < q <= 1, or a schedule of it.
+        noise_multiplier: >= 0, or a schedule of it.
+        num_steps: steps of the run, >= 0; the last value of a schedule goes on.
+        adjacency: which data sets are neighbours.
 
-    >>> schedule_ledger(0.1, Schedule(((10, 2.0), (20, 1.0))), 25)
-    Ledger(25 steps, add_remove: (q=0.1, sigma=1) x 15, (q=0.1, sigma=2) x 10)
+    Raises:
+        InvalidArgument: an argument outside its domain.
+
+    Guarantees:
+        equals the ledger of the single steps (tests/accounting/test_schedules.py::test_pieces_equal_single_steps).
+
+    >>> schedule_ledger(0.1, Schedule(((100, 1.2), (200, 0.9))), num_steps=150)
+    Ledger(150 steps, add_remove: (q=0.1, sigma=0.9) x 50 + (q=0.1, sigma=1.2) x 100)
     """
-    steps = whole("num_steps", num_steps, minimum=1)
-    changes = [s.starts() for s in (sampling_prob, noise_multiplier) if isinstance(s, Schedule)]
-    edges = sorted({0, steps, *(edge for starts in changes for edge in starts if edge < steps)})
-    events = tuple(
-        Event(schedule_at(sampling_prob, a), schedule_at(noise_multiplier, a), b - a)
-        for a, b in itertools.pairwise(edges)
+    end = whole("num_steps", num_steps)
+    starts = {0} | {
+        start
+        for value in (sampling_prob, noise_multiplier)
+        if isinstance(value, Schedule)
+        for start in value.starts()
+        if start < end
+    }
+    spans = itertools.pairwise([*sorted(starts), end]) if end else ()
+    return Ledger(
+        tuple(Event(schedule_at(sampling_prob, a), schedule_at(noise_multiplier, a), b - a) for a, b in spans),
+        adjacency,
     )
-    return Ledger(events, adjacency)

@@ -1,0 +1,229 @@
+"""The least noise, or the largest batch, that keeps a ledger within a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dpfunc.accounting.accountant import cached_epsilon, check_bound, merge_gaussians
+from dpfunc.accounting.coarse import coarsen
+from dpfunc.accounting.ledger import Ledger
+from dpfunc.accounting.prv import PRVUnavailable
+from dpfunc.accounting.rdp import rdp_epsilon
+from dpfunc.accounting.schedules import schedule_ledger
+from dpfunc.accounting.search import largest_integer, smallest_real
+from dpfunc.checks import fail, open_unit, positive, probability, whole
+from dpfunc.errors import UnreachableBudget
+from dpfunc.types import Adjacency, Event, Schedule
+
+RTOL = 1e-4
+MOST_NOISE = 2.0**30
+LEAST_NOISE = 2.0**-10
+FEW_KINDS = 8
+
+
+def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: float, method: str = "auto") -> float:
+    """The smallest scale of the noise with which a ledger costs at most (epsilon, delta).
+
+    Args:
+        ledger_for: scale -> ledger; the cost must not rise with the scale. Include what was already spent.
+        epsilon: target, > 0.
+        delta: 0 < delta < 1.
+        method: see `dpfunc.accounting.epsilon`; `gdp-approximation` is refused.
+
+    Returns:
+        A scale whose epsilon is <= the target, at most 1e-4 (relative) above one whose epsilon is not; never below
+        2**-10.
+
+    Raises:
+        UnreachableBudget: even a scale of 2**30 costs more, e.g. because of what was already spent.
+        InvalidArgument: an argument outside its domain.
+
+    Guarantees:
+        tests/accounting/test_calibration.py::test_calibrated_noise_meets_the_target_and_less_does_not.
+
+    >>> ledger_for = lambda scale: Ledger((Event(1.0, scale, 10),))
+    >>> sigma = calibrate(ledger_for, epsilon=2.5944, delta=1e-5)
+    >>> round(sigma, 2)
+    5.0
+    """
+    target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
+    check_bound(method)
+
+    def cost(scale: float) -> float:
+        try:
+            return cached_epsilon(ledger_for(scale), delta, method).epsilon
+        except PRVUnavailable:
+            return math.inf
+
+    fails, passes = noise_bracket(cost, ledger_for, target, delta, method)
+    return passes if fails < LEAST_NOISE else smallest_real(cost, target, fails, passes, RTOL)
+
+
+def noise_bracket(
+    cost: Callable[[float], float], ledger_for: Callable[[float], Ledger], target: float, delta: float, method: str
+) -> tuple[float, float]:
+    """Scales on either side of the answer, near each other: (fails, passes)."""
+    scale = renyi_guess(lambda s: rough_epsilon(ledger_for(s), delta), target)
+    factor = 1.05
+    if cost(scale) <= target:
+        passes, fails = scale, scale / factor
+        while fails >= LEAST_NOISE and cost(fails) <= target:
+            factor *= 1.5
+            passes, fails = fails, fails / factor
+        return fails, passes
+    least = cached_epsilon(ledger_for(MOST_NOISE), delta, method).epsilon
+    if least > target:
+        raise UnreachableBudget(
+            f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
+            f"{MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. What was spent before counts too: "
+            "raise epsilon or delta, or start on fresh data."
+        )
+    fails, passes = scale, min(scale * factor, MOST_NOISE)
+    while cost(passes) > target:
+        factor *= 1.5
+        fails, passes = passes, min(passes * factor, MOST_NOISE)
+    return fails, passes
+
+
+def renyi_guess(rough: Callable[[float], float], target: float) -> float:
+    """A scale near the answer, from a cheap cost; never a wrong answer, only a slower search."""
+    aim = max(target, 1.1 * rough(MOST_NOISE))
+    if not math.isfinite(aim):
+        return 1.0
+    low, high = 1.0, 1.0
+    while rough(high) > aim and high < MOST_NOISE:
+        low, high = high, high * 2
+    while rough(low) <= aim and low > LEAST_NOISE:
+        low, high = low / 2, low
+    for _ in range(6):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if rough(middle) <= aim else (middle, high)
+    return high
+
+
+def rough_epsilon(ledger: Ledger, delta: float) -> float:
+    """A loose and cheap upper bound on epsilon."""
+    events, _ = coarsen(merge_gaussians(ledger.events), FEW_KINDS)
+    return rdp_epsilon(events, ledger.adjacency, delta, few=True) if events else 0.0
+
+
+def calibrate_noise(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling_prob: float,
+    num_steps: int,
+    adjacency: Adjacency = "add_remove",
+    spent: Ledger | None = None,
+    schedule: Schedule | Sequence[float] | None = None,
+    method: str = "auto",
+) -> float:
+    """The smallest noise multiplier with which `num_steps` steps cost at most (epsilon, delta).
+
+    Args:
+        epsilon: target, > 0, for `spent` and the new steps together.
+        delta: 0 < delta < 1.
+        sampling_prob: probability of a record to be in a batch, 0 < q <= 1.
+        num_steps: >= 1.
+        adjacency: which data sets are neighbours.
+        spent: what was already spent on the same data; of the same adjacency.
+        schedule: relative noise multipliers over the steps: a `Schedule`, or one number for each step.
+        method: see `dpfunc.accounting.epsilon`.
+
+    Returns:
+        The noise multiplier; with a schedule the scale s, so that step t has noise multiplier s * schedule(t).
+
+    Raises:
+        UnreachableBudget: no noise is enough. InvalidArgument: an argument outside its domain.
+        LedgerConflict: `spent` has another adjacency.
+
+    >>> sigma = calibrate_noise(epsilon=8.0, delta=1e-5, sampling_prob=0.04, num_steps=2000)
+    >>> print(f"{sigma:.2f}")
+    1.29
+    """
+    probability("sampling_prob", sampling_prob)
+    whole("num_steps", num_steps, minimum=1)
+    before = Ledger(adjacency=adjacency) if spent is None else spent
+    shape = relative_noise(schedule, num_steps)
+
+    def ledger_for(scale: float) -> Ledger:
+        noise = Schedule(tuple((steps, scale * value) for steps, value in shape.pieces))
+        return before.compose(schedule_ledger(sampling_prob, noise, num_steps, adjacency))
+
+    return calibrate(ledger_for, epsilon=epsilon, delta=delta, method=method)
+
+
+def relative_noise(schedule: Schedule | Sequence[float] | None, num_steps: int) -> Schedule:
+    """The relative noise multipliers as a `Schedule`; in a sequence the order does not matter for the cost."""
+    if schedule is None:
+        return Schedule(((1, 1.0),))
+    if isinstance(schedule, Schedule):
+        return schedule
+    values = [positive("schedule", value) for value in schedule]
+    if len(values) != num_steps:
+        raise fail(
+            f"one relative noise multiplier for each of {num_steps} steps",
+            "len(schedule)",
+            len(values),
+            "Or a Schedule.",
+        )
+    kinds, counts = np.unique(values, return_counts=True)
+    return Schedule(tuple(zip(counts.tolist(), kinds.tolist(), strict=True)))
+
+
+def calibrate_batch_size(
+    *,
+    epsilon: float,
+    delta: float,
+    dataset_size: int,
+    num_steps: int,
+    noise_multiplier: float,
+    adjacency: Adjacency = "add_remove",
+    spent: Ledger | None = None,
+    method: str = "auto",
+) -> int:
+    """The largest expected batch size with which `num_steps` steps cost at most (epsilon, delta).
+
+    Args:
+        epsilon: target, > 0, for `spent` and the new steps together.
+        delta: 0 < delta < 1.
+        dataset_size: number of records n; the sampling probability is batch size / n.
+        num_steps: >= 1.
+        noise_multiplier: > 0.
+        adjacency, spent, method: see `calibrate_noise`.
+
+    Returns:
+        An expected batch size in 1..n that meets the target; one more does not.
+
+    Raises:
+        UnreachableBudget: even an expected batch size of 1 costs more. InvalidArgument: an argument outside its domain.
+
+    >>> calibrate_batch_size(epsilon=100.0, delta=1e-5, dataset_size=500, num_steps=10, noise_multiplier=2.0)
+    500
+    """
+    target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
+    n = whole("dataset_size", dataset_size, minimum=1)
+    steps, sigma = whole("num_steps", num_steps, minimum=1), positive("noise_multiplier", noise_multiplier)
+    check_bound(method)
+    before = Ledger(adjacency=adjacency) if spent is None else spent
+
+    def ledger_for(batch_size: int) -> Ledger:
+        return before.record(Event(batch_size / n, sigma, steps)) if batch_size else before
+
+    before.compose(Ledger(adjacency=adjacency))
+    size = largest_integer(
+        lambda size: cached_epsilon(ledger_for(size), delta, method).epsilon,
+        target,
+        n,
+        largest_integer(lambda size: rough_epsilon(ledger_for(size), delta), target, n, n // 2),
+    )
+    if size == 0:
+        least = cached_epsilon(ledger_for(1), delta, method).epsilon
+        raise UnreachableBudget(
+            f"Expected a budget that a batch of one record can meet, got epsilon={target:g} at delta={delta:g}, where "
+            f"it costs {least:.4g}. Take more noise or fewer steps."
+        )
+    return size

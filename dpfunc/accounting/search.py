@@ -1,0 +1,80 @@
+"""Root finding for costs that are dear to evaluate: secants in logarithms, safeguarded by bisection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+FLAT = 50.0  # stands for the logarithm of 0 and inf
+
+
+def gap(cost: float, target: float) -> float:
+    """`log(cost / target)`, finite: positive where the cost is too high."""
+    if cost <= 0:
+        return -FLAT
+    return min(FLAT, max(-FLAT, math.log(cost) - math.log(target))) if cost < math.inf else FLAT
+
+
+def secant(low: float, low_gap: float, high: float, high_gap: float) -> float:
+    """Where the line through two points, one on each side, crosses 0; the middle where a gap says nothing."""
+    if max(abs(low_gap), abs(high_gap)) >= FLAT or low_gap == high_gap:
+        return (low + high) / 2
+    return low - low_gap * (high - low) / (high_gap - low_gap)
+
+
+def smallest_real(cost: Callable[[float], float], target: float, fails: float, passes: float, rtol: float) -> float:
+    """A value with cost <= target, at most `rtol` above one that fails; for a falling cost.
+
+    Args:
+        fails, passes: 0 < fails < passes, on either side of the root.
+    """
+    low, high = math.log(fails), math.log(passes)
+    low_gap, high_gap = gap(cost(fails), target), gap(cost(passes), target)
+    turn, width = 0, high - low
+    while math.log(passes / fails) > rtol:
+        turn += 1
+        if turn % 3 == 0 and high - low > width / 4:
+            x = (low + high) / 2
+        else:  # probe both sides of the predicted root
+            x = secant(low, low_gap, high, high_gap) + (0.4 if turn % 2 else -0.4) * rtol
+        width = high - low if turn % 3 == 0 else width
+        x = min(max(x, low + 0.1 * (high - low)), high - rtol / 4) if high - low > rtol else (low + high) / 2
+        value = math.exp(x)
+        found = gap(cost(value), target)
+        if found <= 0:
+            high, high_gap, passes = x, found, value
+        else:
+            low, low_gap, fails = x, found, value
+    return passes
+
+
+def largest_integer(cost: Callable[[int], float], target: float, limit: int, guess: int) -> int:
+    """The k in 0..limit with cost(k) <= target < cost(k + 1), for a rising cost; 0 also when even 0 costs more.
+
+    Args:
+        guess: near the answer, to save evaluations.
+    """
+    if cost(limit) <= target:
+        return limit
+    if cost(0) > target:
+        return 0
+    low, low_gap, high, high_gap = 0, -FLAT, limit, FLAT
+    probe, factor, turn = guess, 1.1, 0
+    while high - low > 1:
+        k = min(max(probe, low + 1), high - 1)
+        found = gap(cost(k), target)
+        if found <= 0:
+            low, low_gap = k, found
+        else:
+            high, high_gap = k, found
+        turn += 1
+        if low_gap > -FLAT and high_gap < FLAT:
+            root = secant(math.log(low), low_gap, math.log(high), high_gap)
+            # both sides of the predicted root, and now and then the middle
+            probe = (low + high) // 2 if turn % 3 == 0 else int(math.exp(root)) + turn % 2
+        elif turn > 20:
+            probe = (low + high) // 2
+        else:  # walk away from the guess, ever faster
+            probe = int(k * factor) + 1 if found <= 0 else int(k / factor)
+            factor *= 1.5
+    return low
