@@ -9,7 +9,7 @@ from dpfunc.accounting.coarse import coarsen
 from dpfunc.accounting.gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger
-from dpfunc.accounting.prv import PRVUnavailable, prv_epsilon
+from dpfunc.accounting.prv import FEW_KINDS, PRVUnavailable, prv_epsilon
 from dpfunc.accounting.rdp import rdp_epsilon
 from dpfunc.checks import fail, one_of, open_unit
 from dpfunc.errors import InvalidArgument
@@ -77,22 +77,27 @@ def bounded(ledger: Ledger, delta: float, method: str) -> Guarantee:
     """The Renyi and the numerical bound for a ledger with noise in each event."""
     events, rounded = coarsen(merge_gaussians(ledger.events))
     answer = functools.partial(Guarantee, delta=delta, adjacency=ledger.adjacency)
-    renyi = rdp_epsilon(events, ledger.adjacency, delta)
-    by_rdp = answer(renyi, method="rdp", note="; ".join(filter(None, ["Renyi bound", rounded])))
     if method == "rdp":
-        return by_rdp
+        renyi = rdp_epsilon(events, ledger.adjacency, delta)
+        return answer(renyi, method="rdp", note=joined("Renyi bound", rounded))
+    renyi = rdp_epsilon(events, ledger.adjacency, delta, few=len(events) > FEW_KINDS)
     try:
         numerical, error = prv_epsilon(events, ledger.adjacency, delta, renyi)
     except PRVUnavailable as refusal:
         if method == "prv":
             raise
-        return answer(renyi, method="rdp", note="; ".join(filter(None, [f"no prv: {refusal}", rounded])))
-    by_prv = answer(
-        numerical, method="prv", note="; ".join(filter(None, [f"at most {error:.2g} above the truth", rounded]))
-    )
-    if method == "auto" and renyi < numerical:
-        return answer(renyi, method="rdp", note="; ".join(filter(None, ["below the bound by prv", rounded])))
-    return by_prv
+        renyi = rdp_epsilon(events, ledger.adjacency, delta)
+        return answer(renyi, method="rdp", note=joined(f"no prv: {refusal}", rounded))
+    if method == "auto" and renyi < 1.1 * numerical:
+        renyi = rdp_epsilon(events, ledger.adjacency, delta)
+        if renyi < numerical:
+            return answer(renyi, method="rdp", note=joined("below the bound by prv", rounded))
+    return answer(numerical, method="prv", note=joined(f"at most {error:.2g} above the truth", rounded))
+
+
+def joined(*notes: str) -> str:
+    """The notes that say something, in one line."""
+    return "; ".join(filter(None, notes))
 
 
 def merge_gaussians(events: tuple[Event, ...]) -> tuple[Event, ...]:

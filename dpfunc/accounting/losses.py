@@ -89,6 +89,11 @@ class StepLoss:
         first, second = np.exp(-((x / s) ** 2) / 2), np.exp(-(((x - self.shift) / s) ** 2) / 2)
         return np.asarray(((1 - q) * first + q * second) / norm)
 
+    def support(self) -> Array:
+        """The smallest and largest loss of all but 1e-23 of the mass: (2,)."""
+        reach = 10.0 * self.noise_multiplier
+        return self.loss(np.array([-reach, self.shift + reach]))
+
     def mean(self, low: float, high: float) -> float:
         """The mean of the loss given that it is between low and high, by Gauss-Legendre panels in x."""
         s = self.noise_multiplier

@@ -24,6 +24,7 @@ MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the t
 MAX_POINTS = 2**22
 MAX_LOSS = 650.0  # e^650 fits into float64
 MIN_SIGMA = 0.02
+FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
 MIN_ERROR, RELATIVE_ERROR, MAX_ERROR = 1e-4, 0.02, 0.01
 
 
@@ -33,16 +34,23 @@ class PRVUnavailable(InvalidArgument):
 
 @dataclass(frozen=True)
 class Grid:
-    """The domain [-limit, limit] of the privacy loss and its mesh.
+    """The privacy losses `-half * mesh .. (half + 1) * mesh`.
 
     Args:
-        eps_error: what the discretisation may add to epsilon. delta_error: what the cut at the limit may add to delta.
+        half: points below 0. mesh: distance of two points.
+        eps_error: what the discretisation may add to epsilon. delta_error: what the cut at the ends may add to delta.
     """
 
-    limit: float
+    half: int
     mesh: float
     eps_error: float
     delta_error: float
+
+    def domain(self) -> Domain:
+        """The grid as opacus has it: an even number of points, with 0 among them."""
+        from opacus.accountants.analysis.prv import Domain
+
+        return Domain(-self.half * self.mesh, (self.half + 1) * self.mesh, 2 * self.half + 2)
 
 
 def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
@@ -53,6 +61,8 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
     Raises:
         PRVUnavailable: delta below 1e-9, or a grid of more than 2**22 points.
     """
+    from scipy.fft import next_fast_len
+
     if delta < MIN_DELTA:
         raise PRVUnavailable(
             f"Expected delta >= {MIN_DELTA:g} for method 'prv', got delta={delta:g}. Use method 'rdp'."
@@ -60,24 +70,24 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
     if not math.isfinite(eps_rdp) or min(event.noise_multiplier for event in events) < MIN_SIGMA:
         raise PRVUnavailable(f"Expected noise multipliers >= {MIN_SIGMA} for method 'prv'. Use method 'rdp'.")
     delta_error = delta / 1000
-    steps = sum(event.num_steps for event in events)
-    total = loss_tail(events, adjacency, delta_error / (16 * len(events)))
-    single = max(
-        loss_tail([Event(e.sampling_prob, e.noise_multiplier, 1)], adjacency, delta_error / (16 * steps))
-        for e in events
-    )
+    steps, few = sum(event.num_steps for event in events), len(events) > FEW_KINDS
+    # both tails, of the sum of each group of events and of each single step
+    total = loss_tail(events, adjacency, delta_error / (16 * len(events)), few)
+    ones = [Event(e.sampling_prob, e.noise_multiplier, 1) for e in events]
+    single = max(loss_tail([one], adjacency, delta_error / (16 * steps), few) for one in ones)
     per_error = math.sqrt(steps * math.log(12 / delta_error) / 2)
     wanted = min(max(RELATIVE_ERROR * eps_rdp, MIN_ERROR), MAX_ERROR)
-    limit = max(total, single) + max(MAX_ERROR, RELATIVE_ERROR * eps_rdp)
-    fitting = 2 * limit * per_error / (MAX_POINTS - 4)
-    eps_error = max(wanted, fitting)
-    if eps_error > max(wanted, RELATIVE_ERROR * eps_rdp) or limit > MAX_LOSS:
-        points = 2 * limit * per_error / wanted
+    allowed = max(wanted, RELATIVE_ERROR * eps_rdp)
+    limit = max(total, single) + allowed
+    eps_error = max(wanted, 2 * limit * per_error / MAX_POINTS)
+    if eps_error > allowed or limit > MAX_LOSS:
         raise PRVUnavailable(
-            f"Expected a grid of at most 2**22 points for method 'prv', got {points:.3g} (privacy losses up to "
-            f"{limit:.3g}, {steps} steps). Use method 'rdp'."
+            f"Expected a grid of at most 2**22 points for method 'prv', got {2 * limit * per_error / wanted:.3g} "
+            f"(privacy losses up to {limit:.3g}, {steps} steps). Use method 'rdp'."
         )
-    return Grid(limit, eps_error / per_error, eps_error, delta_error)
+    mesh = eps_error / per_error
+    half = int(next_fast_len(math.ceil(limit / mesh) + 2, real=True)) - 1
+    return Grid(half, mesh, eps_error, delta_error)
 
 
 def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
@@ -99,9 +109,9 @@ def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
 
 def one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
     """The upper bound for neighbours in one order."""
-    from opacus.accountants.analysis.prv import Domain, compose_heterogeneous
+    from opacus.accountants.analysis.prv import compose_heterogeneous
 
-    domain = Domain.create_aligned(-grid.limit, grid.limit, grid.mesh)
+    domain = grid.domain()
     losses = [StepLoss(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction) for e in events]
     with np.errstate(all="ignore"):
         composed = compose_heterogeneous([discretize(loss, domain) for loss in losses], [e.num_steps for e in events])
@@ -118,8 +128,12 @@ def discretize(loss: StepLoss, domain: Domain) -> DiscretePRV:
     from opacus.accountants.analysis.prv import DiscretePRV
 
     ts, low, high, mesh = domain.ts, domain.t_min, domain.t_max, domain.dt
-    edges = np.clip(np.append(ts - mesh / 2, high + mesh / 2), low, high)
-    pmf = loss.masses(loss.point(edges))
+    inside = np.searchsorted(ts, loss.support())
+    first, last = max(int(inside[0]) - 2, 0), min(int(inside[1]) + 2, len(ts))
+    cells = ts[first:last]
+    edges = np.clip(np.append(cells - mesh / 2, cells[-1] + mesh / 2), low, high)
+    pmf = np.zeros(len(ts))
+    pmf[first:last] = loss.masses(loss.point(edges))
     pmf /= pmf.sum()
     shift = loss.mean(low, high) - float(np.dot(ts, pmf))
     if not abs(shift) < mesh / 2:

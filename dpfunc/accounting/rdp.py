@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpfunc.accounting.gaussian import as_float
+from dpfunc.accounting.quadrature import quadrature_curve
 from dpfunc.types import Adjacency, Event
 
 Array = NDArray[np.float64]
@@ -17,9 +18,9 @@ Array = NDArray[np.float64]
 # alpha - 1 grows by a tenth at most: the bound is flat around the best order, and loses < 0.2 % between two of them.
 # 1024 is the last order at which the binomial coefficients fit into float64; 2048 gives NaN.
 _FRACTIONS = tuple(1 + 0.005 * 1.1**k for k in range(80))
-_INTEGERS = tuple(float(round(11 * 1.0596**k)) for k in range(79))
+_INTEGERS = tuple(float(round(11 * 1.1**k)) for k in range(48))
 ORDERS: tuple[float, ...] = tuple(sorted({*_FRACTIONS, *_INTEGERS, 1024.0}))
-FEW_ORDERS: tuple[float, ...] = (1.05, 1.2, 1.5, *map(float, (2, 3, 4, 5, 6, 8, 11, 15, 20, 28, 40, 60, 90, 128, 256)))
+FEW_ORDERS: tuple[float, ...] = (1.05, 1.2, 1.5, *map(float, (2, 3, 4, 5, 6, 8, 11, 15, 20, 28, 40, 60, 90, 200, 500)))
 
 SIGMA_MAX = 1e5  # more noise is accounted as this much: beyond it the curve drowns in rounding
 SIGMA_MIN = 0.02  # below it the closed bound is as good
@@ -37,10 +38,11 @@ def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few
     return max(0.0, float(np.min(bounds)))
 
 
-def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float) -> float:
+def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, few: bool = False) -> float:
     """A level that the privacy loss exceeds with probability at most `prob`: `min_a R(a) + log(1/prob) / (a - 1)`."""
-    a = np.array(ORDERS)
-    return float(np.min(composed_curve(tuple(events), adjacency, ORDERS) - math.log(prob) / (a - 1)))
+    orders = FEW_ORDERS if few else ORDERS
+    a = np.array(orders)
+    return float(np.min(composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
 
 
 def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
@@ -64,17 +66,18 @@ def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, .
     convex = convexity_bound(q, sigma, a)
     if sigma < SIGMA_MIN:
         return tuple(convex.tolist())
+    whole = a == np.round(a)
     if replace_one:
-        from dpfunc.accounting.replace_one import replace_one_curve
-
-        exact = replace_one_curve(q, sigma, a)
-    else:
-        exact = opacus_curve(q, sigma, orders)
+        exact = quadrature_curve(q, sigma, a, replace_one)
+    else:  # the series of opacus for fractional orders converges too slowly for large q
+        exact = np.empty(len(a))
+        exact[whole] = opacus_curve(q, sigma, a[whole])
+        exact[~whole] = quadrature_curve(q, sigma, a[~whole], replace_one)
     curve = np.where(np.isfinite(exact), exact + rounding(q, sigma, a), convex)
     return tuple(np.minimum(curve, convex).tolist())
 
 
-def opacus_curve(q: float, sigma: float, orders: tuple[float, ...]) -> Array:
+def opacus_curve(q: float, sigma: float, orders: Array) -> Array:
     """The curve of the Poisson-sampled Gaussian: Mironov, Talwar and Zhang 2019. NaN where opacus cannot compute it."""
     from opacus.accountants.analysis.rdp import compute_rdp
 
@@ -100,7 +103,6 @@ def convexity_bound(q: float, sigma: float, a: Array) -> Array:
 
 
 def rounding(q: float, sigma: float, a: Array) -> Array:
-    """How far the rounding of the logarithms, and the cut-off of the series, can put a curve below the truth."""
+    """How far the rounding of the logarithms in a series or a sum can put a curve below the truth."""
     scale = a * (abs(math.log(q)) + abs(math.log1p(-q)) + 2 + a / (2 * sigma * sigma))
-    cut = np.where(a == np.round(a), 0.0, 2e-13)
-    return np.asarray((8 * np.finfo(np.float64).eps * scale + cut) / (a - 1))
+    return np.asarray(8 * np.finfo(np.float64).eps * scale / (a - 1))

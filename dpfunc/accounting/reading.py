@@ -1,0 +1,95 @@
+"""What values of epsilon and delta mean, as rows of a table."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from dpfunc.checks import non_negative, open_unit, real, whole
+
+
+class EpsilonReading(NamedTuple):
+    """What an epsilon allows somebody who knows everything but one record, apart from delta.
+
+    Attributes:
+        epsilon: the value.
+        odds_factor: `e^epsilon`, the most by which the odds that the record took part can change.
+        posterior: the most that a belief of 1/2 can become, `e^epsilon / (1 + e^epsilon)`.
+        detection_at_1_percent: the most true positives of a test with 1 % false positives, at most 1.
+        reading: in words.
+    """
+
+    epsilon: float
+    odds_factor: float
+    posterior: float
+    detection_at_1_percent: float
+    reading: str
+
+
+class DeltaReading(NamedTuple):
+    """What a delta allows. `ratio` is delta times the number of records."""
+
+    ratio: float
+    reading: str
+
+
+EPSILON_WORDS = (
+    (0.1, "an observer learns next to nothing about whether a record took part"),
+    (1.0, "a strong bound, on its own enough for most purposes"),
+    (3.0, "a moderate bound; a certain observer can still be wrong"),
+    (8.0, "a weak bound in theory; known attacks do far worse than it allows, which is evidence and no guarantee"),
+    (20.0, "no useful bound on an observer's certainty; only attacks that were tried tell how much leaks"),
+)
+
+DELTA_TABLE: tuple[DeltaReading, ...] = (
+    DeltaReading(1.0, "delta = 1/n: publishing one random record whole satisfies it. Not acceptable."),
+    DeltaReading(0.5, "delta = 1/(2n): publishing one record with probability 1/2 satisfies it. Not acceptable."),
+    DeltaReading(0.1, "delta = 1/(10n): an upper end; the chance that any record is given away is below 10 %."),
+    DeltaReading(1e-3, "delta = 1/(1000n): delta no longer matters next to epsilon."),
+)
+
+
+def read_epsilon(epsilon: float) -> EpsilonReading:
+    """What one value of epsilon means.
+
+    Args:
+        epsilon: >= 0.
+
+    >>> row = read_epsilon(1.0)
+    >>> print(f"{row.odds_factor:.2f} {row.posterior:.2f} {row.detection_at_1_percent:.3f}")
+    2.72 0.73 0.027
+    """
+    value = non_negative("epsilon", epsilon)
+    words = next((text for limit, text in EPSILON_WORDS if value <= limit), EPSILON_WORDS[-1][1])
+    factor = math.exp(value) if value < 700 else math.inf
+    return EpsilonReading(value, factor, 1 / (1 + math.exp(-value)), min(1.0, 0.01 * factor), words)
+
+
+EPSILON_TABLE: tuple[EpsilonReading, ...] = tuple(read_epsilon(limit) for limit, _ in EPSILON_WORDS)
+
+
+def suggest_delta(dataset_size: int) -> float:
+    """`min(1e-5, n^-1.1)`, below 1/n for more than one record.
+
+    Args:
+        dataset_size: number of records n, >= 2.
+
+    >>> suggest_delta(1000) < 1 / 1000
+    True
+    """
+    return float(min(1e-5, whole("dataset_size", dataset_size, minimum=2) ** -1.1))
+
+
+def read_delta(delta: float, dataset_size: int) -> DeltaReading:
+    """What a delta means for a number of records: the first row of the table that is not above it.
+
+    Args:
+        delta: 0 < delta < 1. dataset_size: number of records, >= 1.
+
+    >>> read_delta(1e-3, 1000).ratio
+    1.0
+    """
+    ratio = open_unit("delta", delta) * whole("dataset_size", dataset_size, minimum=1)
+    real("delta * dataset_size", ratio, "a finite product")
+    words = next((row.reading for row in DELTA_TABLE if ratio >= row.ratio * (1 - 1e-9)), DELTA_TABLE[-1].reading)
+    return DeltaReading(ratio, words)

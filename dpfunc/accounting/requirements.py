@@ -1,0 +1,153 @@
+"""What a training run needs in order to meet a privacy target: steps, sampling, noise, and a sensible batch size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dpfunc.accounting.calibration import calibrate_noise
+from dpfunc.accounting.guarantee import Guarantee
+from dpfunc.accounting.reading import suggest_delta
+from dpfunc.accounting.schedules import schedule_ledger
+from dpfunc.checks import fail, open_unit, positive, whole
+from dpfunc.errors import InvalidArgument
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+NEAR_BEST = 1.1
+
+GUIDANCE = (
+    "epsilon does not depend on the clip norm: noise is scaled with it. Choose the clip norm for utility.",
+    "At a fixed noise multiplier and number of epochs, larger batches cost MORE epsilon, not less.",
+    "At a fixed epsilon, larger batches need a larger noise multiplier, yet noise relative to the summed signal, "
+    "sigma / batch size, falls: each step is cleaner, and there are fewer of them.",
+    "delta must be below 1 / number of records: a mechanism that publishes one random record has delta = 1/n.",
+    "There is no closed form for epsilon under sampling: these numbers come from a numerical accountant.",
+    "They hold for Poisson sampling. Shuffled batches have no such guarantee; account each shuffled epoch as one "
+    "step with sampling_prob = 1.",
+)
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    """One batch size at the same epochs and the same epsilon.
+
+    Args:
+        batch_size: expected batch size B. sampling_prob: B / n. total_steps: `ceil(epochs n / B)`.
+        noise_multiplier: the least that meets the target.
+        noise_per_step: noise multiplier / B, in units of the clip norm: how far one averaged gradient is off.
+        noise_per_run: noise multiplier / (B sqrt(steps)), the same for the average over all steps.
+    """
+
+    batch_size: int
+    sampling_prob: float
+    total_steps: int
+    noise_multiplier: float
+    noise_per_step: float
+    noise_per_run: float
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What `privacy_requirements` found.
+
+    Args:
+        dataset_size, batch_size, epochs, target_epsilon: as asked.
+        delta: as asked, or suggested. sampling_prob: batch_size / dataset_size.
+        total_steps: `ceil(epochs * dataset_size / batch_size)`.
+        noise_multiplier: the least that meets the target. guarantee: what it gives.
+        recommended_batch_size: the smallest size compared whose noise over the run is within 10 % of the best.
+        choices: the sizes compared, ascending. guidance: what to keep in mind, in sentences.
+    """
+
+    dataset_size: int
+    batch_size: int
+    epochs: float
+    target_epsilon: float
+    delta: float
+    sampling_prob: float
+    total_steps: int
+    noise_multiplier: float
+    guarantee: Guarantee
+    recommended_batch_size: int
+    choices: tuple[BatchChoice, ...]
+    guidance: tuple[str, ...]
+
+
+def privacy_requirements(
+    *, dataset_size: int, batch_size: int, epochs: float, target_epsilon: float, delta: float | None = None
+) -> Requirements:
+    """Steps, sampling probability, noise and a batch size for a privacy target, under Poisson sampling.
+
+    Args:
+        dataset_size: number of records n, >= 2.
+        batch_size: expected batch size, 1..n.
+        epochs: passes over the data, > 0.
+        target_epsilon: > 0, for one record added or removed.
+        delta: 0 < delta < 1 / n; None: `min(1e-5, n^-1.1)`.
+
+    Returns:
+        `Requirements`, from public facts only. The recommended batch size is computed, at the same epochs and epsilon:
+        noise relative to signal falls with the batch size, first quickly, then hardly; it is the smallest of the sizes
+        compared (a quarter to 16 times the one asked for) that is within 10 % of the least noise over the run.
+
+    Raises:
+        InvalidArgument: an argument outside its domain. UnreachableBudget: no noise meets the target.
+
+    Guarantees:
+        tests/accounting/test_requirements.py::test_no_step_is_lost_to_rounding.
+
+    >>> need = privacy_requirements(dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
+    >>> need.total_steps, need.sampling_prob
+    (94, 0.032)
+    """
+    n = whole("dataset_size", dataset_size, minimum=2)
+    size = whole("batch_size", batch_size, minimum=1)
+    if size > n:
+        raise fail(f"batch_size <= dataset_size = {n}", "batch_size", batch_size)
+    positive("epochs", epochs)
+    target = positive("target_epsilon", target_epsilon)
+    chosen = suggest_delta(n) if delta is None else open_unit("delta", delta)
+    if chosen * n >= 1:
+        raise InvalidArgument(
+            f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={chosen:g}. A mechanism that publishes one "
+            f"random record whole has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
+        )
+    sizes = sorted({max(1, min(n, round(size * factor))) for factor in FACTORS})
+    choices = tuple(batch_choice(n, b, epochs, target, chosen) for b in sizes)
+    asked = next(choice for choice in choices if choice.batch_size == size)
+    best = min(choice.noise_per_run for choice in choices)
+    good = next(choice for choice in choices if choice.noise_per_run <= NEAR_BEST * best)
+    ledger = schedule_ledger(asked.sampling_prob, asked.noise_multiplier, asked.total_steps)
+    return Requirements(
+        dataset_size=n,
+        batch_size=size,
+        epochs=float(epochs),
+        target_epsilon=target,
+        delta=chosen,
+        sampling_prob=asked.sampling_prob,
+        total_steps=asked.total_steps,
+        noise_multiplier=asked.noise_multiplier,
+        guarantee=ledger.epsilon(chosen),
+        recommended_batch_size=good.batch_size,
+        choices=choices,
+        guidance=GUIDANCE,
+    )
+
+
+def batch_choice(dataset_size: int, batch_size: int, epochs: float, target: float, delta: float) -> BatchChoice:
+    """One row of the comparison."""
+    q, steps = batch_size / dataset_size, total_steps(dataset_size, batch_size, epochs)
+    sigma = calibrate_noise(epsilon=target, delta=delta, sampling_prob=q, num_steps=steps)
+    return BatchChoice(batch_size, q, steps, sigma, sigma / batch_size, sigma / batch_size / math.sqrt(steps))
+
+
+def total_steps(dataset_size: int, batch_size: int, epochs: float) -> int:
+    """`ceil(epochs n / B)` in exact arithmetic: 7 epochs at q = 0.07 are 100 steps, though 7 / 0.07 is 99.99...
+
+    The decimal value of `epochs` counts, so that 0.1 is a tenth.
+
+    >>> total_steps(dataset_size=100, batch_size=7, epochs=7)
+    100
+    """
+    return math.ceil(Fraction(repr(float(epochs))) * dataset_size / batch_size)
