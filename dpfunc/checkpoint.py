@@ -90,6 +90,20 @@ def save(
 
     Raises:
         InvalidArgument: keep < 1.
+
+    >>> import tempfile
+    >>> from dpfunc import clipping, sampling
+    >>> from dpfunc.rng import secure_key
+    >>> from dpfunc.step import make_dp_step
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> data, params = torch.ones(100, 2), {"w": torch.zeros(2)}
+    >>> dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    >>> state = dp_step.init(params, secure_key())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save(folder, params=params, state=state, plan=plan, data=data)
+    ...     checkpoint = load(folder, plan=plan, params=params, data=data)
+    >>> checkpoint.state == state
+    True
     """
     if keep < 1:
         raise InvalidArgument(f"Expected keep >= 1, got keep={keep}.")
@@ -135,6 +149,18 @@ def load(
 
     Raises:
         CheckpointError: none there, damaged, or of another run; the difference is shown.
+
+    Guarantees:
+        tests/test_checkpoint.py: the resumed run is bit-identical (test_resume_is_bit_identical) and epsilon never
+        shrinks (test_epsilon_never_shrinks).
+
+    >>> import tempfile
+    >>> from dpfunc import clipping, sampling
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     load(folder, plan=plan, params={}, data="mails-2026")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    dpfunc.errors.CheckpointError: Expected a checkpoint in ..., found none. Start a new run.
     """
     from safetensors.torch import load_file
 

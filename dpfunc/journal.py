@@ -25,6 +25,23 @@ class Journal:
 
     A line that was cut off by a crash is a step whose gradients nobody saw; it is removed before the next one.
     It holds public facts only: step numbers, events, and a fingerprint of the run's key.
+
+    Guarantees:
+        a process killed at any moment has journalled every step it released
+        (tests/test_checkpoint.py::test_kill_loses_no_accounting).
+
+    >>> import tempfile
+    >>> import torch
+    >>> from dpfunc import clipping, sampling
+    >>> from dpfunc.rng import secure_key
+    >>> from dpfunc.step import make_dp_step
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> loss_fn, params = lambda params, batch: (params["w"] * batch).sum(1), {"w": torch.zeros(2)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     journal = Journal(Path(folder) / "journal.jsonl", plan)
+    ...     result = make_dp_step(loss_fn, plan, journal=journal)(params, torch.ones(10, 2))
+    ...     journal_ledger(journal.path)
+    Ledger(1 steps, add_remove: (q=0.1, sigma=1) x 1)
     """
 
     path: Path

@@ -184,9 +184,7 @@ class Plan:
         edges = {start, stop} | {edge for edge in self._edges() if start < edge < stop}
         spans = sorted(edges)
         return tuple(
-            event
-            for a, b in itertools.pairwise(spans)
-            for event in self.sampler.events(a, b, schedule_at(noise, a))
+            event for a, b in itertools.pairwise(spans) for event in self.sampler.events(a, b, schedule_at(noise, a))
         )
 
     def _edges(self) -> tuple[int, ...]:

@@ -108,8 +108,7 @@ class Poisson:
         changes = self.sampling_prob.starts() if isinstance(self.sampling_prob, Schedule) else ()
         edges = sorted({start, stop, *(edge for edge in changes if start < edge < stop)})
         return tuple(
-            Event(schedule_at(self.sampling_prob, a), noise_multiplier, b - a)
-            for a, b in itertools.pairwise(edges)
+            Event(schedule_at(self.sampling_prob, a), noise_multiplier, b - a) for a, b in itertools.pairwise(edges)
         )
 
 

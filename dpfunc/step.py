@@ -38,6 +38,9 @@ class StepState(NamedTuple):
         key: the root of the run's randomness; as secret as the data.
         noise_state: of the noise mechanism; empty for Gaussian noise.
         ledger: what was spent, earlier phases included.
+
+    >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
+    StepState(step=0, limit=10, charged=0, key=Key(hidden), noise_state=(), ledger=...)
     """
 
     step: int

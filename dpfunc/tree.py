@@ -53,6 +53,9 @@ def tree_map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def take(batch: Batch, indices: Tensor) -> Batch:
     """The rows of a pytree of tensors at the given indices (none is fine).
 
+    Args:
+        batch: the data set, a pytree of tensors. indices: int64, (B,).
+
     >>> take({"x": torch.arange(5)}, torch.tensor([3, 1]))
     {'x': tensor([3, 1])}
     """

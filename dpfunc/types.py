@@ -82,6 +82,10 @@ class ClippedSum:
         sums: parameter name -> sum over the batch, float32 or float64.
         group_of: parameter name -> clip group.
         sensitivities: clip group -> L2 sensitivity of that group's sums under the plan's adjacency.
+
+    >>> import torch
+    >>> ClippedSum({"w": torch.zeros(2)}, {"w": "all"}, {"all": 1.5})
+    ClippedSum(UNRELEASED, 1 parameters, sensitivity=1.5)
     """
 
     sums: Params

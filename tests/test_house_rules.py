@@ -19,10 +19,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Lower numbers are imported by higher ones; the same number never imports itself, other than within one folder.
 LAYERS = {
     "errors": 0, "checks": 1, "types": 2, "tree": 3, "rng": 3,
-    "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "functional": 4, "batchnorm": 4, "lora": 5,
-    "clipped": 6, "plan": 6, "plan_json": 7, "step": 7,
-    "journal": 8, "checkpoint": 9, "cli": 9,
-    "__init__": 10,
+    "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "batchnorm": 4, "functional": 5, "lora": 6,
+    "clipped": 7, "plan": 7, "plan_json": 8, "step": 8,
+    "journal": 9, "checkpoint": 10, "cli": 10,
+    "__init__": 11,
 }  # fmt: skip
 BANNED_CALLS = {
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_hook",
@@ -46,7 +46,9 @@ def imported_layers(tree):
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "dpfunc" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "dpfunc" else [node.module]
+            )
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         yield from (name.split(".")[1] for name in names if name.startswith("dpfunc."))
@@ -167,6 +169,8 @@ def test_importing_is_light():
     import subprocess
     import sys
 
-    code = "import sys, dpfunc; print(sorted(m for m in ('opacus', 'transformers', 'peft', 'scipy') if m in sys.modules))"
+    code = (
+        "import sys, dpfunc; print(sorted(m for m in ('opacus', 'transformers', 'peft', 'scipy') if m in sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
