@@ -1,0 +1,79 @@
+"""The pretrained encoder, cut in two: frozen lower layers, computed once a text, and an upper part that is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoModel, AutoTokenizer
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A BERT-like encoder and its tokenizer."""
+
+    model: nn.Module
+    tokenizer: object
+    width: int
+    num_layers: int
+
+
+def load_encoder(path: Path) -> Encoder:
+    """Load from a folder, never from the network. Eager attention: vmap cannot run the fused one with a mask."""
+    model = AutoModel.from_pretrained(path, local_files_only=True, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return Encoder(model, tokenizer, model.config.hidden_size, model.config.num_hidden_layers)
+
+
+def tokenize(encoder: Encoder, texts: list[str], max_length: int) -> dict[str, Tensor]:
+    """Token ids and mask, padded to one length."""
+    return dict(
+        encoder.tokenizer(texts, truncation=True, max_length=max_length, padding="max_length", return_tensors="pt")
+    )
+
+
+def lower_part(encoder: Encoder, texts: list[str], first_layer: int, max_length: int) -> dict[str, Tensor]:
+    """Hidden states before `first_layer` (float16) and masks: a function of each text alone, so it costs no privacy."""
+    tokens = tokenize(encoder, texts, max_length)
+    hidden = torch.empty(len(texts), max_length, encoder.width, dtype=torch.float16)
+    with torch.no_grad():
+        for start in tqdm(range(0, len(texts), 32), desc="frozen layers", unit="batch", leave=False):
+            part = {name: value[start : start + 32] for name, value in tokens.items()}
+            states = encoder.model(**part, output_hidden_states=True).hidden_states
+            hidden[start : start + 32] = states[first_layer].half()
+    return {"hidden": hidden, "mask": tokens["attention_mask"].bool()}
+
+
+class Upper(nn.Module):
+    """The top layers, mean pooling and a linear classifier that starts at zero."""
+
+    def __init__(self, encoder: Encoder, first_layer: int, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(encoder.model.encoder.layer[first_layer:])
+        self.head = nn.Linear(encoder.width, num_classes)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def pool(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Normalised mean (B, d) over the tokens of hidden states (B, T, d) under a mask (B, T)."""
+        x_BTd = hidden.float()
+        bias_B11T = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[:, None, None, :]
+        for layer in self.layers:
+            output = layer(x_BTd, bias_B11T)
+            x_BTd = output[0] if isinstance(output, tuple) else output
+        weights_BT1 = mask[..., None].float()
+        pooled_Bd = (x_BTd * weights_BT1).sum(1) / weights_BT1.sum(1).clamp(min=1)
+        return F.layer_norm(pooled_Bd, pooled_Bd.shape[-1:])
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Logits (B, classes)."""
+        return self.head(self.pool(hidden, mask))
+
+
+def per_sample_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each sample."""
+    return F.cross_entropy(logits, labels, reduction="none")

@@ -1,0 +1,94 @@
+"""What a run leaves behind: the table, privacy_accounting.json, metrics and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result table."""
+
+    name: str
+    accuracy: float
+    num_test: int
+    epsilon_prv: float | None
+    epsilon_rdp: float | None
+    trained_parameters: int
+    seconds: float
+    peak_mib: float
+
+
+def wilson(accuracy: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % confidence interval of a proportion (Wilson 1927)."""
+    centre = (accuracy + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(accuracy * (1 - accuracy) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return centre - half, centre + half
+
+
+class PeakMemory:
+    """Peak resident memory since the last reset, in MiB (Linux; elsewhere the peak of the whole process)."""
+
+    def reset(self) -> None:
+        """Start again from the present size."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return
+
+    def mib(self) -> float:
+        """The peak."""
+        try:
+            status = Path("/proc/self/status").read_text()
+            return int(status.split("VmHWM:")[1].split()[0]) / 1024
+        except (OSError, IndexError):
+            import resource
+
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
+    """The result, for people."""
+    table = Table(title="Test accuracy and what it cost")
+    for column in ("", "test accuracy", "95 % interval", "epsilon (prv)", "epsilon (rdp)", "trained", "seconds", "MiB"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in rows:
+        low, high = wilson(row.accuracy, row.num_test)
+        epsilons = [
+            "-" if e is None else ("none" if math.isinf(e) else f"{e:.2f}") for e in (row.epsilon_prv, row.epsilon_rdp)
+        ]
+        table.add_row(
+            row.name, f"{row.accuracy:.3f}", f"{low:.3f} - {high:.3f}", *epsilons,
+            f"{row.trained_parameters:,}", f"{row.seconds:.0f}", f"{row.peak_mib:.0f}",
+        )  # fmt: skip
+    console = Console(width=110)
+    console.print(table)
+    console.print(
+        f"epsilon at delta = {delta:g}. prv is tight, rdp is an independent upper bound; the smaller one holds."
+    )
+    for note in notes:
+        console.print(f"- {note}")
+
+
+def write_json(path: Path, values: Any) -> None:
+    """JSON, readable."""
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_metrics(folder: Path, rows: list[Row], settings: dict[str, Any]) -> None:
+    """The table and the settings, for programs."""
+    results = [
+        {
+            **{k: (None if isinstance(v, float) and math.isinf(v) else v) for k, v in asdict(row).items()},
+            "interval": wilson(row.accuracy, row.num_test),
+        }
+        for row in rows
+    ]
+    write_json(folder / "metrics.json", {"results": results, "settings": settings})
