@@ -77,7 +77,7 @@ def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
         console.print(f"- {note}")
 
 
-def write_json(path: Path, values: Any) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
     """JSON, readable."""
     path.write_text(json.dumps(values, indent=2) + "\n")
 

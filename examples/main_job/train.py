@@ -239,7 +239,7 @@ def main(
     print(
         f"{data.name}: {n} training, {len(data.validation.texts)} validation, {len(data.test.texts)} test texts in "
         f"{len(data.classes)} classes; {data.duplicates} exact duplicates removed before the split.\n"
-        f"Plan: {steps} steps, sampling probability {batch_size / n:.3f}, noise multiplier {plan.noise_multiplier:.3f}: "
+        f"Plan: {steps} steps, sampling probability {batch_size / n:.3f}, noise multiplier {plan.noise_multiplier:.3f}.\n"
         f"{plan.guarantee()}"
     )
     folder = resume or out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -280,7 +280,8 @@ def main(
     plot_run(folder / "run.png", run.curve, run.spent, run.norms, epsilon)
     print_table(rows, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
     print(
-        f"Written to {folder}: privacy_accounting.json, ledger.json, adapter.safetensors, metrics.json, run.png, checkpoint/"
+        f"Written to {folder}: privacy_accounting.json, ledger.json, journal.jsonl, checkpoint/, adapter.safetensors, "
+        "metrics.json, run.png."
     )
     print(f"Whole command: {settings['seconds']:.0f} s.")
 

@@ -1,0 +1,43 @@
+# make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
+# make test   set up, then lint, types, doctests and tests: what CI runs
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test check bench clean
+
+help:
+	@grep '^# make' Makefile | sed 's/^# //'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: its pinned version keeps other packages from pulling a larger build
+$(VENV)/demo: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev: $(VENV)/demo
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/demo
+	$(BIN)/python examples/main_job/fetch.py
+	$(BIN)/python examples/main_job/train.py $(ARGS)
+
+check: $(VENV)/dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python examples/main_job/fetch.py
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/dev
+	$(BIN)/python benchmarks/noise_cost.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
