@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc.checks import non_negative, one_of
+from dpfunc.checks import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument
-from dpfunc.noise.streams import Source, standard_normal
+from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.rng import Key
 from dpfunc.types import Allocation, ClippedSum
+
+ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 class Mechanism(NamedTuple):
     """Noise as two functions: `init() -> state` and `add(clipped, state, key) -> (released, state)`.
+
+    The state is a pytree that the caller carries from step to step, for noise that is correlated between steps.
 
     >>> gaussian(1.0).init()
     ()
@@ -25,6 +29,31 @@ class Mechanism(NamedTuple):
 
     init: Callable[[], Any]
     add: Callable[[ClippedSum, Any, Key], tuple[dict[str, Tensor], Any]]
+
+
+def check_clipped(clipped: ClippedSum) -> None:
+    """A clipped sum that noise can be added to: typed, wide enough, and with a sensitivity for each of its groups.
+
+    Raises:
+        InvalidArgument: otherwise.
+    """
+    if not isinstance(clipped, ClippedSum):
+        raise InvalidArgument(
+            f"Expected a ClippedSum, got {type(clipped).__name__}. Noise is scaled by the sensitivity that a "
+            "ClippedSum carries; a sum that was divided or changed has another one. Divide after the noise."
+        )
+    if not clipped.sums:
+        raise InvalidArgument("Expected at least one sum to release, got none.")
+    for group, sensitivity in clipped.sensitivities.items():
+        positive(f"sensitivities[{group!r}]", sensitivity)
+    for name, value in clipped.sums.items():
+        if value.dtype not in (torch.float32, torch.float64):
+            raise InvalidArgument(
+                f"Expected float32 or float64 sums, got {value.dtype} for {name}. Rounding in a narrow sum is larger "
+                "than its sensitivity allows; cast what is released instead."
+            )
+        if clipped.group_of.get(name) not in clipped.sensitivities:
+            raise InvalidArgument(f"Expected a clip group with a sensitivity for each sum, got none for {name}.")
 
 
 def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocation) -> dict[str, float]:
@@ -39,20 +68,32 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
         noise_multiplier: z >= 0.
         allocation: `uniform` or `optimal`.
 
+    Returns:
+        clip group -> standard deviation of the noise on each of its coordinates; a public fact.
+
+    Raises:
+        InvalidArgument: not a ClippedSum, or an argument outside its domain.
+
     Guarantees:
-        the equation above (tests/noise/test_gaussian.py::test_allocations_have_equal_privacy).
+        the equation above (tests/noise/test_gaussian_noise.py::test_allocations_have_equal_privacy); no other
+        allocation has less total noise (test_optimal_is_optimal).
+
+    >>> clipped = ClippedSum({"a": torch.zeros(1), "b": torch.zeros(16)}, {"a": "a", "b": "b"}, {"a": 1.0, "b": 1.0})
+    >>> noise_std(clipped, 2.0, "uniform")["a"] ** 2 * 17, 4 * 2 * 17
+    (136.00000000000003, 136)
+    >>> {group: round(std**2, 6) for group, std in noise_std(clipped, 2.0, "optimal").items()}
+    {'a': 20.0, 'b': 5.0}
     """
-    if one_of("allocation", allocation, ("uniform", "optimal")) == "uniform":
-        return dict.fromkeys(clipped.sensitivities, noise_multiplier * clipped.sensitivity)
+    check_clipped(clipped)
+    multiplier = non_negative("noise_multiplier", noise_multiplier)
+    if one_of("allocation", allocation, ALLOCATIONS) == "uniform":
+        return dict.fromkeys(clipped.sensitivities, multiplier * clipped.sensitivity)
     sizes = dict.fromkeys(clipped.sensitivities, 0)
     for name, value in clipped.sums.items():
         sizes[clipped.group_of[name]] += value.numel()
     roots = {group: math.sqrt(max(size, 1)) for group, size in sizes.items()}
     total = sum(clipped.sensitivities[group] * root for group, root in roots.items())
-    return {
-        group: noise_multiplier * math.sqrt(clipped.sensitivities[group] / root * total)
-        for group, root in roots.items()
-    }
+    return {group: multiplier * math.sqrt(clipped.sensitivities[group] / root * total) for group, root in roots.items()}
 
 
 def add_gaussian(
@@ -72,41 +113,35 @@ def add_gaussian(
         noise_multiplier: z >= 0; 0 adds nothing and epsilon is infinite.
         key: a key that serves this release and no other.
         allocation: how noise is divided over clip groups, at equal privacy.
-        source: `secure`, or `device` on CUDA.
+        source: `secure`, a keyed AES stream; or `device`, the CUDA generator with 64 bits of the key.
 
     Returns:
         name -> sum + noise, in the dtype of the sum. Released: divide it, cast it, use it as you like.
 
     Raises:
-        InvalidArgument: not a ClippedSum, a narrow dtype, or a bad noise multiplier.
+        InvalidArgument: not a ClippedSum, a narrow dtype, a bad noise multiplier, or noise that the dtype of the sum
+            cannot hold.
 
     Guarantees:
-        tests/noise/test_gaussian.py: scale (test_scale), dtype (test_noise_is_drawn_as_promised), determinism
-        (test_stateless), independence (test_no_correlation).
+        tests/noise/test_gaussian_noise.py: scale (test_scale), dtype (test_noise_is_drawn_as_promised), the sum itself
+        is unchanged (test_the_sum_is_kept); tests/noise/test_noise_streams.py: determinism (test_stateless),
+        independence (test_no_correlation), tails (test_tails).
 
     >>> from dpfunc.rng import insecure_key
     >>> clipped = ClippedSum({"w": torch.zeros(3)}, {"w": "all"}, {"all": 1.0})
     >>> add_gaussian(clipped, 1.0, insecure_key(0))["w"].shape
     torch.Size([3])
     """
-    if not isinstance(clipped, ClippedSum):
-        raise InvalidArgument(
-            f"Expected a ClippedSum, got {type(clipped).__name__}. Noise is scaled by the sensitivity that a "
-            "ClippedSum carries; a sum that was divided or changed has another one. Divide after the noise."
-        )
-    multiplier = non_negative("noise_multiplier", noise_multiplier)
+    stds = noise_std(clipped, noise_multiplier, allocation)
     if not isinstance(key, Key):
         raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
-    if not clipped.sums:
-        raise InvalidArgument("Expected at least one sum to release, got none.")
+    std_of = {name: stds[clipped.group_of[name]] for name in clipped.sums}
     for name, value in clipped.sums.items():
-        if value.dtype not in (torch.float32, torch.float64):
-            raise InvalidArgument(f"Expected float32 or float64 sums, got {value.dtype} for {name}.")
-    stds = noise_std(clipped, multiplier, allocation)
+        limits = torch.finfo(value.dtype)
+        if noise_multiplier and not limits.tiny <= std_of[name] <= limits.max / 64:
+            raise fail(f"a noise std that {value.dtype} can hold for {name}", "std", std_of[name], "Scale the loss.")
     noise = standard_normal(key, clipped.sums, source)
-    return {
-        name: torch.add(value, noise[name], alpha=stds[clipped.group_of[name]]) for name, value in clipped.sums.items()
-    }
+    return {name: torch.add(value.detach(), noise[name], alpha=std_of[name]) for name, value in clipped.sums.items()}
 
 
 def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", source: Source = "secure") -> Mechanism:
@@ -114,10 +149,19 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
 
     Args:
         noise_multiplier, allocation, source: see `add_gaussian`.
+
+    >>> from dpfunc.rng import insecure_key
+    >>> clipped = ClippedSum({"w": torch.zeros(3)}, {"w": "all"}, {"all": 1.0})
+    >>> mechanism = gaussian(1.0)
+    >>> released, state = mechanism.add(clipped, mechanism.init(), insecure_key(0))
+    >>> state
+    ()
     """
-    non_negative("noise_multiplier", noise_multiplier)
+    multiplier = non_negative("noise_multiplier", noise_multiplier)
+    one_of("allocation", allocation, ALLOCATIONS)
+    one_of("source", source, SOURCES)
 
     def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:  # noqa: ANN401
-        return add_gaussian(clipped, noise_multiplier, key, allocation=allocation, source=source), state
+        return add_gaussian(clipped, multiplier, key, allocation=allocation, source=source), state
 
     return Mechanism(lambda: (), add)

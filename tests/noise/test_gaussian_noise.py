@@ -1,0 +1,254 @@
+"""The Gaussian mechanism: scale, allocation, dtypes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.noise import Mechanism, add_gaussian, gaussian, noise_std
+from dpfunc.noise.streams import standard_normal
+from dpfunc.rng import insecure_key
+from dpfunc.types import ClippedSum, Schedule
+
+KEY = insecure_key(0)
+
+
+def clipped_sum(sizes, sensitivities, dtype=torch.float32):
+    """Zeros, one leaf a group, with the given numbers of coordinates. The zeros take no memory."""
+    names = [f"p{i}" for i in range(len(sizes))]
+    sums = {name: torch.zeros(1, dtype=dtype).expand(size) for name, size in zip(names, sizes, strict=True)}
+    groups = {name: f"g{i}" for i, name in enumerate(names)}
+    return ClippedSum(sums, groups, {f"g{i}": s for i, s in enumerate(sensitivities)})
+
+
+def std_accepted(values, std, level=1e-6):
+    """Two-sided chi-square test of the standard deviation around zero."""
+    tail = stats.chi2.cdf(float(values.double().square().sum()) / std**2, values.numel())
+    return level < tail < 1 - level
+
+
+def total_variance(clipped, std_of_group):
+    return sum(v.numel() * std_of_group[clipped.group_of[name]] ** 2 for name, v in clipped.sums.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("allocation", ["uniform", "optimal"])
+@pytest.mark.parametrize("sensitivities", [(1.0,), (0.01,), (300.0,), (1.0, 2.0, 0.5)])
+def test_scale(dtype, allocation, sensitivities):
+    """The noise of each group has the stated standard deviation, and neither 0.9 nor 1.1 of it."""
+    clipped = clipped_sum([5000, 20_000, 80_000][: len(sensitivities)], sensitivities, dtype)
+    released = add_gaussian(clipped, 1.7, KEY, allocation=allocation)
+    stds = noise_std(clipped, 1.7, allocation)
+    for name, value in released.items():
+        std = stds[clipped.group_of[name]]
+        assert std_accepted(value, std)
+        assert not std_accepted(value, 0.9 * std)
+        assert not std_accepted(value, 1.1 * std)
+        mean = float(value.double().mean()) / std * math.sqrt(value.numel())
+        assert abs(mean) < 5
+
+
+def test_uniform_noise_covers_the_joint_sensitivity():
+    """All coordinates get z * sqrt(sum S_g^2); one group alone would get z * S."""
+    clipped = clipped_sum([10, 10], [3.0, 4.0])
+    assert noise_std(clipped, 2.0, "uniform") == {"g0": 10.0, "g1": 10.0}
+    assert noise_std(clipped_sum([10], [3.0]), 2.0, "uniform") == {"g0": 6.0}
+
+
+sizes_and_sensitivities = st.lists(st.tuples(st.integers(1, 10**7), st.floats(1e-3, 1e3)), min_size=1, max_size=6).map(
+    lambda pairs: clipped_sum([size for size, _ in pairs], [s for _, s in pairs])
+)
+multipliers = st.floats(1e-2, 1e2)
+
+
+@given(clipped=sizes_and_sensitivities, noise_multiplier=multipliers)
+def test_allocations_have_equal_privacy(clipped, noise_multiplier):
+    """sum_g S_g^2 / v_g = 1 / z^2: the L2 distance of neighbours in units of the noise is 1 / z."""
+    for allocation in ("uniform", "optimal"):
+        stds = noise_std(clipped, noise_multiplier, allocation)
+        distance = sum((s / stds[group]) ** 2 for group, s in clipped.sensitivities.items())
+        assert distance == pytest.approx(noise_multiplier**-2, rel=1e-9)
+
+
+@given(clipped=sizes_and_sensitivities, data=st.data())
+def test_optimal_is_optimal(clipped, data):
+    """Every other allocation with equal privacy has at least as much noise in total."""
+    groups = list(clipped.sensitivities)
+    raw = dict(zip(groups, data.draw(st.lists(st.floats(0.01, 100.0), min_size=len(groups), max_size=len(groups)))))  # noqa: B905
+    distance = sum((clipped.sensitivities[g] / raw[g]) ** 2 for g in groups)
+    other = {g: raw[g] * math.sqrt(distance) for g in groups}  # now it is that of z = 1
+    best = total_variance(clipped, noise_std(clipped, 1.0, "optimal"))
+    assert best <= total_variance(clipped, other) * (1 + 1e-9)
+    assert best <= total_variance(clipped, noise_std(clipped, 1.0, "uniform")) * (1 + 1e-9)
+    expected = sum(s * math.sqrt(v.numel()) for s, v in zip(clipped.sensitivities.values(), clipped.sums.values()))  # noqa: B905
+    assert best == pytest.approx(expected**2, rel=1e-9)
+
+
+def test_optimal_noise_of_a_small_medium_and_large_layer():
+    """Three bounds of 1 on 1e3, 1e5 and 1e6 coordinates: 45 % less noise for the same epsilon."""
+    clipped = clipped_sum([10**3, 10**5, 10**6], [1.0, 1.0, 1.0])
+    uniform = total_variance(clipped, noise_std(clipped, 1.0, "uniform"))
+    optimal = total_variance(clipped, noise_std(clipped, 1.0, "optimal"))
+    assert uniform == pytest.approx(3.303e6)
+    assert optimal == pytest.approx(1.817e6, rel=1e-3)
+    assert 1 - optimal / uniform == pytest.approx(0.45, abs=0.001)
+
+
+def test_one_group_leaves_nothing_to_allocate():
+    clipped = clipped_sum([1000], [2.0])
+    assert noise_std(clipped, 1.5, "optimal")["g0"] == pytest.approx(noise_std(clipped, 1.5, "uniform")["g0"])
+
+
+def test_leaves_of_one_group_share_its_noise_level():
+    """The size of a group is that of all its leaves together."""
+    joint = ClippedSum({"a": torch.zeros(60), "b": torch.zeros(40), "c": torch.zeros(5)},
+                       {"a": "x", "b": "x", "c": "y"}, {"x": 1.0, "y": 1.0})  # fmt: skip
+    assert noise_std(joint, 1.0, "optimal") == pytest.approx(
+        dict(zip(("x", "y"), noise_std(clipped_sum([100, 5], [1.0, 1.0]), 1.0, "optimal").values(), strict=True))
+    )
+
+
+def test_the_sum_is_kept():
+    """Released = sum + noise; the sum that came in is not changed."""
+    sums = {"a": torch.linspace(-5, 5, 1000, dtype=torch.float64), "b": torch.full((3, 4), 7.0)}
+    clipped = ClippedSum(sums, {"a": "all", "b": "all"}, {"all": 2.0})
+    before = {name: value.clone() for name, value in sums.items()}
+    released = add_gaussian(clipped, 0.5, KEY)
+    zeros = dataclasses.replace(clipped, sums={name: torch.zeros_like(value) for name, value in sums.items()})
+    noise = add_gaussian(zeros, 0.5, KEY)
+    for name, value in sums.items():
+        assert torch.equal(value, before[name])
+        assert torch.allclose(released[name] - noise[name], value, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(released[name], value)
+
+
+def test_no_noise_for_multiplier_zero():
+    """z = 0 releases the sum itself, for tests on public data: its event has an infinite epsilon."""
+    clipped = ClippedSum({"w": torch.randn(100)}, {"w": "all"}, {"all": 1.0})
+    for allocation in ("uniform", "optimal"):
+        assert torch.equal(add_gaussian(clipped, 0.0, KEY, allocation=allocation)["w"], clipped.sums["w"])
+
+
+def test_what_is_released_has_no_history():
+    """A sum that is part of a graph does not take the graph along."""
+    weight = torch.zeros(3, requires_grad=True)
+    clipped = ClippedSum({"w": weight * 2}, {"w": "all"}, {"all": 1.0})
+    assert add_gaussian(clipped, 1.0, KEY)["w"].grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_drawn_as_promised(dtype):
+    """Drawn in float64, added and returned in the dtype of the sum; float64 noise is not float32 noise widened."""
+    clipped = clipped_sum([1000], [1.0], dtype)
+    value = add_gaussian(clipped, 1.0, KEY)["p0"]
+    assert value.dtype == dtype
+    assert torch.equal(value, standard_normal(KEY, clipped.sums)["p0"])
+    through_float32 = value.float().to(dtype)
+    assert torch.equal(value, through_float32) == (dtype == torch.float32)
+    assert int((value.bfloat16().to(dtype) == value).sum()) < 20  # and not bfloat16 noise either
+
+
+def test_float32_noise_is_float64_noise_rounded():
+    wide = add_gaussian(clipped_sum([1000], [1.0], torch.float64), 1.0, KEY)["p0"]
+    narrow = add_gaussian(clipped_sum([1000], [1.0], torch.float32), 1.0, KEY)["p0"]
+    assert torch.equal(wide.float(), narrow)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 4)])
+def test_shapes(shape):
+    clipped = ClippedSum({"w": torch.zeros(shape), "v": torch.zeros(3)}, {"w": "a", "v": "b"}, {"a": 1.0, "b": 1.0})
+    for allocation in ("uniform", "optimal"):
+        assert add_gaussian(clipped, 1.0, KEY, allocation=allocation)["w"].shape == shape
+
+
+def test_noise_inside_inference_mode_and_under_another_default_device():
+    """Modes of the caller do not reach the draw."""
+    clipped = clipped_sum([200_000], [1.0])
+    expected = add_gaussian(clipped, 1.0, KEY)["p0"]
+    with torch.inference_mode():
+        assert torch.equal(add_gaussian(clipped, 1.0, KEY)["p0"], expected)
+    with torch.device("meta"):
+        assert torch.equal(add_gaussian(clipped, 1.0, KEY)["p0"], expected)
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "optimal"])
+def test_mechanism_is_add_gaussian_without_state(allocation):
+    clipped = clipped_sum([100, 50], [1.0, 2.0])
+    mechanism = gaussian(1.3, allocation=allocation)
+    assert isinstance(mechanism, Mechanism)
+    state = mechanism.init()
+    released, after = mechanism.add(clipped, state, KEY)
+    assert state == after == ()
+    direct = add_gaussian(clipped, 1.3, KEY, allocation=allocation)
+    assert all(torch.equal(released[name], direct[name]) for name in direct)
+
+
+def test_a_divided_sum_cannot_be_released():
+    """Noise for the undivided sum on a divided one: there is no way to say it."""
+    clipped = clipped_sum([10], [1.0])
+    divided = {name: value / 32 for name, value in clipped.sums.items()}
+    with pytest.raises(InvalidArgument, match=r"Expected a ClippedSum, got dict.*Divide after the noise"):
+        add_gaussian(divided, 1.0, KEY)
+    with pytest.raises(InvalidArgument, match=r"Expected a ClippedSum, got Tensor"):
+        gaussian(1.0).add(clipped.sums["p0"] / 32, (), KEY)
+    with pytest.raises(TypeError):
+        clipped / 32
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        clipped.sums = divided
+    with pytest.raises(TypeError):
+        add_gaussian(clipped, std=1.0, key=KEY)
+
+
+GOOD = clipped_sum([10, 5], [1.0, 1.0])
+BAD = {
+    "no sums": (ClippedSum({}, {}, {}), {}, "at least one sum"),
+    "bfloat16": (clipped_sum([10], [1.0], torch.bfloat16), {}, "float32 or float64 sums, got torch.bfloat16 for p0"),
+    "float16": (clipped_sum([10], [1.0], torch.float16), {}, "float32 or float64 sums, got torch.float16 for p0"),
+    "integers": (clipped_sum([10], [1.0], torch.int64), {}, "float32 or float64 sums, got torch.int64"),
+    "zero sensitivity": (clipped_sum([10], [0.0]), {}, r"0 < sensitivities\['g0'\] < inf"),
+    "NaN sensitivity": (clipped_sum([10, 2], [1.0, math.nan]), {}, r"0 < sensitivities\['g1'\] < inf"),
+    "infinite sensitivity": (clipped_sum([10], [math.inf]), {}, r"0 < sensitivities\['g0'\] < inf"),
+    "no sensitivity": (dataclasses.replace(GOOD, sensitivities={"g0": 1.0}), {}, "sensitivity for each sum.*p1"),
+    "no group": (dataclasses.replace(GOOD, group_of={"p0": "g0"}), {}, "sensitivity for each sum.*p1"),
+    "negative": (GOOD, {"noise_multiplier": -1.0}, "0 <= noise_multiplier < inf, got noise_multiplier=-1.0"),
+    "NaN": (GOOD, {"noise_multiplier": math.nan}, "0 <= noise_multiplier < inf"),
+    "infinite": (GOOD, {"noise_multiplier": math.inf}, "0 <= noise_multiplier < inf"),
+    "bool": (GOOD, {"noise_multiplier": True}, "not bool"),
+    "text": (GOOD, {"noise_multiplier": "1.0"}, "not str"),
+    "schedule": (GOOD, {"noise_multiplier": Schedule(((1, 1.0),))}, "not Schedule"),
+    "key": (GOOD, {"key": 42}, r"key to be a dpfunc Key, got int. Use dpfunc.secure_key"),
+    "allocation": (GOOD, {"allocation": "optimum"}, "allocation to be one of 'uniform', 'optimal'"),
+    "source": (GOOD, {"source": "torch"}, "source to be one of 'secure', 'device'"),
+    "device on CPU": (GOOD, {"source": "device"}, r'source="secure" for sums on cpu.*32 bits.*5.77 sigma'),
+    "noise below float32": (clipped_sum([10], [1e-42]), {}, "noise std that torch.float32 can hold for p0"),
+    "noise above float32": (clipped_sum([10], [1e38]), {}, "noise std that torch.float32 can hold for p0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    clipped, changes, message = BAD[case]
+    arguments = {"noise_multiplier": 1.0, "key": KEY, **changes}
+    with pytest.raises(InvalidArgument, match=message):
+        add_gaussian(clipped, **arguments)
+
+
+@pytest.mark.parametrize("case", ["negative", "NaN", "bool", "schedule", "allocation", "source"])
+def test_refused_when_the_mechanism_is_made(case):
+    _, changes, message = BAD[case]
+    with pytest.raises(InvalidArgument, match=message):
+        gaussian(**{"noise_multiplier": 1.0, **changes})
+
+
+def test_noise_that_float64_can_hold_is_held():
+    """What float32 cannot hold is no problem in float64."""
+    for sensitivity in (1e-42, 1e38):
+        value = add_gaussian(clipped_sum([1000], [sensitivity], torch.float64), 1.0, KEY)["p0"]
+        assert std_accepted(value / sensitivity, 1.0)
