@@ -1,0 +1,74 @@
+"""What every sampler does, and the checks they share."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from dpfunc.checks import whole
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, fold_in, stream
+from dpfunc.types import Adjacency, Event
+
+
+class Sampler(Protocol):
+    """What a plan needs of a sampler. The probability comes from it, never from the length of a loader.
+
+    A sampler holds public facts only; the key is an argument. Implement these methods to bring your own, and claim in
+    `events` no more than its proof gives.
+    """
+
+    @property
+    def dataset_size(self) -> int:
+        """Number of records n."""
+        ...
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """The neighbours for which `events` holds."""
+        ...
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        """The records in the batch of a step: int64, a function of the run's key and the step. Unreleased."""
+        ...
+
+    def expected_batch_size(self, step: int) -> float:
+        """The expected number of records, a public fact."""
+        ...
+
+    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
+        """What the steps start..stop-1 cost with this noise."""
+        ...
+
+
+def draw(key: Key, purpose: str, number: int) -> np.random.Generator:
+    """The stream of one draw of a sampler, from the root key of the run.
+
+    >>> from dpfunc.rng import insecure_key
+    >>> draw(insecure_key(0), "sample", 3).random() == draw(insecure_key(0), "sample", 3).random()
+    True
+    """
+    return stream(fold_in(check_key(key), purpose, number))
+
+
+def check_key(key: Key) -> Key:
+    """The key, if it is one.
+
+    Raises:
+        InvalidArgument: otherwise.
+    """
+    if not isinstance(key, Key):
+        raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
+    return key
+
+
+def check_span(start: int, stop: int) -> tuple[int, int]:
+    """Steps start..stop-1 with 0 <= start <= stop.
+
+    >>> check_span(3, 3)
+    (3, 3)
+    """
+    first = whole("start", start)
+    return first, whole("stop", stop, minimum=first)
