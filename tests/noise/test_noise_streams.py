@@ -158,8 +158,9 @@ def test_generator_of_a_device(device, dtype):
     assert not looks_normal(1.01 * flat)
     for other in (philox_normal(KEY, "v", leaf), philox_normal(insecure_key(2**32), "w", leaf)):
         assert uncorrelated(flat, other.cpu().double().numpy().ravel())
-    if dtype == torch.float64:
-        assert not torch.equal(values, values.float().double())  # drawn in float64
+    wide = philox_normal(KEY, "w", leaf.double())
+    assert torch.equal(values, wide.to(dtype))  # drawn in float64, whatever the dtype of the leaf
+    assert not torch.equal(wide, wide.float().double())
     if device == "cuda":
         assert torch.equal(standard_normal(KEY, {"w": leaf}, "device")["w"], values)
 

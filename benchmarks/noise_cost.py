@@ -1,0 +1,113 @@
+"""What noise from a keyed stream costs, against torch's generator: `python benchmarks/noise_cost.py`.
+
+Each round times every source once, in turn, so that a slow moment of the machine hits all of them; the table shows
+medians. One element is one float32 number of noise, unless the source says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import randomgen
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dpfunc.noise import add_gaussian
+from dpfunc.noise.streams import secure_normal
+from dpfunc.rng import fold_in, insecure_key
+from dpfunc.types import ClippedSum
+
+ROUNDS = 11
+KEY = insecure_key(0)
+LAYOUTS = {
+    "flat, 1e7": {"w": torch.zeros(10**7)},
+    "LoRA, 200 x 32768": {f"layer.{i}.lora": torch.zeros(32768) for i in range(200)},
+}
+RESULT = Path(__file__).parent / "results" / "noise_cost.json"
+
+
+def torch_normal(like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """One generator for all leaves, which is what training loops do."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(leaf.shape, generator=generator, dtype=dtype) for name, leaf in like.items()}
+
+
+def sources(like: Mapping[str, Tensor]) -> dict[str, Callable[[int], object]]:
+    """What is compared; each takes the number of the round, so that no draw is repeated."""
+    double = {name: leaf.double() for name, leaf in like.items()}
+    clipped = ClippedSum(like, dict.fromkeys(like, "all"), {"all": 1.0})
+    return {
+        "torch.randn float32": lambda i: torch_normal(like, torch.float32),
+        "torch.randn float64": lambda i: torch_normal(like, torch.float64),
+        "secure float32, 1 thread": lambda i: secure_normal(fold_in(KEY, i), like, threads=1),
+        "secure float32, 2 threads": lambda i: secure_normal(fold_in(KEY, i), like, threads=2),
+        "secure float64, 1 thread": lambda i: secure_normal(fold_in(KEY, i), double, threads=1),
+        "secure float64, 2 threads": lambda i: secure_normal(fold_in(KEY, i), double, threads=2),
+        "add_gaussian float32": lambda i: add_gaussian(clipped, 1.0, fold_in(KEY, i)),
+    }
+
+
+def measure(like: Mapping[str, Tensor]) -> dict[str, float]:
+    """Median seconds of each source."""
+    contestants = sources(like)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(ROUNDS + 1):
+        for name, draw in contestants.items():
+            start = time.perf_counter()
+            draw(number)
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    info = Path("/proc/cpuinfo")
+    models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "randomgen": randomgen.__version__,
+    }
+
+
+def main() -> None:
+    """Measure, write the result file, print the table."""
+    results = {}
+    console = Console()
+    for layout, like in LAYOUTS.items():
+        elements = sum(leaf.numel() for leaf in like.values())
+        seconds = measure(like)
+        base = seconds["torch.randn float32"]
+        table = Table("source", "ms", "ns / element", "x torch float32", title=f"{layout}: {elements} elements")
+        results[layout] = {"elements": elements, "sources": {}}
+        for name, value in seconds.items():
+            per_element = 1e9 * value / elements
+            results[layout]["sources"][name] = {
+                "seconds": round(value, 6),
+                "ns_per_element": round(per_element, 3),
+                "times_torch_float32": round(value / base, 3),
+            }
+            table.add_row(name, f"{1e3 * value:.1f}", f"{per_element:.2f}", f"{value / base:.2f}")
+        console.print(table)
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({"machine": machine(), "rounds": ROUNDS, "layouts": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
