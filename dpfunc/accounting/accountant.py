@@ -26,7 +26,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
         ledger: what was released.
         delta: 0 < delta < 1; choose it below 1 / number of records.
         method: `auto`: exact where every record is in every batch, else the smaller of `prv` and `rdp`.
-            `prv`: numerical composition, at most 0.01 (or 2 %) above the truth; refused for delta < 1e-9 and where
+            `prv`: numerical composition, about 0.01 (or 2 %) above the truth; refused for delta < 1e-9 and where
             its grid does not fit. `rdp`: Renyi, always possible, typically 5-30 % above. `gaussian`: exact, for
             sampling_prob = 1 only. `gdp-approximation`: a central limit that UNDER-REPORTS, by up to 550 times for
             few steps and small sampling_prob; to compare with older reports, never for a budget.
@@ -38,7 +38,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
         InvalidArgument: delta or method outside its domain, or a method that cannot answer for this ledger.
 
     Guarantees:
-        never below the truth, `prv` at most its stated error above it
+        never below the truth, `prv` about its stated error above it
         (tests/accounting/test_reference.py::test_never_below_the_truth);
         no warning of numpy, scipy or opacus (tests/accounting/test_inputs.py::test_no_warning_leaks).
 
@@ -92,7 +92,7 @@ def bounded(ledger: Ledger, delta: float, method: str) -> Guarantee:
         renyi = rdp_epsilon(events, ledger.adjacency, delta)
         if renyi < numerical:
             return answer(renyi, method="rdp", note=joined("below the bound by prv", rounded))
-    return answer(numerical, method="prv", note=joined(f"at most {error:.2g} above the truth", rounded))
+    return answer(numerical, method="prv", note=joined(f"about {error:.2g} above the truth", rounded))
 
 
 def joined(*notes: str) -> str:

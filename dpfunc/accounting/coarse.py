@@ -14,9 +14,9 @@ FINEST = 1.002
 def coarsen(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """At most `max_kinds` events that cost at least as much, and a note on what was rounded ("" for nothing).
 
-    Noise multipliers are rounded down, and sampling probabilities up, to a geometric grid that is as fine as the
-    limit allows. The grid hangs on the smallest noise and the largest probability, so that scaling all noise
-    multipliers scales their rounded values.
+    Events are put into cells of a geometric grid, as fine as the limit allows; all events of a cell get its smallest
+    noise multiplier and its largest sampling probability. The grid hangs on the smallest noise and the largest
+    probability of all, so that scaling all noise multipliers scales what they are rounded to.
     """
     if len(events) <= max_kinds:
         return events, ""
@@ -24,25 +24,22 @@ def coarsen(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tupl
     largest = max(event.sampling_prob for event in events)
     step = math.log(FINEST)
     while True:
-        rounded = canonical(
-            Event(round_up(e.sampling_prob, largest, step), round_down(e.noise_multiplier, smallest, step), e.num_steps)
-            for e in events
-        )
-        if len(rounded) <= max_kinds:
-            ratio = math.exp(step)
-            return rounded, f"{len(events)} kinds of steps rounded to {len(rounded)}, at most {ratio - 1:.2g} per value"
-        step *= 1.5
+        cells: dict[tuple[int, int], list[Event]] = {}
+        for event in events:
+            noise = math.floor(math.log(event.noise_multiplier / smallest) / step)
+            prob = math.floor(math.log(largest / event.sampling_prob) / step)
+            cells.setdefault((noise, prob), []).append(event)
+        if len(cells) <= max_kinds:
+            ratio = math.exp(step) - 1
+            note = f"{len(events)} kinds of steps rounded to {len(cells)}, each value by {ratio:.2g} of itself at most"
+            return canonical(worst(cell) for cell in cells.values()), note
+        step *= 1.3
 
 
-def round_down(value: float, smallest: float, step: float) -> float:
-    """The largest `smallest e^(k step)` that is at most `value`."""
-    steps = math.floor(math.log(value / smallest) / step)
-    below = smallest * math.exp(steps * step)
-    return below if below <= value else smallest * math.exp((steps - 1) * step)
-
-
-def round_up(value: float, largest: float, step: float) -> float:
-    """The smallest `largest e^(-k step)` that is at least `value`."""
-    steps = math.floor(math.log(largest / value) / step)
-    above = largest * math.exp(-steps * step)
-    return above if above >= value else min(largest, largest * math.exp(-(steps - 1) * step))
+def worst(cell: list[Event]) -> Event:
+    """The steps of all events with the least noise and the largest probability among them."""
+    return Event(
+        max(event.sampling_prob for event in cell),
+        min(event.noise_multiplier for event in cell),
+        sum(event.num_steps for event in cell),
+    )

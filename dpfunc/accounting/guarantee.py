@@ -22,8 +22,8 @@ class Guarantee:
         adjacency: which data sets count as neighbours.
         note: its error, and why another method was not used.
 
-    >>> print(Guarantee(1.25, 1e-5, "prv", "add_remove", "at most 0.01 above the truth"))
-    (epsilon=1.25, delta=1e-05)-DP under add_remove, by prv: at most 0.01 above the truth
+    >>> print(Guarantee(1.25, 1e-5, "prv", "add_remove", "about 0.01 above the truth"))
+    (epsilon=1.25, delta=1e-05)-DP under add_remove, by prv: about 0.01 above the truth
     >>> float(Guarantee(1.25, 1e-5, "prv", "add_remove"))
     1.25
     """

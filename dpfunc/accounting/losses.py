@@ -71,7 +71,7 @@ class StepLoss:
     def _mixture_point(self, loss: Array) -> Array:
         q, s = self.sampling_prob, self.noise_multiplier
         inside = np.expm1(loss) + q
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             x = s**2 * np.log(inside / q) + 0.5
         return np.where(inside > 0, x, -np.inf)
 

@@ -10,6 +10,10 @@ from scipy.stats import norm
 REACH = 14.0
 
 
+class Undecided(Exception):
+    """The inversion cannot tell: the oracle is silent rather than wrong."""
+
+
 def log_ratio(q, offset, shift, sigma):
     """log(1 - q + q e^(shift offset / sigma^2)) for a real offset."""
     exponent = shift * offset / sigma**2
@@ -58,13 +62,15 @@ def delta_by_inversion(epsilon, events, direction="remove"):
     t = grid[int(np.argmin(exponents))]
     log_transform = transforms(events, direction, t)
     top = float(log_transform(t)[0].real)
-    width = 1.0
-    while np.real(log_transform(t + 1j * width)[0]) - top > -45 and width < 1e5:
+    width = t
+    while np.real(log_transform(t + 1j * width)[0]) - top > -45:
         width *= 1.3
-    s = np.linspace(0.0, width, 6001)
+        if width > 400 * max(t, 1.0):
+            raise Undecided(f"the transform of {events} does not decay: too few steps")
+    # trapezoidal rule: exact up to the pole at distance t and to the image of the law 2 pi / step away
+    s = np.arange(0.0, width, min(t / 8, 0.1))
     z = t + 1j * s
-    values = np.concatenate([log_transform(chunk) for chunk in np.array_split(z, 12)])
-    # the phase of K runs on: only e^K matters, so the branch of the logarithm does not
+    values = np.concatenate([log_transform(chunk) for chunk in np.array_split(z, max(1, len(z) // 500))])
     integrand = np.real(np.exp(values - top - 1j * s * epsilon) / (z * (1 + z)))
     integral = np.trapezoid(integrand, s)
     return float(np.exp(top - t * epsilon) * integral / np.pi)
@@ -74,6 +80,44 @@ def epsilon_by_inversion(events, delta, direction="remove", guess=None):
     """The true epsilon of composed Poisson-sampled Gaussians, for steps enough that the transform decays."""
     low, high = (0.0, 50.0) if guess is None else (0.8 * guess, 1.2 * guess)
     return brentq(lambda e: np.log(max(delta_by_inversion(e, events, direction), 1e-300) / delta), low, high, xtol=1e-7)
+
+
+def delta_bracket(epsilon, events, direction, points=2**19, span=24.0):
+    """Bounds (low, high) on delta(epsilon): losses rounded down, and up, to a grid; for few steps.
+
+    The loss runs over -span/2..span/2; what is outside counts as -inf below, and as inf for the upper bound.
+    """
+    mesh = span / points
+    bounds = []
+    for rounding in (np.floor, np.ceil):
+        spectrum, lost = np.ones(points // 2 + 1, dtype=complex), 0.0
+        for q, sigma, steps in events:
+            loss, log_p = fine_loss_and_density(q, sigma, direction)
+            cells = rounding(loss / mesh).astype(int)
+            inside = np.abs(cells) < points // 2
+            mass = np.exp(log_p)
+            lost += steps * float(mass[~inside & (loss > 0)].sum())
+            pmf = np.bincount(cells[inside] % points, weights=mass[inside], minlength=points)
+            spectrum *= np.fft.rfft(pmf) ** steps
+        composed = np.fft.irfft(spectrum, points)
+        grid = (np.arange(points) + points // 2) % points - points // 2
+        above = grid * mesh > epsilon
+        delta = float(np.sum(composed[above] * -np.expm1(epsilon - grid[above] * mesh)))
+        bounds.append(delta + (lost if rounding is np.ceil else 0.0))
+    return tuple(bounds)
+
+
+def fine_loss_and_density(q, sigma, direction, points=400_001):
+    """Losses and log masses on a fine grid of x under P."""
+    shift = {"remove": 1.0, "add": 0.0, "replace": 0.5}[direction]
+    x = np.linspace(-9 * sigma, shift + 9 * sigma, points)
+    log_mass = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi)) + np.log(x[1] - x[0])
+    if direction == "remove":
+        return log_ratio(q, x - 0.5, 1.0, sigma), log_mass + log_ratio(q, x - 0.5, 1.0, sigma)
+    if direction == "add":
+        return -log_ratio(q, -x - 0.5, 1.0, sigma), log_mass
+    loss = log_ratio(q, x - 0.25, 0.5, sigma) - log_ratio(q, -x - 0.25, 0.5, sigma)
+    return loss, log_mass + log_ratio(q, x - 0.25, 0.5, sigma)
 
 
 def delta_of_one_step(epsilon, q, sigma):

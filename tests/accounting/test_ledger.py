@@ -1,0 +1,132 @@
+"""Ledgers are values that compose like a multiset and survive a round trip through JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpfunc.accounting import Ledger, compose, epsilon
+from dpfunc.errors import InvalidArgument, LedgerConflict
+from dpfunc.types import ADJACENCIES, Event
+
+kinds = st.sampled_from([(0.01, 1.0), (0.01, 2.0), (0.5, 1.0), (1.0, 3.0)])
+events = st.builds(lambda kind, steps: Event(*kind, steps), kinds, st.integers(1, 10**12))
+ledgers = st.builds(lambda items: Ledger(tuple(items)), st.lists(events, max_size=6))
+any_float = st.floats(min_value=0.0, max_value=1e300, allow_nan=False)
+any_event = st.builds(Event, st.floats(min_value=5e-324, max_value=1.0), any_float, st.integers(1, 2**70))
+
+
+@given(ledgers, ledgers, ledgers)
+def test_composition_laws(a, b, c):
+    assert a.compose(b) == b.compose(a)
+    assert a.compose(b).compose(c) == a.compose(b.compose(c)) == compose(a, b, c)
+    assert a.compose(Ledger()) == a == compose(a)
+    assert a.compose(b).num_steps == a.num_steps + b.num_steps
+    assert hash(a.compose(b)) == hash(b.compose(a))
+
+
+@given(st.lists(events, max_size=6), st.randoms())
+def test_order_and_repetition_do_not_matter(items, random):
+    shuffled = list(items)
+    random.shuffle(shuffled)
+    assert Ledger(tuple(items)) == Ledger(tuple(shuffled))
+    one_by_one = Ledger()
+    for event in items:
+        one_by_one = one_by_one.record(event)
+    assert one_by_one == Ledger(tuple(items))
+
+
+def test_a_thousand_steps_are_one_event_of_a_thousand():
+    ledger = Ledger()
+    for _ in range(1000):
+        ledger = ledger.record(Event(0.01, 1.0, 1))
+    assert ledger == Ledger((Event(0.01, 1.0, 1000),))
+
+
+def test_ledger_is_frozen_and_old_values_stay():
+    before = Ledger((Event(0.1, 1.0, 1),))
+    after = before.record(Event(0.1, 1.0, 1))
+    assert before.num_steps == 1
+    assert after.num_steps == 2
+    with pytest.raises(FrozenInstanceError):
+        before.events = ()
+
+
+@given(st.lists(any_event, max_size=5), st.sampled_from(ADJACENCIES))
+def test_json_round_trip_is_exact(items, adjacency):
+    ledger = Ledger(tuple(items), adjacency)
+    assert Ledger.from_json(ledger.to_json()) == ledger
+    assert Ledger.from_json(ledger.to_json()).to_json() == ledger.to_json()
+
+
+def broken(change):
+    values = json.loads(Ledger((Event(0.1, 1.0, 5),)).to_json())
+    change(values)
+    return json.dumps(values)
+
+
+BROKEN = {
+    "not JSON": "{",
+    "not an object": "[]",
+    "empty object": "{}",
+    "other schema": broken(lambda v: v.update(schema="dpfunc.ledger/2")),
+    "no schema": broken(lambda v: v.pop("schema")),
+    "no events": broken(lambda v: v.pop("events")),
+    "unknown field": broken(lambda v: v.update(amplification=0.5)),
+    "unknown adjacency": broken(lambda v: v.update(adjacency="swap")),
+    "events not a list": broken(lambda v: v.update(events={})),
+    "event not an object": broken(lambda v: v.update(events=[[0.1, 1.0, 5]])),
+    "event with an unknown field": broken(lambda v: v["events"][0].update(mechanism="laplace")),
+    "event without noise field": broken(lambda v: v["events"][0].pop("noise_multiplier")),
+    "probability 2": broken(lambda v: v["events"][0].update(sampling_prob=2)),
+    "probability as text": broken(lambda v: v["events"][0].update(sampling_prob="0.1")),
+    "NaN noise": broken(lambda v: v["events"][0].update(noise_multiplier=float("nan"))),
+    "half a step": broken(lambda v: v["events"][0].update(num_steps=2.5)),
+    "negative steps": broken(lambda v: v["events"][0].update(num_steps=-5)),
+    "true steps": broken(lambda v: v["events"][0].update(num_steps=True)),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_broken_json_is_refused_and_never_repaired(text):
+    with pytest.raises(InvalidArgument):
+        Ledger.from_json(text)
+
+
+def test_adjacencies_do_not_mix():
+    with pytest.raises(LedgerConflict, match="add_remove and replace_one"):
+        Ledger().compose(Ledger(adjacency="replace_one"))
+    with pytest.raises(LedgerConflict):
+        compose(Ledger(adjacency="zero_out"), Ledger((Event(0.1, 1.0, 1),)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Ledger((1, 2)),
+        lambda: Ledger(((0.1, 1.0, 5),)),
+        lambda: Ledger(adjacency="swap"),
+        lambda: compose(),
+        lambda: compose(Ledger(), (Event(0.1, 1.0, 1),)),
+        lambda: Ledger().record((0.1, 1.0, 1)),
+    ],
+)
+def test_what_is_not_a_ledger_is_refused(make):
+    with pytest.raises(InvalidArgument):
+        make()
+
+
+def test_repr_is_short_and_says_what_was_spent():
+    assert repr(Ledger()) == "Ledger(0 steps, add_remove: nothing spent)"
+    many = Ledger(tuple(Event(0.1, 1.0 + i, 1) for i in range(100)), "zero_out")
+    assert repr(many).startswith("Ledger(100 steps, zero_out: (q=0.1, sigma=1) x 1 + ")
+    assert repr(many).endswith("96 kinds more)")
+
+
+def test_method_and_function_agree():
+    ledger = Ledger((Event(1.0, 5.0, 10),))
+    assert ledger.epsilon(1e-5) == epsilon(ledger, 1e-5)

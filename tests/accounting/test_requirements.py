@@ -1,0 +1,124 @@
+"""What a run needs; and readings of epsilon and delta that are true."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpfunc.accounting import (
+    DELTA_TABLE,
+    EPSILON_TABLE,
+    Ledger,
+    epsilon,
+    privacy_requirements,
+    read_delta,
+    read_epsilon,
+    suggest_delta,
+)
+from dpfunc.accounting.requirements import total_steps
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Event
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**4), st.integers(1, 200))
+def test_no_step_is_lost_to_rounding(n, batch, epochs):
+    steps = total_steps(n, batch, epochs)
+    assert steps * batch >= epochs * n > (steps - 1) * batch
+    tenths = total_steps(n, batch, epochs / 10)
+    assert tenths * batch >= Fraction(epochs, 10) * n > (tenths - 1) * batch
+
+
+@pytest.fixture(scope="module")
+def need():
+    return privacy_requirements(dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
+
+
+def test_the_numbers_belong_together(need):
+    assert need.total_steps == 94
+    assert need.sampling_prob == 0.032
+    assert need.delta == pytest.approx(1e-5)
+    run = Ledger((Event(need.sampling_prob, need.noise_multiplier, need.total_steps),))
+    assert need.guarantee == epsilon(run, need.delta)
+    assert 2.99 <= need.guarantee.epsilon <= 3.0
+
+
+def test_the_recommended_batch_is_computed(need):
+    best = min(choice.noise_per_run for choice in need.choices)
+    near = [choice.batch_size for choice in need.choices if choice.noise_per_run <= 1.1 * best]
+    assert need.recommended_batch_size == min(near)
+    for choice in need.choices:
+        assert choice.noise_per_step == pytest.approx(choice.noise_multiplier / choice.batch_size)
+        run = Ledger((Event(choice.sampling_prob, choice.noise_multiplier, choice.total_steps),))
+        assert epsilon(run, need.delta).epsilon <= 3.0
+
+
+def test_guidance_is_true(need):
+    """Each claim about batch sizes, checked with the accountant."""
+    text = " ".join(need.guidance)
+    for words in (
+        "does not depend on the clip norm",
+        "larger batches cost MORE",
+        "delta must be below 1",
+        "closed form",
+    ):
+        assert words in text
+
+    def cost(batch):
+        return epsilon(Ledger((Event(batch / 1000, 1.0, total_steps(1000, batch, 3)),)), 1e-5).epsilon
+
+    assert cost(16) < cost(32) < cost(64) < cost(256)
+    sigmas = [choice.noise_multiplier for choice in need.choices]
+    ratios = [choice.noise_per_step for choice in need.choices]
+    assert sigmas == sorted(sigmas)
+    assert ratios == sorted(ratios, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dataset_size": 1},
+        {"dataset_size": 1000.0},
+        {"batch_size": 0},
+        {"batch_size": 1001},
+        {"epochs": 0},
+        {"epochs": math.nan},
+        {"target_epsilon": 0.0},
+        {"delta": 1e-3},
+        {"delta": 0.5},
+        {"delta": 0.0},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(change):
+    good = {"dataset_size": 1000, "batch_size": 32, "epochs": 3, "target_epsilon": 3.0}
+    with pytest.raises(InvalidArgument):
+        privacy_requirements(**(good | change))
+
+
+@given(st.integers(2, 10**9))
+def test_suggested_delta_is_below_one_over_n(n):
+    assert 0 < suggest_delta(n) < 1 / n
+    assert suggest_delta(n) <= 1e-5
+
+
+@given(st.floats(0.0, 50.0), st.floats(1e-4, 0.999))
+def test_epsilon_bounds_the_posterior_odds(value, prior):
+    row = read_epsilon(value)
+    assert row.odds_factor == pytest.approx(math.exp(value))
+    assert row.posterior == pytest.approx(row.odds_factor / (1 + row.odds_factor))
+    assert row.detection_at_1_percent == min(1.0, 0.01 * row.odds_factor)
+    assert row.reading
+
+
+def test_tables():
+    assert [row.epsilon for row in EPSILON_TABLE] == sorted(row.epsilon for row in EPSILON_TABLE)
+    assert read_epsilon(1e6).odds_factor == math.inf
+    assert "one random record" in read_delta(1 / 1000, 1000).reading
+    assert read_delta(1e-9, 1000).reading == DELTA_TABLE[-1].reading
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(InvalidArgument):
+            read_epsilon(bad)
