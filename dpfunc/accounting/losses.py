@@ -54,22 +54,27 @@ class StepLoss:
         """`log(1 - q + q e^(shift offset / s^2))`, to the last digit near 0 and without overflow."""
         q, s = self.sampling_prob, self.noise_multiplier
         exponent = shift * offset / s**2
-        near = np.minimum(exponent, LARGE)
-        return np.asarray(np.log1p(q * np.expm1(near)) + (exponent - near))
+        near = np.clip(exponent, -1.0, LARGE)
+        above = np.log1p(q * np.expm1(near)) + (exponent - near)
+        rest = np.log1p(-q) if q < 1 else -np.inf
+        return np.where(exponent < -1.0, np.logaddexp(rest, np.log(q) + exponent), above)
 
     def point(self, loss: Array) -> Array:
         """The x at which a loss is reached; -inf or inf for losses outside the range."""
         q, s = self.sampling_prob, self.noise_multiplier
         if self.direction == "replace":
             # q r (u/w - w/u) = 2 (1 - q) sinh(loss/2) for u = e^(x/2s^2), w = e^(loss/2), r = e^(-1/8s^2)
-            ratio = (1 - q) / q * np.exp(1 / (8 * s**2))
-            return np.asarray(s**2 * loss + 2 * s**2 * np.arcsinh(ratio * np.sinh(loss / 2)))
+            with np.errstate(over="ignore"):
+                ratio = (1 - q) / q * np.exp(1 / (8 * s**2))
+                return np.asarray(s**2 * loss + 2 * s**2 * np.arcsinh(ratio * np.sinh(loss / 2)))
         if self.direction == "add":
             return -self._mixture_point(-loss)
         return self._mixture_point(loss)
 
     def _mixture_point(self, loss: Array) -> Array:
         q, s = self.sampling_prob, self.noise_multiplier
+        if q == 1.0:
+            return s**2 * loss + 0.5
         inside = np.expm1(loss) + q
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             x = s**2 * np.log(inside / q) + 0.5

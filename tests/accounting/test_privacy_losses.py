@@ -19,6 +19,15 @@ from dpfunc.types import Event
 losses = st.builds(StepLoss, st.floats(1e-4, 1.0), st.floats(0.2, 20.0), st.sampled_from(["remove", "add", "replace"]))
 
 
+def test_loss_without_sampling_is_linear():
+    step = StepLoss(1.0, 0.4, "remove")
+    x = np.array([-20.0, -1.0, 0.5, 2.0, 30.0])
+    assert step.loss(x) == pytest.approx((x - 0.5) / 0.16, rel=1e-12)
+    assert step.point(step.loss(x)) == pytest.approx(x)
+    nearly = StepLoss(1 - 1e-15, 0.4, "remove")
+    assert nearly.loss(x[1:]) == pytest.approx((x[1:] - 0.5) / 0.16, rel=1e-6)
+
+
 @given(losses, st.floats(-4.0, 4.0))
 def test_point_inverts_loss(step, z):
     x = np.array([z * step.noise_multiplier])
