@@ -1,0 +1,200 @@
+"""Small models of every kind, with a batch and a per-sample loss for each: name -> Case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from dpfunc.functional import BIASES, functionalize
+from dpfunc.lora import attach
+from dpfunc.rng import insecure_key
+
+VOCAB, LENGTH, CLASSES = 50, 6, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, its parameters and a batch."""
+
+    loss_fn: Callable[..., torch.Tensor]
+    params: dict[str, torch.Tensor]
+    batch: Any
+
+
+class TinyCNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.conv2 = nn.Conv2d(8, 8, 3, stride=2, groups=2)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.conv2(F.relu(self.norm(self.conv1(x)))).mean((2, 3)))
+
+
+class TinyTransformer(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.position = nn.Parameter(torch.randn(1, LENGTH, 16) * 0.1)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, VOCAB if tied else CLASSES, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.embed(ids) + self.position))
+
+
+def tiny_bert(**changes):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=16, num_labels=CLASSES, attn_implementation="eager", **changes,
+    )  # fmt: skip
+    return BertForSequenceClassification(config).eval()
+
+
+def tiny_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=16, attn_implementation="eager",
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+def peft_bert():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+    model = get_peft_model(tiny_bert(), config).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_()
+    return model
+
+
+def _seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def image_batch(size, dtype=torch.float32):
+    return {
+        "x": torch.randn(size, 3, 8, 8, generator=_seeded(1), dtype=torch.float64).to(dtype),
+        "y": torch.randint(CLASSES, (size,), generator=_seeded(2)),
+    }
+
+
+def token_batch(size):
+    lengths = torch.randint(2, LENGTH + 1, (size, 1), generator=_seeded(5))
+    return {
+        "ids": torch.randint(VOCAB, (size, LENGTH), generator=_seeded(3)),
+        "mask": (torch.arange(LENGTH)[None] < lengths).long(),
+        "y": torch.randint(CLASSES, (size,), generator=_seeded(4)),
+    }
+
+
+def classify(forward):
+    return lambda p, b: F.cross_entropy(forward(p, b["x"]), b["y"], reduction="none")
+
+
+def classify_tokens(forward):
+    return lambda p, b: F.cross_entropy(forward(p, b["ids"]).mean(1), b["y"], reduction="none")
+
+
+def next_token(forward, logits=lambda out: out):
+    """Mean over the sample's own tokens."""
+
+    def loss_fn(p, b):
+        scores = logits(forward(p, b["ids"]))[:, :-1]
+        return F.cross_entropy(scores.transpose(1, 2), b["ids"][:, 1:], reduction="none").mean(1)
+
+    return loss_fn
+
+
+def hf_classify(forward):
+    return lambda p, b: F.cross_entropy(
+        forward(p, input_ids=b["ids"], attention_mask=b["mask"]).logits, b["y"], reduction="none"
+    )
+
+
+def build(name, size=5, dtype=torch.float32):
+    """The case of a name. Models are seeded; float64 where the dtype says so."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return CASES[name](size, dtype)
+
+
+def _mlp(size, dtype):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, CLASSES)).to(
+        dtype
+    )
+    forward, params = functionalize(model)
+    return Case(classify(forward), params, image_batch(size, dtype))
+
+
+def _cnn(size, dtype):
+    forward, params = functionalize(TinyCNN().to(dtype))
+    return Case(classify(forward), params, image_batch(size, dtype))
+
+
+def _transformer(size, dtype, trainable=None):
+    forward, params = functionalize(TinyTransformer().eval().to(dtype), trainable)
+    return Case(classify_tokens(forward), params, token_batch(size))
+
+
+def _transformer_lora(size, dtype):
+    model = TinyTransformer().eval().to(dtype)
+    adapter = attach(model, insecure_key(0), targets=["embed", "encoder.linear1"], rank=2, alpha=4, also_train="^head")
+    params = {name: torch.randn_like(p) if "lora_B" in name else p for name, p in adapter.params.items()}
+    return Case(classify_tokens(adapter.forward), params, token_batch(size))
+
+
+def _tied(size, dtype):
+    forward, params = functionalize(TinyTransformer(tied=True).eval().to(dtype))
+    return Case(next_token(forward), params, token_batch(size))
+
+
+def _bert(size, dtype):
+    forward, params = functionalize(tiny_bert().to(dtype), r"encoder\.layer\.1|classifier")
+    return Case(hf_classify(forward), params, token_batch(size))
+
+
+def _gpt2(size, dtype):
+    forward, params = functionalize(tiny_gpt2().to(dtype))
+    return Case(next_token(forward, lambda out: out.logits), params, token_batch(size))
+
+
+def _gpt2_lora(size, dtype):
+    adapter = attach(tiny_gpt2().to(dtype), insecure_key(0), targets=r"c_attn|mlp\.c_fc", rank=2, alpha=4)
+    params = {name: torch.randn_like(p) if "lora_B" in name else p for name, p in adapter.params.items()}
+    return Case(next_token(adapter.forward, lambda out: out.logits), params, token_batch(size))
+
+
+def _peft(size, dtype):
+    forward, params = functionalize(peft_bert().to(dtype))
+    return Case(hf_classify(forward), params, token_batch(size))
+
+
+CASES = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "transformer full": _transformer,
+    "transformer bias-only": lambda size, dtype: _transformer(size, dtype, BIASES),
+    "transformer LoRA": _transformer_lora,
+    "tied weights": _tied,
+    "BERT top layer": _bert,
+    "GPT-2 full, tied": _gpt2,
+    "GPT-2 LoRA": _gpt2_lora,
+    "PEFT LoRA": _peft,
+}
