@@ -1,0 +1,274 @@
+"""Checkpoints and the journal: atomic, bit-identical on resume, and epsilon never shrinks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cases import as_batch, linear_loss, params, random_rows
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint import load, save
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.journal import Journal, journal_ledger, read_steps
+from dpfunc.plan import Plan
+from dpfunc.rng import secure_key
+from dpfunc.step import make_dp_step
+from dpfunc.tree import take
+from dpfunc.types import Event
+
+DATA = as_batch(random_rows(0, 60))
+PLAN = Plan(sampling.Poisson(60, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=8, delta=1e-3)
+
+
+def steps(state, values, optimizer, count, journal=None):
+    dp_step = make_dp_step(linear_loss, PLAN, journal=journal)
+    for _, indices in zip(range(count), PLAN.batches(state), strict=False):
+        grads, state, _ = dp_step(values, take(DATA, indices), state)
+        for name, value in values.items():
+            value.grad = grads[name]
+        optimizer.step()
+    return state
+
+
+def start():
+    values = {name: p.clone().requires_grad_() for name, p in params().items()}
+    optimizer = torch.optim.Adam(values.values(), lr=0.1)
+    return make_dp_step(linear_loss, PLAN).init(values, secure_key()), values, optimizer
+
+
+def store(folder, state, values, optimizer, **changes):
+    options = {"params": values, "state": state, "plan": PLAN, "data": DATA, "optimizer_state": optimizer.state_dict()}
+    return save(folder, **{**options, **changes})
+
+
+def test_resume_is_bit_identical(tmp_path):
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 3)
+    store(tmp_path, state, values, optimizer)
+    state = steps(state, values, optimizer, 5)
+
+    fresh = {name: torch.zeros_like(p).requires_grad_() for name, p in values.items()}
+    saved = load(tmp_path, plan=PLAN, params=fresh, data=DATA)
+    with torch.no_grad():
+        for name, p in fresh.items():
+            p.copy_(saved.params[name])
+    other = torch.optim.Adam(fresh.values(), lr=0.1)
+    other.load_state_dict(dict(saved.optimizer_state))
+    again = steps(saved.state, fresh, other, 5)
+    assert all(torch.equal(values[name], fresh[name]) for name in values)
+    assert again == state
+
+
+def test_epsilon_never_shrinks(tmp_path):
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 2, journal)
+    store(tmp_path / "c", state, values, optimizer)
+    state = steps(state, values, optimizer, 4, journal)  # lost in the crash, but released
+    saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+    assert saved.state.step == 2
+    assert saved.state.charged == 6
+    assert saved.state.ledger == state.ledger == journal_ledger(journal.path)
+    resumed = steps(saved.state, values, optimizer, 5, journal)  # four repeated at no cost, one new
+    assert resumed.ledger == Ledger((Event(0.3, 1.0, 7),))
+    assert journal_ledger(journal.path) == resumed.ledger
+
+
+def test_budget_holds_after_resume(tmp_path):
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 8)
+    store(tmp_path, state, values, optimizer)
+    saved = load(tmp_path, plan=PLAN, params=values, data=DATA)
+    with pytest.raises(BudgetExhausted):
+        make_dp_step(linear_loss, PLAN, verify_batch=False)(values, take(DATA, torch.arange(3)), saved.state)
+
+
+def changed_data():
+    data = {name: value.clone() for name, value in DATA.items()}
+    data["head.weight"][59, 3] += 1e-3
+    return data
+
+
+REFUSALS = {
+    "plan": (
+        {"plan": Plan(sampling.Poisson(60, 0.3), clipping.Flat(1.0), noise_multiplier=0.9, num_steps=8, delta=1e-3)},
+        r"another plan: plan.noise_multiplier: saved 1.0, now 0.9",
+    ),
+    "sampler": (
+        {"plan": Plan(sampling.Poisson(60, 0.2), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=8, delta=1e-3)},
+        r"plan.sampler.sampling_prob: saved 0.3, now 0.2",
+    ),
+    "data": ({"data": changed_data()}, r"another data set"),
+    "fewer data": ({"data": take(DATA, torch.arange(59))}, r"another data set"),
+    "parameters": (
+        {"params": {**params(), "head.weight": torch.zeros(5)}},
+        r"another parameter set: head.weight: saved float32 \(4,\), now float32 \(5,\)",
+    ),
+    "missing parameter": ({"params": {"head.weight": torch.zeros(4)}}, r"body.a.bias: saved float32 \(3,\), now absent"),
+    "dtype": ({"params": params(torch.float64)}, r"saved float32 \(3,\), now float64 \(3,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_another_run_is_refused_with_the_difference(tmp_path, name):
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer)
+    changes, message = REFUSALS[name]
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, **{"plan": PLAN, "params": values, "data": DATA, **changes})
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="found none. Start a new run"):
+        load(tmp_path, plan=PLAN, params=params(), data=DATA)
+
+
+@pytest.mark.parametrize("file", ["params.safetensors", "state.json", "optimizer.pt", "plan.json"])
+def test_a_damaged_file_is_found(tmp_path, file):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    content = bytearray((path / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{file} is missing or was changed"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA)
+
+
+def test_unfinished_saves_are_ignored_and_old_ones_removed(tmp_path):
+    state, values, optimizer = start()
+    paths = []
+    for _ in range(4):
+        state = steps(state, values, optimizer, 1)
+        paths.append(store(tmp_path, state, values, optimizer, keep=2))
+    assert [path.exists() for path in paths] == [False, False, True, True]
+    (tmp_path / ".saving-abc").mkdir()
+    (tmp_path / "step-00000099.000").mkdir()  # no manifest: never finished
+    assert load(tmp_path, plan=PLAN, params=values, data=DATA).path == paths[-1]
+
+
+def test_saving_a_step_twice_overwrites_nothing(tmp_path):
+    state, values, optimizer = start()
+    first = store(tmp_path, state, values, optimizer, extra={"n": 1})
+    second = store(tmp_path, state, values, optimizer, extra={"n": 2})
+    assert first != second
+    assert load(tmp_path, plan=PLAN, params=values, data=DATA).extra == {"n": 2}
+
+
+def test_failed_save_leaves_nothing_behind(tmp_path):
+    state, values, optimizer = start()
+    with pytest.raises(TypeError):
+        store(tmp_path, state, values, optimizer, extra={"n": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_key_file_is_for_the_owner_only(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    assert (path / "state.json").stat().st_mode & 0o077 == 0
+    public = "".join((path / name).read_text() for name in ("plan.json", "manifest.json"))
+    assert state.key.secret.hex() not in public
+
+
+def test_keep_must_be_positive(tmp_path):
+    state, values, optimizer = start()
+    with pytest.raises(InvalidArgument, match="Expected keep >= 1, got keep=0"):
+        store(tmp_path, state, values, optimizer, keep=0)
+
+
+def test_pickles_are_not_executed(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    torch.save({"evil": Path("x")}, path / "optimizer.pt")  # an object that a safe loader refuses
+    manifest = json.loads((path / "manifest.json").read_text())
+    import hashlib
+
+    manifest["optimizer.pt"] = hashlib.sha256((path / "optimizer.pt").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Exception, match="[Ww]eights"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA)
+
+
+def test_torn_line_is_cut_off(tmp_path):
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 2, journal)
+    with open(journal.path, "a") as file:
+        file.write('{"run": "x", "ste')
+    assert journal_ledger(journal.path).num_steps == 2
+    state = steps(state, values, optimizer, 1, journal)
+    assert journal_ledger(journal.path).num_steps == 3
+    assert len(journal.path.read_text().splitlines()) == 3
+
+
+def test_unreadable_line_is_an_error(tmp_path):
+    path = tmp_path / "j.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(CheckpointError, match="Line 1 of the journal"):
+        read_steps(path)
+
+
+def test_journal_of_several_runs_adds_up(tmp_path):
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    for _ in range(2):
+        state, values, optimizer = start()
+        steps(state, values, optimizer, 3, journal)
+    assert journal_ledger(journal.path).num_steps == 6
+    assert journal_ledger(tmp_path / "none.jsonl") == Ledger()
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch, dpfunc
+from pathlib import Path
+from test_checkpoint import DATA, PLAN, linear_loss, start, store
+from dpfunc.journal import Journal
+from dpfunc.step import make_dp_step
+from dpfunc.tree import take
+folder = Path({folder!r})
+state, values, optimizer = start()
+dp_step = make_dp_step(linear_loss, PLAN, journal=Journal(folder / "journal.jsonl", PLAN))
+store(folder / "c", state, values, optimizer)
+for indices in PLAN.batches(state):
+    grads, state, _ = dp_step(values, take(DATA, indices), state)
+    print(state.step, flush=True)     # what the outside has seen
+    store(folder / "c", state, values, optimizer, keep=1)
+"""
+
+
+@pytest.mark.slow
+def test_kill_loses_no_accounting(tmp_path):
+    """kill -9 at any moment: every step that was seen is in the journal, and the run goes on from a whole checkpoint."""
+    code = CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    for delay in (0.0, 0.004, 0.015):
+        folder = tmp_path / f"{delay}"
+        folder.mkdir()
+        child = subprocess.Popen(
+            [sys.executable, "-c", code.replace(str(tmp_path), str(folder))], stdout=subprocess.PIPE, text=True
+        )
+        child.stdout.readline()
+        time.sleep(delay)
+        os.kill(child.pid, signal.SIGKILL)
+        seen = 1 + len(child.stdout.read().splitlines())
+        child.wait()
+        assert journal_ledger(folder / "journal.jsonl").num_steps >= seen
+        saved = load(folder / "c", plan=PLAN, params=params(), data=DATA, journal=folder / "journal.jsonl")
+        assert saved.state.ledger.num_steps >= seen
+        _, values, optimizer = start()
+        final = steps(saved.state, values, optimizer, 8)
+        assert final.ledger == PLAN.ledger()
+
+
+def test_public_names_are_the_same_functions():
+    assert dpfunc.save is save
+    assert dpfunc.load is load

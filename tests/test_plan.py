@@ -1,0 +1,204 @@
+"""Plans: contradictions are refused, budgets are met, JSON reads back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
+from dpfunc.errors import InvalidArgument, UnreachableBudget
+from dpfunc.plan import Plan
+from dpfunc.plan_json import plan_difference, plan_from_dict, plan_to_dict
+from dpfunc.rng import insecure_key
+from dpfunc.step import StepState
+from dpfunc.types import Event, Schedule
+
+GOOD = {
+    "sampler": sampling.Poisson(1000, 0.05),
+    "clip": clipping.Flat(clip_norm=1.0),
+    "noise_multiplier": 1.0,
+    "num_steps": 20,
+    "delta": 1e-5,
+}
+BUDGET = {
+    "epsilon": 3.0,
+    "delta": 1e-5,
+    "dataset_size": 1000,
+    "expected_batch_size": 50,
+    "num_steps": 20,
+    "clip": clipping.Flat(clip_norm=1.0),
+}
+
+CONTRADICTIONS = {
+    "delta too large": ({"delta": 1e-3}, r"Expected delta < 1 / dataset_size = 0.001, got delta=0.001.*allow_large_delta"),
+    "delta 0": ({"delta": 0.0}, r"Expected 0 < delta < 1, got delta=0\.0"),
+    "delta 1": ({"delta": 1.0}, r"Expected 0 < delta < 1, got delta=1\.0"),
+    "delta NaN": ({"delta": float("nan")}, r"Expected 0 < delta < 1, got delta=nan"),
+    "negative sigma": ({"noise_multiplier": -1.0}, r"Expected 0 < noise_multiplier < inf, got noise_multiplier=-1\.0"),
+    "sigma 0": ({"noise_multiplier": 0.0}, r"Expected 0 < noise_multiplier < inf"),
+    "sigma NaN": ({"noise_multiplier": float("nan")}, r"got noise_multiplier=nan"),
+    "sigma text": ({"noise_multiplier": "1"}, r"got noise_multiplier='1'"),
+    "no steps": ({"num_steps": 0}, r"Expected an integer num_steps >= 1, got num_steps=0"),
+    "half a step": ({"num_steps": 2.5}, r"got num_steps=2\.5"),
+    "adjacency": ({"adjacency": "add-remove"}, r"Expected adjacency to be one of 'add_remove', 'zero_out', 'replace_one'"),
+    "allocation": ({"allocation": "equal"}, r"Expected allocation to be one of 'uniform', 'optimal'"),
+    "GDP as budget": ({"accountant": "gdp-approximation"}, r"Expected accountant to be one of.*under-reports"),
+    "clip": ({"clip": 1.0}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=1\.0"),
+    "sampler": ({"sampler": 0.05}, r"Expected a sampler such as sampling.Poisson"),
+    "plan over budget": ({"epsilon": 0.1}, r"Expected a plan within its budget, got epsilon=0.1, but 20 steps"),
+    "negative budget": ({"epsilon": -1.0}, r"Expected 0 < epsilon < inf, got epsilon=-1\.0"),
+    "shuffled with add/remove": (
+        {"sampler": sampling.Shuffled(1000, 50)}, r"Expected adjacency to be one of \('zero_out', 'replace_one'\) with Shuffled",
+    ),
+    "fixed size with add/remove": ({"sampler": sampling.FixedSize(1000, 50)}, "with FixedSize"),
+    "noise changes inside a shuffled epoch": (
+        {
+            "sampler": sampling.Shuffled(1000, 500), "adjacency": "zero_out",
+            "noise_multiplier": Schedule(((3, 1.0), (3, 0.5))),
+        },
+        "between epochs of 2 steps, got a change at step 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions_are_refused(name):
+    changes, message = CONTRADICTIONS[name]
+    with pytest.raises(InvalidArgument, match=message):
+        Plan(**{**GOOD, **changes})
+
+
+BAD_BUDGETS = {
+    "q > 1": ({"expected_batch_size": 1001}, r"0 < expected_batch_size <= dataset_size.*expected_batch_size=1001"),
+    "empty data": ({"dataset_size": 0}, r"dataset_size >= 1, got dataset_size=0"),
+    "no batch": ({"expected_batch_size": 0}, r"expected_batch_size=0"),
+    "epsilon 0": ({"epsilon": 0}, r"Expected 0 < epsilon < inf, got epsilon=0"),
+    "delta": ({"delta": 0.01}, r"Expected delta < 1 / dataset_size"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BUDGETS)
+def test_bad_budgets(name):
+    changes, message = BAD_BUDGETS[name]
+    with pytest.raises(InvalidArgument, match=message):
+        Plan.for_budget(**{**BUDGET, **changes})
+
+
+def test_large_delta_on_purpose():
+    assert Plan(**{**GOOD, "delta": 0.01, "allow_large_delta": True}).delta == 0.01
+
+
+@settings(max_examples=5)
+@given(epsilon=st.floats(0.5, 8), steps=st.integers(5, 200), q=st.floats(0.01, 0.5))
+def test_budget_is_met_and_used(epsilon, steps, q):
+    plan = Plan.for_budget(**{**BUDGET, "epsilon": epsilon, "num_steps": steps, "expected_batch_size": 1000 * q})
+    assert 0.97 * epsilon < plan.guarantee().epsilon <= epsilon
+    less = Plan(plan.sampler, plan.clip, plan.noise_multiplier * 0.98, steps, plan.delta)
+    assert less.guarantee().epsilon > plan.guarantee().epsilon
+
+
+def test_budget_over_two_phases():
+    spent = Ledger((Event(0.1, 1.5, 20),))
+    plan = Plan.for_budget(**BUDGET, spent=spent)
+    alone = Plan.for_budget(**BUDGET)
+    assert plan.noise_multiplier > alone.noise_multiplier
+    assert spent.compose(plan.ledger()).epsilon(1e-5).epsilon <= 3.0
+    assert plan.step_limit(spent) == 20
+
+
+def test_budget_that_is_spent_already():
+    with pytest.raises(UnreachableBudget):
+        Plan.for_budget(**BUDGET, spent=Ledger((Event(1.0, 0.5, 20),)))
+
+
+def test_budget_with_a_noise_schedule():
+    plan = Plan.for_budget(**BUDGET, noise_schedule=Schedule(((10, 2.0), (10, 1.0))))
+    (_, first), (_, second) = plan.noise_multiplier.pieces
+    assert first == pytest.approx(2 * second)
+    assert 2.9 < plan.guarantee().epsilon <= 3.0
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
+def test_the_adjacency_reaches_the_ledger(adjacency):
+    plan = Plan.for_budget(**BUDGET, adjacency=adjacency)
+    assert plan.ledger().adjacency == adjacency
+    assert plan.guarantee().epsilon <= 3.0
+
+
+def test_the_clip_norm_does_not_change_epsilon():
+    answers = {Plan(**{**GOOD, "clip": clipping.Flat(c)}).guarantee().epsilon for c in (0.01, 1.0, 100.0)}
+    assert len(answers) == 1
+
+
+def test_at_fixed_noise_larger_batches_cost_more():
+    answers = [Plan(**{**GOOD, "sampler": sampling.Poisson(1000, q)}).guarantee().epsilon for q in (0.01, 0.05, 0.2)]
+    assert answers == sorted(answers)
+
+
+def test_batches_and_batch_sampler_draw_the_same():
+    plan = Plan(**GOOD)
+    state = StepState(3, 20, 0, insecure_key(1), (), Ledger())
+    tensors, lists = list(plan.batches(state)), list(plan.batch_sampler(state))
+    assert len(tensors) == len(lists) == len(plan.batch_sampler(state)) == 17
+    assert all(tensor.tolist() == indices for tensor, indices in zip(tensors, lists, strict=True))
+    assert torch.equal(tensors[0], plan.sampler.indices(state.key, 3))
+
+
+PLANS = {
+    "plain": GOOD,
+    "groups": {**GOOD, "clip": clipping.Flat({"a": 1.0, "b": 0.5}, groups=clipping.ByName({"w": "a", "v": "b"}))},
+    "blocks": {**GOOD, "clip": clipping.PSAC(1.0, 0.1, groups=clipping.Blocks(3)), "allocation": "optimal"},
+    "schedules": {
+        **GOOD, "sampler": sampling.Poisson(1000, Schedule(((5, 0.1), (5, 0.2)))),
+        "noise_multiplier": Schedule(((7, 1.0), (1, 2.0))),
+    },
+    "shuffled": {**GOOD, "sampler": sampling.Shuffled(1000, 30), "adjacency": "replace_one", "clip": clipping.auto_v()},
+    "budget": {**GOOD, "epsilon": 50.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_json_round_trip(name):
+    plan = Plan(**PLANS[name])
+    values = json.loads(json.dumps(plan_to_dict(plan)))
+    assert plan_from_dict(values) == plan
+    assert plan_difference(plan, values) == []
+
+
+def test_difference_names_the_field():
+    other = Plan(**{**GOOD, "clip": clipping.Flat(2.0), "num_steps": 21})
+    assert plan_difference(other, plan_to_dict(Plan(**GOOD))) == [
+        "plan.clip.clip_norm: saved 1.0, now 2.0",
+        "plan.num_steps: saved 20, now 21",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema=2"),
+        ({"kind": "Ledger"}, "Expected a known kind in a plan, got kind='Ledger'"),
+        ({"sigma": 1.0}, r"unknown \['sigma'\]"),
+        ({"delta": 2.0}, r"Expected 0 < delta < 1, got delta=2\.0"),
+    ],
+)
+def test_bad_json(change, message):
+    with pytest.raises(InvalidArgument, match=message):
+        plan_from_dict({**plan_to_dict(Plan(**GOOD)), **change})
+
+
+def test_a_rule_of_ones_own_cannot_be_written():
+    class Mine:
+        groups = clipping.AllParameters()
+        clip_norm = 1.0
+
+        def factors(self, norms_BG, bounds_G):
+            return bounds_G / norms_BG
+
+    with pytest.raises(InvalidArgument, match="Mine"):
+        plan_to_dict(Plan(**{**GOOD, "clip": Mine()}))
