@@ -132,7 +132,7 @@ class Shuffled:
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it; with 1e7 records it takes a second to make
 def _permutation(key: Key, epoch: int, size: int) -> npt.NDArray[np.int64]:
     order_N = draw(key, "shuffle", epoch).permutation(size)
-    order_N.flags.writeable = False
+    order_N.setflags(write=False)
     return order_N
 
 
