@@ -123,9 +123,14 @@ def next_token(forward, logits=lambda out: out):
 
 
 def hf_classify(forward):
-    return lambda p, b: F.cross_entropy(
-        forward(p, input_ids=b["ids"], attention_mask=b["mask"]).logits, b["y"], reduction="none"
-    )
+    """With an additive mask (B, 1, 1, T): transformers looks at the values of a 2-D one, which vmap cannot do."""
+
+    def loss_fn(p, b):
+        mask = (1.0 - b["mask"].to(torch.float64))[:, None, None, :] * -1e9
+        logits = forward(p, input_ids=b["ids"], attention_mask=mask.to(next(iter(p.values())).dtype)).logits
+        return F.cross_entropy(logits, b["y"], reduction="none")
+
+    return loss_fn
 
 
 def build(name, size=5, dtype=torch.float32):

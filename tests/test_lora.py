@@ -29,7 +29,7 @@ KINDS = {
 
 def random_b(params):
     generator = torch.Generator().manual_seed(7)
-    return {n: torch.randn(p.shape, generator=generator) if "lora_B" in n else p for n, p in params.items()}
+    return {n: 10 * torch.randn(p.shape, generator=generator) if "lora_B" in n else p for n, p in params.items()}
 
 
 def logits(output):
@@ -44,7 +44,7 @@ def test_merge(kind, options):
     adapter = lora.attach(module, KEY, targets=targets, rank=2, alpha=6, **options)
     params = random_b(adapter.params)
     merged = adapter.merge(params)
-    assert torch.allclose(logits(adapter.forward(params, x)), logits(merged(x)), atol=2e-5)
+    assert torch.allclose(logits(adapter.forward(params, x)), logits(merged(x)), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits(merged(x)), logits(module(x)), atol=1e-3)
 
 

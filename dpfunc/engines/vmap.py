@@ -22,7 +22,7 @@ TRANSLATIONS = {
     ),
     "data-dependent control flow": (
         "The loss branches on the values of a tensor. For Hugging Face models with an attention mask, load the model "
-        'with attn_implementation="eager".'
+        'with attn_implementation="eager", and give encoders an additive mask of shape (B, 1, 1, T) instead of (B, T).'
     ),
     "in-place": (
         "The loss writes into a tensor that is shared by all samples (a buffer, or a tensor made with zeros/empty). "
