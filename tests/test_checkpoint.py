@@ -253,14 +253,12 @@ def test_kill_loses_no_accounting(tmp_path):
     for delay in (0.0, 0.004, 0.015):
         folder = tmp_path / f"{delay}"
         folder.mkdir()
-        child = subprocess.Popen(
-            [sys.executable, "-c", code.replace(str(tmp_path), str(folder))], stdout=subprocess.PIPE, text=True
-        )
-        child.stdout.readline()
-        time.sleep(delay)
-        os.kill(child.pid, signal.SIGKILL)
-        seen = 1 + len(child.stdout.read().splitlines())
-        child.wait()
+        command = [sys.executable, "-c", code.replace(str(tmp_path), str(folder))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            child.stdout.readline()
+            time.sleep(delay)
+            os.kill(child.pid, signal.SIGKILL)
+            seen = 1 + len(child.stdout.read().splitlines())
         assert journal_ledger(folder / "journal.jsonl").num_steps >= seen
         saved = load(folder / "c", plan=PLAN, params=params(), data=DATA, journal=folder / "journal.jsonl")
         assert saved.state.ledger.num_steps >= seen

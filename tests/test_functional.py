@@ -57,7 +57,7 @@ def test_equals_the_module_and_its_changed_copy(name):
     forward, params = functionalize(module)
     assert torch.allclose(first(forward(params, *x)), first(module(*x)), atol=1e-5)
     changed = {k: p + 0.1 for k, p in params.items()}
-    assert torch.allclose(first(forward(changed, *x)), first(with_params(module, changed)(*x)), atol=1e-6)
+    assert torch.allclose(first(forward(changed, *x)), first(with_params(module, changed)(*x)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -92,10 +92,13 @@ def vmap(chunk_size: int | None = None) -> Engine:
         detached = {name: param.detach() for name, param in params.items()}
         differentiate = torch.func.grad(lambda p, row: per_row(p, row, loss_fn), has_aux=True)
         mapped = torch.func.vmap(differentiate, in_dims=(None, 0), randomness="different", chunk_size=size)
-        if torch.compiler.is_compiling():  # dynamo cannot trace the translation of errors
-            grads, losses_B = mapped(detached, batch)
-        else:
-            grads, losses_B = _run(mapped, detached, batch)
+        # Frozen parameters may require gradients: without no_grad an outer graph would be kept for them, several times
+        # the memory. The inner differentiation does not mind.
+        with torch.no_grad():
+            if torch.compiler.is_compiling():  # dynamo cannot trace the translation of errors
+                grads, losses_B = mapped(detached, batch)
+            else:
+                grads, losses_B = _run(mapped, detached, batch)
         return PerSample(losses_B, {name: Dense(grad) for name, grad in grads.items()})
 
     return engine

@@ -46,6 +46,16 @@ def test_gradients_equal_the_loop(engine, name, dtype):
 
 @engines
 @models
+def test_no_graph_is_left(engine, name):
+    """Parameters that are not trained may require gradients; nothing is recorded for them."""
+    case = build(name)
+    per_sample = ENGINES[engine](case.loss_fn, case.params, case.batch)
+    assert not per_sample.losses_B.requires_grad
+    assert not any(grad.grads_B.requires_grad for grad in per_sample.grads.values())
+
+
+@engines
+@models
 def test_clipped_sums_equal_the_loop(engine, name):
     case = build(name, size=7, dtype=torch.float64)
     group_of = dict.fromkeys(case.params, "all")
