@@ -64,6 +64,11 @@ def test_extreme_targets(target):
     assert epsilon(Ledger((Event(0.01, sigma, 50),)), 1e-5).epsilon <= target
 
 
+def test_the_least_noise_is_a_floor():
+    sigma = calibrate_noise(epsilon=1e9, delta=1e-5, sampling_prob=0.01, num_steps=1)
+    assert 2**-10 <= sigma <= 2**-9
+
+
 def test_what_was_spent_counts():
     before = Ledger((Event(0.02, 1.5, 400),))
     alone = calibrate_noise(epsilon=3.0, delta=1e-5, sampling_prob=0.01, num_steps=500)
