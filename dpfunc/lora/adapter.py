@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dpfunc.checks import fail, shorten
-from dpfunc.functional import functionalize, select
-from dpfunc.lora.layer import LoRAConfig, LoRALayer, adaptable, delta_weight, initial_a, shapes
+from dpfunc.errors import UnsupportedModel
+from dpfunc.functional.forward import Forward, functionalize
+from dpfunc.functional.names import check_params, select
+from dpfunc.lora.config import LoRAConfig, initial_a
+from dpfunc.lora.layer import LoRALayer, factor_shapes, merged_weight
+from dpfunc.lora.targets import adapted_name, select_layers
 from dpfunc.rng import Key, fold_in
 from dpfunc.types import Params
 
@@ -32,35 +33,43 @@ class LoRA:
     constants: dict[str, Tensor]
     config: LoRAConfig
     module: nn.Module = field(repr=False)
-    _adapted: Callable[..., Any] = field(repr=False)
+    _adapted: Forward = field(repr=False)
+    _counterparts: tuple[tuple[nn.Module, nn.Module], ...] = field(repr=False)
 
     def forward(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the module's own)
-        """The adapted module's output with these parameters."""
-        return self._adapted({**self.constants, **params}, *args, **kwargs)
+        """The adapted module's output with these parameters; dropout as `module.train()` and `module.eval()` say."""
+        every = self._every(params)
+        # The copy of the structure is ours; parents come before their children, so that each ends in its own mode.
+        if any(theirs.training != ours.training for theirs, ours in self._counterparts):
+            for theirs, ours in self._counterparts:
+                ours.train(theirs.training)
+        return self._adapted(every, *args, **kwargs)
 
     def merge(self, params: Params) -> nn.Module:
         """A copy of the original module with `W + scale B A`, and with the other trained parameters.
 
         A target whose weight is tied to another layer gets a weight of its own.
+
+        Raises:
+            InvalidArgument: params of another adapter. UnsupportedModel: a target with a quantised weight.
         """
+        every = self._every(params)
         result = copy.deepcopy(self.module)
-        every = {**self.constants, **params}
         with torch.no_grad():
+            for name in self.config.also_train:
+                result.get_parameter(name).copy_(every[adapted_name(name, self.config.targets)])
             for name in self.config.targets:
                 layer = result.get_submodule(name)
                 weight = layer.get_parameter("weight")
-                delta = delta_weight(layer, every[f"{name}.lora_A"], every[f"{name}.lora_B"])
-                merged = (weight.to(delta.dtype) + self.config.scale * delta).to(weight.dtype)
+                if not weight.is_floating_point():
+                    raise UnsupportedModel(f"The weight of {name} is {weight.dtype}: merge into a model in float.")
+                merged = merged_weight(layer, every[f"{name}.lora_A"], every[f"{name}.lora_B"], self.config.scale)
                 layer.register_parameter("weight", nn.Parameter(merged, requires_grad=weight.requires_grad))
-            for name in self.config.also_train:
-                result.get_parameter(name).copy_(every[adapted_name(name, self.config.targets)])
         return result
 
-
-def adapted_name(name: str, targets: Sequence[str]) -> str:
-    """The name of an ordinary parameter in the adapted module: one of a target layer is inside of its wrapper."""
-    layer, _, attribute = name.rpartition(".")
-    return f"{layer}.base.{attribute}" if layer in targets else name
+    def _every(self, params: Params) -> dict[str, Tensor]:
+        check_params(params, {name: param.shape for name, param in self.params.items()})
+        return {**self.constants, **params}
 
 
 def attach(
@@ -78,11 +87,11 @@ def attach(
 ) -> LoRA:
     """Low-rank adapters on named layers of a module, as a function of the adapter's parameters.
 
-    The module is not changed, now or later: the function runs a copy of its structure that shares its tensors.
+    The module is not changed, now or later: the function runs a copy of its structure that shares its parameters.
 
     Args:
-        module: any module with Linear, Embedding, Conv2d or Hugging Face Conv1D layers. Its training mode at the time
-            of the call decides about dropout.
+        module: any module with Linear, Embedding, Conv2d or Hugging Face Conv1D layers. It must not be changed while
+            the adapter is used, but for `module.train()` and `module.eval()`, which the adapter follows.
         key: from which A is drawn; the same key gives the same A.
         targets: the layers: a regular expression that is searched in their names, or a list of names.
         rank, alpha, rslora, dropout, train, init: see `LoRAConfig`.
@@ -90,12 +99,16 @@ def attach(
 
     Returns:
         A `LoRA`. All other parameters are constants. With B = 0 the function starts as the module's own.
+        `{layer}.lora_A` is (rank, in), or (rank, in, height, width) of a Conv2d, or (rank, num_embeddings);
+        `{layer}.lora_B` is (out, rank), or (out, rank, 1, 1). They have the weight's dtype, float32 if it is quantised.
 
     Raises:
         InvalidArgument: no such layer, a layer of another kind, a rank that is too large.
+        UnsupportedModel: see `dpfunc.functionalize`.
 
     Guarantees:
-        tests/test_lora.py: equals the merged module (test_merge), leaves the module alone (test_module_is_unchanged).
+        equals the merged module (tests/lora/test_lora_adapter.py::test_merge_equals_forward), leaves the module alone
+        (tests/lora/test_lora_adapter.py::test_module_is_unchanged).
 
     >>> from dpfunc.rng import insecure_key
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -104,46 +117,28 @@ def attach(
     {'0.lora_A': (2, 4), '0.lora_B': (8, 2), '2.weight': (2, 8), '2.bias': (2,)}
     """
     layers = select_layers(module, targets)
-    trained = select(dict(module.named_parameters()), also_train) if also_train else []
-    config = LoRAConfig(
-        tuple(layers), rank, float(alpha) if not isinstance(alpha, bool) else alpha, rslora, dropout, train, init,
-        tuple(trained),
-    )  # fmt: skip
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    for name, layer in layers.items():
-        shape_a, shape_b = shapes(layer, rank)
-        weight = layer.get_parameter("weight")
-        a = initial_a(fold_in(key, "lora", name), shape_a, init).to(weight)
-        memo[id(layer)] = LoRALayer(layer, config, a, torch.zeros(shape_b).to(weight))
-    adapted = memo[id(module)] if id(module) in memo else copy.deepcopy(module, memo)
+    trained = tuple(select(module, also_train)) if also_train else ()
+    config = LoRAConfig(tuple(layers), rank, alpha, rslora, dropout, train, init, trained)
+    adapted, counterparts = _adapted_copy(module, layers, config, key)
     names = [f"{name}.{suffix}" for name in layers for suffix in ("lora_A", "lora_B")]
     forward, params = functionalize(adapted, names + [adapted_name(name, config.targets) for name in trained])
-    frozen = [name for name in params if train == "B" and name.endswith(".lora_A")]
-    return LoRA(params, {name: params.pop(name) for name in frozen}, config, module, forward)
+    fixed = [name for name in params if train == "B" and name.endswith(".lora_A")]
+    return LoRA(params, {name: params.pop(name) for name in fixed}, config, module, forward, counterparts)
 
 
-def select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
-    """The layers that a regular expression or a list of names selects; each object once.
-
-    Raises:
-        InvalidArgument: none, unknown names, or layers that cannot be adapted.
-    """
-    named = {name: layer for name, layer in module.named_modules() if name}
-    candidates = {name: layer for name, layer in named.items() if adaptable(layer)}
-    if isinstance(targets, str):
-        chosen = {name: layer for name, layer in candidates.items() if re.search(targets, name)}
-    else:
-        for name in targets:
-            if name not in named:
-                close = difflib.get_close_matches(name, candidates, n=3)
-                hint = f"Did you mean {shorten(close)}?" if close else f"Layers: {shorten(list(candidates))}."
-                raise fail("names of layers in targets", "targets", name, hint)
-            if name not in candidates:
-                raise fail(
-                    "targets of kind Linear, Embedding, Conv2d or Conv1D", "targets", name,
-                    f"It is a {type(named[name]).__name__}.",
-                )  # fmt: skip
-        chosen = {name: candidates[name] for name in targets}
-    if not chosen:
-        raise fail("targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
-    return chosen
+def _adapted_copy(
+    module: nn.Module, layers: Mapping[str, nn.Module], config: LoRAConfig, key: Key
+) -> tuple[nn.Module, tuple[tuple[nn.Module, nn.Module], ...]]:
+    """A copy of the structure that shares the tensors, with wrapped targets; and each module with its counterpart."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    wrappers: dict[int, Any] = {}
+    for name, layer in layers.items():
+        shape_a, shape_b = factor_shapes(layer, config.rank)
+        weight = layer.get_parameter("weight")
+        like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
+        a = initial_a(fold_in(key, "lora", name), shape_a, config.init, isinstance(layer, nn.Embedding))
+        own = copy.deepcopy(layer, memo)
+        wrappers[id(layer)] = LoRALayer(own, a.to(like), torch.zeros(shape_b).to(like), config.scale, config.dropout)
+    memo.update(wrappers)  # deepcopy takes what its memo holds in place of the original, wherever it is referred to
+    adapted: nn.Module = copy.deepcopy(module, memo)
+    return adapted, tuple((part, memo[id(part)]) for part in module.modules())

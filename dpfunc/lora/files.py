@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from dpfunc.checks import shorten
-from dpfunc.errors import CheckpointError
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.functional.names import check_params
 from dpfunc.lora.adapter import LoRA, attach
 from dpfunc.rng import insecure_key
 from dpfunc.types import Params
@@ -21,7 +23,10 @@ def save(path: Path | str, adapter: LoRA, params: Params) -> None:
     """Write an adapter as one safetensors file: parameters, frozen A, and the configuration in its metadata.
 
     Args:
-        path: the file; overwritten. adapter: from `attach`. params: trained parameters; released.
+        path: the file; replaced as a whole. adapter: from `attach`. params: trained parameters; released.
+
+    Raises:
+        InvalidArgument: params of another adapter.
 
     >>> import tempfile
     >>> model = nn.Sequential(nn.Linear(4, 8))
@@ -34,9 +39,12 @@ def save(path: Path | str, adapter: LoRA, params: Params) -> None:
     """
     from safetensors.torch import save_file
 
-    every = {name: value.detach().cpu().contiguous() for name, value in {**adapter.constants, **params}.items()}
+    check_params(params, {name: param.shape for name, param in adapter.params.items()})
+    every = {name: value.detach().cpu().clone().contiguous() for name, value in {**adapter.constants, **params}.items()}
     config = json.dumps(dataclasses.asdict(adapter.config))
-    save_file(every, Path(path), metadata={"format": "pt", "schema": SCHEMA, "config": config})
+    unfinished = Path(f"{path}.unfinished")
+    save_file(every, unfinished, metadata={"format": "pt", "schema": SCHEMA, "config": config})
+    os.replace(unfinished, path)
 
 
 def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
@@ -46,10 +54,10 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
         path: file from `save`. module: the module that the adapter was made for, or one of the same form.
 
     Returns:
-        The adapter and its trained parameters.
+        The adapter and its trained parameters, in the dtype and on the device of the module.
 
     Raises:
-        CheckpointError: not an adapter file, or its tensors do not fit; the difference is shown.
+        CheckpointError: not an adapter file, or it does not fit the module; the difference is shown.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -61,13 +69,16 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
         raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
     if metadata.get("schema") != SCHEMA:
         raise CheckpointError(f"Expected an adapter with schema {SCHEMA!r} in {path}, got {metadata.get('schema')!r}.")
-    config = json.loads(metadata["config"])
-    adapter = attach(module, insecure_key(0), **{**config, "targets": tuple(config["targets"])})
+    try:
+        adapter = attach(module, insecure_key(0), **json.loads(metadata["config"]))
+    except (KeyError, TypeError, ValueError) as error:  # InvalidArgument is a ValueError
+        said = error if isinstance(error, InvalidArgument) else f"its configuration is damaged: {error!r}"
+        raise CheckpointError(f"The adapter {path} does not fit the module: {said}") from error
     expected = {**adapter.constants, **adapter.params}
     differ = [
-        f"{name}: saved {describe(saved.get(name))}, module needs {describe(expected.get(name))}"
+        f"{name}: saved {_describe(saved.get(name))}, module needs {_describe(expected.get(name))}"
         for name in sorted(saved.keys() | expected.keys())
-        if describe(saved.get(name)) != describe(expected.get(name))
+        if _describe(saved.get(name)) != _describe(expected.get(name))
     ]
     if differ:
         raise CheckpointError(f"The adapter {path} does not fit the module: {shorten(differ)}.")
@@ -77,6 +88,5 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     return dataclasses.replace(adapter, constants=constants), params
 
 
-def describe(value: Tensor | None) -> str:
-    """Shape of a tensor, for messages."""
+def _describe(value: Tensor | None) -> str:
     return "absent" if value is None else str(tuple(value.shape))

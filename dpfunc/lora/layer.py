@@ -1,4 +1,4 @@
-"""A layer plus its low-rank part, and the arithmetic of both.
+"""A layer plus its low-rank part.
 
 Hu et al. 2022, LoRA: `h = W x + (alpha / rank) B A x` with A (rank, in) and B (out, rank).
 """
@@ -6,65 +6,21 @@ Hu et al. 2022, LoRA: `h = W x + (alpha / rank) B A x` with A (rank, in) and B (
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.checks import fail, one_of, positive, real, whole
 from dpfunc.errors import InvalidArgument
-from dpfunc.rng import Key, stream
-
-
-@dataclass(frozen=True)
-class LoRAConfig:
-    """What an adapter is; stored with it.
-
-    Args:
-        targets: names of the adapted layers. rank: r >= 1. alpha: > 0.
-        rslora: scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023).
-        dropout: probability on the input of A, 0 <= dropout < 1; active in training mode only.
-        train: `AB`, or `B` with A frozen (FFA-LoRA, Sun et al. 2024), which halves the noise.
-        init: of A: `kaiming` uniform, or `orthonormal` rows. B starts at zero.
-        also_train: names of ordinary parameters that are trained too.
-
-    >>> LoRAConfig(targets=("q",), rank=8, alpha=16.0).scale
-    2.0
-    """
-
-    targets: tuple[str, ...]
-    rank: int
-    alpha: float
-    rslora: bool = False
-    dropout: float = 0.0
-    train: Literal["AB", "B"] = "AB"
-    init: Literal["kaiming", "orthonormal"] = "kaiming"
-    also_train: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        whole("rank", self.rank, minimum=1)
-        positive("alpha", self.alpha)
-        if not 0 <= real("dropout", self.dropout, "0 <= dropout < 1") < 1:
-            raise fail("0 <= dropout < 1", "dropout", self.dropout)
-        one_of("train", self.train, ("AB", "B"))
-        one_of("init", self.init, ("kaiming", "orthonormal"))
-
-    @property
-    def scale(self) -> float:
-        """The factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class LoRALayer(nn.Module):
     """A frozen layer plus its low-rank part. Stands in for the layer in a copy of the module's structure."""
 
-    def __init__(self, base: nn.Module, config: LoRAConfig, a: Tensor, b: Tensor) -> None:
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor, scale: float, dropout: float) -> None:
         super().__init__()
-        self.base = base
-        self.scale, self.dropout = config.scale, config.dropout
+        self.base, self.scale, self.dropout = base, scale, dropout
         self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
         self.train(base.training)
 
@@ -75,8 +31,13 @@ class LoRALayer(nn.Module):
         output: Tensor = self.base(x, *args)
         return output + self.scale * low.to(output.dtype)
 
+    @property
+    def weight(self) -> Tensor:
+        """`W + scale * B A`, for models that use the weight without calling the layer (nn.MultiheadAttention)."""
+        return merged_weight(self.base, self.lora_A, self.lora_B, self.scale)
+
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Models that look at `layer.weight` see that of the frozen layer."""
+        """Everything else (`bias`, `in_features`, ...) is the layer's own."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -85,37 +46,44 @@ class LoRALayer(nn.Module):
 
 def is_conv1d(layer: nn.Module) -> bool:
     """Hugging Face's Conv1D: a linear layer with weight (in, out). Recognised by form, not to import the library."""
-    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") and getattr(layer, "weight", None) is not None
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
 def adaptable(layer: nn.Module) -> bool:
-    """Whether a layer can be adapted."""
-    return isinstance(layer, (nn.Linear, nn.Embedding, nn.Conv2d)) or is_conv1d(layer)
+    """Whether a layer can be adapted: a known kind that holds its weight itself (no parametrization)."""
+    known = isinstance(layer, (nn.Linear, nn.Embedding, nn.Conv2d)) or is_conv1d(layer)
+    return known and layer._parameters.get("weight") is not None
 
 
 def low_rank(layer: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`B A x` for each kind of layer."""
     if isinstance(layer, nn.Embedding):
         return F.linear(F.embedding(x, a.T, layer.padding_idx), b)
+    x = x.to(a.dtype)
     if isinstance(layer, nn.Conv2d):
         pad = layer.padding if layer.padding_mode == "zeros" else 0
         if layer.padding_mode != "zeros":
             x = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
         return F.conv2d(F.conv2d(x, a, None, layer.stride, pad, layer.dilation), b)
-    return F.linear(F.linear(x.to(a.dtype), a), b)
+    return F.linear(F.linear(x, a), b)
 
 
-def delta_weight(layer: nn.Module, a: Tensor, b: Tensor) -> Tensor:
-    """`B A` in the shape of the layer's weight, in float32 or better."""
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """`W + scale B A` in the layer's form and dtype, added in float32 or better; a quantised weight stays as it is."""
+    weight = layer._parameters["weight"]
+    if weight is None or not weight.is_floating_point():
+        return weight  # type: ignore[return-value]  # adaptable() has seen that it is there
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     a, b = a.to(wide), b.to(wide)
     if isinstance(layer, nn.Conv2d):
-        return torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
-    product = b @ a
-    return product.T if isinstance(layer, nn.Embedding) or is_conv1d(layer) else product
+        delta = torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
+    else:
+        product = b @ a
+        delta = product.T if isinstance(layer, nn.Embedding) or is_conv1d(layer) else product
+    return (weight.to(wide) + scale * delta).to(weight.dtype)
 
 
-def shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of A and B.
 
     Raises:
@@ -129,21 +97,12 @@ def shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...
         a, b = (rank, layer.in_channels, *layer.kernel_size), (layer.out_channels, rank, 1, 1)
     elif isinstance(layer, nn.Embedding):
         a, b = (rank, layer.num_embeddings), (layer.embedding_dim, rank)
+    elif isinstance(layer, nn.Linear):
+        a, b = (rank, layer.in_features), (layer.out_features, rank)
     else:
-        weight: Tensor = layer.weight  # type: ignore[assignment]  # Linear or Conv1D
-        out, width = weight.T.shape if is_conv1d(layer) else weight.shape
+        width, out = layer.get_parameter("weight").shape  # Conv1D
         a, b = (rank, width), (out, rank)
     limit = min(b[0], math.prod(a[1:]))
     if rank > limit:
         raise InvalidArgument(f"Expected rank <= {limit}, the rank of {layer}, got rank={rank}.")
     return a, b
-
-
-def initial_a(key: Key, shape: tuple[int, ...], kind: str) -> Tensor:
-    """A by key: uniform in +-1/sqrt(fan_in), or orthonormal rows scaled to the same variance."""
-    fan_in = math.prod(shape[1:])
-    random = stream(key)
-    if kind == "kaiming":
-        return torch.from_numpy(random.uniform(-1, 1, shape) / math.sqrt(fan_in))
-    q, _ = np.linalg.qr(random.standard_normal((fan_in, shape[0])))
-    return torch.from_numpy(np.ascontiguousarray(q.T).reshape(shape) / math.sqrt(3))

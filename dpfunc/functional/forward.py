@@ -1,0 +1,159 @@
+"""A module as `forward(params, *args)`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpfunc.checks import shorten
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional.names import check_params, select, storage_places
+from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported
+from dpfunc.types import Params
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The module as `forward(params, *args)`; see `functionalize`.
+
+    Args:
+        module: whose code runs; never changed. shapes: parameter name -> shape.
+        places: tensor name -> every module attribute that holds it. A tied tensor has several.
+        frozen: other parameters that require gradients, detached: no gradient reaches the module's own.
+        buffers: copies, so that the module's own are safe.
+    """
+
+    module: nn.Module = field(repr=False)
+    shapes: Mapping[str, torch.Size]
+    places: Mapping[str, tuple[str, ...]] = field(repr=False)
+    frozen: Mapping[str, Tensor] = field(repr=False)
+    buffers: Mapping[str, Tensor] = field(repr=False)
+
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the module's own)
+        """The module's output with these parameters in place of its own."""
+        check_params(params, self.shapes)
+        if torch.compiler.is_compiling():  # dynamo does not trace version counters: what is written into is thrown away
+            return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
+        refuse_unsupported(self.module)
+        with checkpoint_is_an_error(), self._writing_is_an_error():
+            return self._run(params, self.buffers, args, kwargs)
+
+    def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        tensors = {**buffers, **self.frozen, **params}
+        state = {place: tensor for name, tensor in tensors.items() for place in self.places[name]}
+        output = functional_call(self.module, state, args, kwargs, tie_weights=False)
+        # functional_call leaves in `state` what it found in the module's places after the call.
+        replaced = [name for name, tensor in tensors.items() if any(state[p] is not tensor for p in self.places[name])]
+        if replaced:
+            raise _written(replaced)
+        return output
+
+    @contextmanager
+    def _writing_is_an_error(self) -> Iterator[None]:
+        before = {name: buffer._version for name, buffer in self.buffers.items()}
+        try:
+            yield
+        except RuntimeError as error:
+            if "mutate a captured Tensor" in str(error):  # torch.func stops a write before it happens
+                raise UnsupportedModel(
+                    "The forward pass writes in place into a tensor that it did not make, "
+                    f"probably a buffer: [{shorten(list(self.buffers))}]. Use model.eval(), or replace the layer."
+                ) from error
+            raise
+        written = [name for name, buffer in self.buffers.items() if buffer._version != before[name]]
+        if written:
+            own = dict(self.module.named_buffers())
+            for name in written:
+                self.buffers[name].copy_(own[name])
+            raise _written(written)
+
+
+def _written(names: Sequence[str]) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"The forward pass writes into the buffers {shorten(names)}: samples would influence each other. Use "
+        "model.eval(), or replace the layer."
+    )
+
+
+class Functional(NamedTuple):
+    """A module as a function, and the parameters to call it with."""
+
+    forward: Forward
+    params: dict[str, Tensor]
+
+
+def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = None) -> Functional:
+    """A module as `(forward, params)`: `forward(params, *args)` is what `module(*args)` is with those parameters.
+
+    Args:
+        module: any module. It is not changed, now or later; it must not be changed while `forward` is used, but for
+            `module.train()` and `module.eval()`, which `forward` follows.
+        trainable: which parameters are arguments: a regular expression that is searched in their names
+            (`dpfunc.functional` has `BIASES`, `HEADS`, `ATTENTION` and `PROJECTOR`), or a list of names. None takes
+            those that require gradients. All others are constants.
+
+    Returns:
+        `forward`, and `params`: name -> detached contiguous copy that shares no memory with the module. Parameters that
+        are tied count once, under their first name, and are replaced everywhere.
+
+    Raises:
+        InvalidArgument: no parameter selected, unknown names, or parameters that are not floating; from `forward` also
+            params with other names or shapes.
+        UnsupportedModel: BatchNorm in training mode, gradient checkpointing, or a forward that writes buffers. Where
+            torch.compile traces `forward` the last two are not seen: writes into buffers are thrown away.
+
+    Guarantees:
+        the module is bit-identical afterwards, tied and shared layers included
+        (tests/functional/test_functionalize.py::test_module_is_never_changed).
+
+    >>> model = nn.Linear(3, 2)
+    >>> forward, params = functionalize(model)
+    >>> x = torch.ones(1, 3)
+    >>> torch.equal(forward(params, x), model(x))
+    True
+    """
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"Expected a torch module, got {type(module).__name__}.")
+    refuse_unsupported(module)
+    chosen = select(module, trainable)
+    others = {name: p for name, p in module.named_parameters() if name not in chosen and p.requires_grad}
+    buffers = dict(module.named_buffers())
+    places = storage_places(module)
+    params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}
+    forward = Forward(
+        module,
+        {name: param.shape for name, param in params.items()},
+        {name: places[id(tensor)] for name, tensor in {**buffers, **others, **chosen}.items()},
+        {name: param.detach() for name, param in others.items()},
+        {name: buffer.detach().clone() for name, buffer in buffers.items()},
+    )
+    return Functional(forward, params)
+
+
+def with_params(module: nn.Module, params: Params) -> nn.Module:
+    """A deep copy of a module with these parameters in place, e.g. to save a trained model in its own format.
+
+    Args:
+        module: the module that was functionalized. params: name -> tensor, some or all of its parameters.
+
+    Raises:
+        InvalidArgument: an unknown name or a wrong shape.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with_params(model, {"bias": torch.ones(1)}).bias.item()
+    1.0
+    """
+    result = copy.deepcopy(module)
+    named = select(result, list(params))
+    check_params(params, {name: param.shape for name, param in named.items()})
+    with torch.no_grad():
+        for name, value in params.items():
+            named[name].copy_(value)
+    return result

@@ -1,0 +1,134 @@
+"""Which parameters: selection by name, and every place where a tensor is stored."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dpfunc.checks import shorten
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Params
+
+BIASES = r"(^|\.)bias$"
+"""Biases only (BiTFiT), for `functionalize(module, trainable=BIASES)`."""
+
+HEADS = r"(^|\.)(head|heads|classifier|score|lm_head|fc|pre_classifier|qa_outputs|head_dist)\."
+"""The head that usual Hugging Face, timm and torchvision models end with."""
+
+ATTENTION = r"(^|\.)(attn|attention|self_attn|encoder_attn|crossattention|cross_attn|SelfAttention|EncDecAttention)\."
+"""Attention layers of usual transformers, with the layer norms that are inside of them."""
+
+PROJECTOR = r"(^|\.)(multi_modal_projector|mm_projector|projector|visual_projection|connector)\."
+"""The projector between image and language model of usual vision-language models."""
+
+
+def pattern(name: str, expression: str) -> re.Pattern[str]:
+    """A compiled regular expression.
+
+    Raises:
+        InvalidArgument: it is not one.
+    """
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise InvalidArgument(f"Expected a regular expression, got {name}={expression!r}: {error}.") from error
+
+
+def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str, Tensor]:
+    """The trainable parameters of a module, in its order, each tensor once and under its first name.
+
+    Args:
+        module: any module. trainable: a regular expression that is searched in the names, a list of names, or None for
+            the parameters that require gradients.
+
+    Raises:
+        InvalidArgument: nothing selected, names that do not exist, or parameters that are not floating.
+    """
+    named = dict(module.named_parameters())
+    if trainable is None:
+        chosen = [name for name, param in named.items() if param.requires_grad]
+        hint = "All parameters are frozen: name the trainable ones."
+    elif isinstance(trainable, str):
+        searched = pattern("trainable", trainable)
+        chosen = [name for name in named if searched.search(name)]
+        hint = f"No name matches the regular expression {trainable!r}."
+    else:
+        _refuse_unknown(module, named, trainable)
+        wanted = set(trainable)
+        chosen = [name for name in named if name in wanted]
+        hint = "The list of names is empty."
+    if not chosen:
+        raise InvalidArgument(
+            f"Expected at least one trainable parameter, got none. {hint} The names begin {shorten(list(named))}."
+        )
+    for name in chosen:
+        if is_lazy(named[name]):
+            raise InvalidArgument(f"Expected parameters with a shape, got lazy {name!r}. Run the model once before.")
+        if not named[name].is_floating_point():
+            raise InvalidArgument(f"Expected floating parameters, got {named[name].dtype} for {name!r}. Leave it out.")
+    return {name: named[name] for name in chosen}
+
+
+def _refuse_unknown(module: nn.Module, named: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in named]
+    if not unknown:
+        return
+    first_name = {id(param): name for name, param in named.items()}
+    tied = {
+        alias: first_name[id(param)]
+        for alias, param in module.named_parameters(remove_duplicate=False)
+        if alias in unknown
+    }
+    if tied:
+        said = shorten([f"{alias!r} is {first!r}" for alias, first in tied.items()])
+        raise InvalidArgument(f"Expected each parameter under its first name, got a tied one: {said}.")
+    close = [match for name in unknown for match in difflib.get_close_matches(name, named, n=2)]
+    hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(list(named))}."
+    raise InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")
+
+
+def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """For each parameter and buffer (by id) one name for each module attribute that holds it.
+
+    A module that is registered under two names holds its tensors in one place. `functional_call` with both names swaps
+    that place twice and restores it wrongly, so only the first name is given.
+    """
+    places: dict[int, list[str]] = {}
+    for prefix, owner in module.named_modules():  # each module once
+        held: Iterable[tuple[str, Tensor]] = (
+            *owner.named_parameters(recurse=False, remove_duplicate=False),
+            *owner.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for attribute, tensor in held:
+            places.setdefault(id(tensor), []).append(f"{prefix}.{attribute}" if prefix else attribute)
+    return {key: tuple(names) for key, names in places.items()}
+
+
+def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
+    """Exactly the expected names, with the expected shapes.
+
+    Raises:
+        InvalidArgument: what is missing, unknown or of another shape.
+    """
+    if not isinstance(params, Mapping):
+        raise InvalidArgument(
+            f"Expected params as a mapping from names to tensors, got {type(params).__name__}. "
+            "It is the first argument: forward(params, *args)."
+        )
+    if params.keys() != shapes.keys():
+        missing = sorted(shapes.keys() - params.keys())
+        unknown = sorted(params.keys() - shapes.keys())
+        raise InvalidArgument(
+            f"Expected the parameters that functionalize returned: missing [{shorten(missing)}], "
+            f"unknown [{shorten(unknown)}]."
+        )
+    for name, shape in shapes.items():
+        if params[name].shape != shape:
+            raise InvalidArgument(
+                f"Expected params[{name!r}] of shape {tuple(shape)}, got {tuple(params[name].shape)}."
+            )

@@ -1,0 +1,72 @@
+"""What would mix samples, write into the module or give wrong gradients is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from dpfunc.batchnorm import training_batchnorms
+from dpfunc.checks import shorten
+from dpfunc.errors import UnsupportedModel
+
+CHECKPOINTED = (
+    "its second forward pass would run with the module's own parameters and give wrong gradients. Call "
+    "model.gradient_checkpointing_disable(); to save memory use microbatch_size, or checkpoint a function that calls "
+    "forward(params, ...) as a whole."
+)
+
+
+def refuse_unsupported(module: nn.Module) -> None:
+    """Look at a module for what cannot work.
+
+    Raises:
+        UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, or an embedding that
+            renormalises its weight.
+    """
+    norms = training_batchnorms(module)
+    if norms:
+        raise UnsupportedModel(
+            f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
+            "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
+        )
+    parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
+    on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
+    if on:
+        raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {CHECKPOINTED}")
+    bounded = [
+        name for name, part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    ]
+    if bounded:
+        raise UnsupportedModel(
+            f"The embeddings {shorten(bounded)} have max_norm, which overwrites their weights in each forward pass. "
+            "Build them with max_norm=None."
+        )
+
+
+@contextmanager
+def checkpoint_is_an_error() -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint` of a part of the module is an error and not a wrong gradient.
+
+    It saves tensors through hooks, which torch lets us forbid. Hooks that are there already belong to somebody around
+    us, who may checkpoint all of `forward(params, ...)`: that is right, and is let pass. The reentrant kind uses no
+    hooks; torch itself refuses it under torch.func and under torch.autograd.grad.
+
+    Raises:
+        UnsupportedModel: a part of the module is checkpointed.
+    """
+    message = f"The forward pass uses gradient checkpointing or other saved tensor hooks: {CHECKPOINTED}"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(disable_saved_tensors_hooks(message))
+        except RuntimeError as error:
+            if message not in str(error):
+                raise
+        try:
+            yield
+        except RuntimeError as error:
+            if message in str(error):
+                raise UnsupportedModel(message) from error
+            raise

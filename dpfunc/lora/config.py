@@ -1,0 +1,79 @@
+"""What an adapter is, and where its A comes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfunc.checks import fail, one_of, positive, real, whole
+from dpfunc.rng import Key, stream
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """What an adapter is; stored with it.
+
+    Args:
+        targets: names of the adapted layers. rank: r >= 1. alpha: > 0.
+        rslora: scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023).
+        dropout: probability on the input of A, 0 <= dropout < 1; active in training mode only, not on embeddings.
+        train: `AB`, or `B` with A frozen (FFA-LoRA, Sun et al. 2024), which halves the noisy coordinates and keeps the
+            noise in `B A` linear.
+        init: of A: `kaiming` uniform, or `orthonormal` rows. B starts at zero.
+        also_train: names of ordinary parameters that are trained too.
+
+    >>> LoRAConfig(targets=("q",), rank=8, alpha=16.0).scale
+    2.0
+    """
+
+    targets: tuple[str, ...]
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+    train: Literal["AB", "B"] = "AB"
+    init: Literal["kaiming", "orthonormal"] = "kaiming"
+    also_train: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "also_train", tuple(self.also_train))
+        object.__setattr__(self, "rank", whole("rank", self.rank, minimum=1))
+        object.__setattr__(self, "alpha", positive("alpha", self.alpha))
+        dropout = real("dropout", self.dropout, "0 <= dropout < 1")
+        if not 0 <= dropout < 1:
+            raise fail("0 <= dropout < 1", "dropout", self.dropout)
+        object.__setattr__(self, "dropout", dropout)
+        if not isinstance(self.rslora, bool):
+            raise fail("rslora to be True or False", "rslora", self.rslora)
+        one_of("train", self.train, ("AB", "B"))
+        one_of("init", self.init, ("kaiming", "orthonormal"))
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def initial_a(key: Key, shape: tuple[int, ...], kind: str, one_hot: bool) -> Tensor:
+    """A by key: uniform, or orthonormal rows; either way `A x` has variance 1/3 for inputs of variance 1.
+
+    Args:
+        key: folded for this layer. shape: (rank, in) or (rank, in, height, width). kind: `kaiming` or `orthonormal`.
+        one_hot: the input is one of `in` symbols, as that of an embedding.
+
+    Returns:
+        float64.
+    """
+    fan_in = math.prod(shape[1:])
+    inputs = 1 if one_hot else fan_in
+    random = stream(key)
+    if kind == "kaiming":
+        return torch.from_numpy(random.uniform(-1, 1, shape) / math.sqrt(inputs))
+    q, _ = np.linalg.qr(random.standard_normal((fan_in, shape[0])))
+    return torch.from_numpy(np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3))
