@@ -238,10 +238,10 @@ def main(
         raise click.ClickException(str(error)) from error
     print(
         f"{data.name}: {n} training, {len(data.validation.texts)} validation, {len(data.test.texts)} test texts in "
-        f"{len(data.classes)} classes; {data.duplicates} exact duplicates removed before the split.\n"
-        f"Plan: {steps} steps, sampling probability {batch_size / n:.3f}, noise multiplier {plan.noise_multiplier:.3f}.\n"
-        f"{plan.guarantee()}"
+        f"{len(data.classes)} classes; {data.duplicates} exact duplicates removed before the split."
     )
+    print(f"Plan: {steps} steps, sampling probability {batch_size / n:.3f}, noise {plan.noise_multiplier:.3f}.")
+    print(plan.guarantee())
     folder = resume or out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     rows = [Row("majority class", data.majority_accuracy, len(data.test.texts), None, None, 0, 0.0, 0.0)]
