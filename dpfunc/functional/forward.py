@@ -15,7 +15,7 @@ from torch.func import functional_call
 from dpfunc.checks import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.names import check_params, select, storage_places
-from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported
+from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_reentrant, refuse_unsupported
 from dpfunc.types import Params
 
 
@@ -43,7 +43,9 @@ class Forward:
             return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
         refuse_unsupported(self.module)
         with checkpoint_is_an_error(), self._writing_is_an_error():
-            return self._run(params, self.buffers, args, kwargs)
+            output = self._run(params, self.buffers, args, kwargs)
+        refuse_reentrant((dict(params), args, kwargs), output)
+        return output
 
     def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         tensors = {**buffers, **self.frozen, **params}
@@ -111,7 +113,7 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
 
     Guarantees:
         the module is bit-identical afterwards, tied and shared layers included
-        (tests/functional/test_functionalize.py::test_module_is_never_changed).
+        (tests/test_functional.py::test_module_is_never_changed).
 
     >>> model = nn.Linear(3, 2)
     >>> forward, params = functionalize(model)
