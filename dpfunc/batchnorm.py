@@ -34,7 +34,7 @@ def training_batchnorms(module: nn.Module) -> list[str]:
     return [
         name or type(part).__name__
         for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None or part.running_var is None)
+        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
     ]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpfunc.batchnorm import count_batchnorm, replace_batchnorm
-from dpfunc.errors import InvalidArgument
+from dpfunc.batchnorm import batchnorm_names, count_batchnorm, replace_batchnorm
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 
 
@@ -64,3 +64,51 @@ def test_two_dimensional_input():
 def test_bad_groups():
     with pytest.raises(InvalidArgument, match="max_groups=0"):
         replace_batchnorm(nn.BatchNorm1d(4), max_groups=0)
+
+
+def test_one_group_where_a_group_could_be_one_channel():
+    """32 groups of one value each would give a constant."""
+    net = replace_batchnorm(nn.BatchNorm1d(32))
+    assert net.num_groups == 1
+    assert net(torch.randn(4, 32)).std() > 0.5
+
+
+def test_options_of_the_layer_are_kept():
+    net = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(4, bias=False), nn.BatchNorm3d(4, dtype=torch.float64)).eval())
+    assert (net[0].bias, net[1].weight.dtype, net[1].training) == (None, torch.float64, False)
+
+
+def test_names():
+    before = model()
+    assert batchnorm_names(before) == ["a.1", "c", "d"]
+    assert batchnorm_names(nn.BatchNorm2d(3)) == ["BatchNorm2d"]
+    assert batchnorm_names(replace_batchnorm(before)) == []
+
+
+class NormAct(nn.BatchNorm2d):
+    """As in timm: normalise, drop, activate."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_activations_inside_of_the_norm_are_kept():
+    x = torch.randn(2, 8, 4, 4)
+    net = replace_batchnorm(nn.Sequential(NormAct(8)))
+    assert torch.allclose(net(x), torch.relu(nn.GroupNorm(8, 8)(x)), atol=1e-6)
+    assert net(x).min() == 0
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(("layer", "name"), [(Scaled(4), "Scaled"), (nn.LazyBatchNorm2d(), "LazyBatchNorm2d")])
+def test_other_kinds_are_refused(layer, name):
+    with pytest.raises(UnsupportedModel, match=rf"0 \({name}\)"):
+        replace_batchnorm(nn.Sequential(layer))
