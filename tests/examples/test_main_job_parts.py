@@ -1,0 +1,58 @@
+"""Parts of the main job on which its claims rest: the cut of the encoder, and what a resumed run starts from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "examples" / "main_job"
+sys.path.insert(0, str(JOB))
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    from fetch import fetch_model
+    from model import load_encoder
+
+    return load_encoder(fetch_model())
+
+
+def test_cached_layers_are_those_of_the_encoder(encoder):
+    from model import lower_part, tokenize
+
+    texts = ["a short text", "a rather longer text, about football and money"]
+    tokens = tokenize(encoder, texts, 16)
+    with torch.no_grad():
+        expected = encoder.model(**tokens, output_hidden_states=True).hidden_states[5]
+    cached = lower_part(encoder, texts, 5, 16)
+    real = cached["mask"]
+    assert torch.equal(real, tokens["attention_mask"].bool())
+    torch.testing.assert_close(cached["hidden"].float()[real], expected[real], rtol=2e-3, atol=5e-3)
+
+
+def test_a_cached_text_does_not_depend_on_its_neighbours(encoder):
+    from model import lower_part
+
+    alone = lower_part(encoder, ["one text"], 5, 12)["hidden"]
+    together = lower_part(encoder, ["one text", "another, which is longer"], 5, 12)["hidden"]
+    torch.testing.assert_close(alone[0].float(), together[0].float(), rtol=2e-3, atol=5e-3)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_secret_key_resumes_with_the_same_adapter(tmp_path):
+    # A is frozen and not in the checkpoint: drawn from the secret key, it would differ in the resumed process.
+    command = [sys.executable, str(JOB / "train.py"), "--smoke"]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, cwd=ROOT)
+    before = load_file(tmp_path / "adapter.safetensors")
+    picture = (tmp_path / "run.png").read_bytes()
+    subprocess.run([*command, "--resume", str(tmp_path)], check=True, capture_output=True, cwd=ROOT)
+    after = load_file(tmp_path / "adapter.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "run.png").read_bytes() == picture
