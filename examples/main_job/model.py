@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
+
+
+class ModelError(Exception):
+    """A model cannot be used by this job."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,15 @@ class Encoder:
 
 
 def load_encoder(path: Path) -> Encoder:
-    """Load from a folder, never from the network. Eager attention: vmap cannot run the fused one with a mask."""
+    """Load from a folder, never from the network. Eager attention: vmap cannot run the fused one with a mask.
+
+    Raises:
+        ModelError: not an encoder of BERT's form.
+    """
     model = AutoModel.from_pretrained(path, local_files_only=True, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if not hasattr(model, "embeddings") or not hasattr(getattr(model, "encoder", None), "layer"):
+        raise ModelError(f"Expected an encoder of BERT's form (embeddings, encoder.layer), got {type(model).__name__}.")
     return Encoder(model, tokenizer, model.config.hidden_size, model.config.num_hidden_layers)
 
 
@@ -42,10 +53,21 @@ def lower_part(encoder: Encoder, texts: list[str], first_layer: int, max_length:
     hidden = torch.empty(len(texts), max_length, encoder.width, dtype=torch.float16)
     with torch.no_grad():
         for start in tqdm(range(0, len(texts), 32), desc="frozen layers", unit="batch", leave=False):
-            part = {name: value[start : start + 32] for name, value in tokens.items()}
-            states = encoder.model(**part, output_hidden_states=True).hidden_states
-            hidden[start : start + 32] = states[first_layer].half()
+            ids, mask = (tokens[name][start : start + 32] for name in ("input_ids", "attention_mask"))
+            x_BTd = encoder.model.embeddings(input_ids=ids)
+            hidden[start : start + 32] = run_layers(
+                encoder.model.encoder.layer[:first_layer], x_BTd, mask.bool()
+            ).half()
     return {"hidden": hidden, "mask": tokens["attention_mask"].bool()}
+
+
+def run_layers(layers: Iterable[nn.Module], x_BTd: Tensor, mask: Tensor) -> Tensor:
+    """Encoder layers under an additive mask (B, 1, 1, T)."""
+    bias_B11T = torch.zeros(mask.shape).masked_fill(~mask, -1e9)[:, None, None, :]
+    for layer in layers:
+        output = layer(x_BTd, bias_B11T)
+        x_BTd = output[0] if isinstance(output, tuple) else output
+    return x_BTd
 
 
 class Upper(nn.Module):
@@ -60,11 +82,7 @@ class Upper(nn.Module):
 
     def pool(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Normalised mean (B, d) over the tokens of hidden states (B, T, d) under a mask (B, T)."""
-        x_BTd = hidden.float()
-        bias_B11T = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[:, None, None, :]
-        for layer in self.layers:
-            output = layer(x_BTd, bias_B11T)
-            x_BTd = output[0] if isinstance(output, tuple) else output
+        x_BTd = run_layers(self.layers, hidden.float(), mask)
         weights_BT1 = mask[..., None].float()
         pooled_Bd = (x_BTd * weights_BT1).sum(1) / weights_BT1.sum(1).clamp(min=1)
         return F.layer_norm(pooled_Bd, pooled_Bd.shape[-1:])
