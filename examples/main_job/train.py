@@ -151,6 +151,8 @@ def train_private(
     dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=32, journal=journal)
     params = {n: p.clone().requires_grad_() for n, p in task.params.items()}
     optimizer, set_rate = adam(params, lr, plan.num_steps)
+    curve: list[tuple[int, float]] = []
+    norms: list[float] = []
     if resume and folder:
         saved = dpfunc.load(
             folder / "checkpoint", plan=plan, params=params, data=data, journal=folder / "journal.jsonl"
@@ -159,17 +161,18 @@ def train_private(
             p.data.copy_(saved.params[n])
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
         state = saved.state
+        curve, norms = [tuple(point) for point in saved.extra["curve"]], list(saved.extra["norms"])
         print(f"Resumed at step {state.step}; {state.ledger.num_steps} steps are in the ledger.")
     else:
         state = dp_step.init(params, key)
-    spent, curve, norms = spent_curve(plan), [], []
+    spent = spent_curve(plan)
 
     def checkpoint() -> None:
         if folder:
-            optimizer_state = optimizer.state_dict()
             dpfunc.save(
-                folder / "checkpoint", params=params, state=state, plan=plan, data=data, optimizer_state=optimizer_state
-            )
+                folder / "checkpoint", params=params, state=state, plan=plan, data=data,
+                optimizer_state=optimizer.state_dict(), extra={"curve": curve, "norms": norms},
+            )  # fmt: skip
 
     checkpoint()
     bar = tqdm(plan.batches(state), desc=name, total=state.limit, initial=state.step, unit="step")
@@ -180,11 +183,11 @@ def train_private(
             p.grad = grads[n]
         optimizer.step()
         bar.set_postfix_str(f"epsilon <= {spent_after(spent, state.step):.2f} of {plan.epsilon:g}")
+        if state.step > state.limit - 4:
+            norms += unreleased.norms_BG.square().sum(1).sqrt().tolist()
         if state.step % max(1, plan.num_steps // 8) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.parts.validation)))
             checkpoint()
-        if state.step > state.limit - 4:
-            norms += unreleased.norms_BG.square().sum(1).sqrt().tolist()
     return Run({n: p.detach() for n, p in params.items()}, state, curve, spent, norms)
 
 
