@@ -1,0 +1,57 @@
+"""The documents: the loop of the README runs, its commands work, links lead somewhere, numbers are those of the result."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from dpfunc.cli import main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_loop_of_the_readme_runs(capsys):
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1).replace("num_steps=100", "num_steps=3")
+    names = {
+        "model": torch.nn.Linear(4, 3),
+        "data": {"x": torch.randn(500, 4), "y": torch.randint(3, (500,))},
+    }
+    exec(compile(code, "README.md", "exec"), names)
+    assert "epsilon" in capsys.readouterr().out
+    assert names["state"].step == 3
+
+
+COMMANDS = [
+    line.split("#")[0].split()[1:]
+    for line in README.splitlines()
+    if re.match(r"dpfunc (epsilon|sigma|requirements)", line)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_commands_of_the_readme_work(command):
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path} links to {target}"
+
+
+def test_the_table_of_the_readme_is_the_committed_result():
+    results = json.loads((ROOT / "docs" / "results" / "demo.json").read_text())["results"]
+    for row in results:
+        low, high = row["interval"]
+        assert f"{row['accuracy']:.3f} ({low:.3f} - {high:.3f})" in README
+    private = results[-1]
+    assert private["accuracy"] >= 0.92
+    assert f"{private['epsilon_prv']:.2f} | {private['epsilon_rdp']:.2f}" in README
