@@ -210,6 +210,17 @@ def test_torn_line_is_cut_off(tmp_path):
     assert len(journal.path.read_text().splitlines()) == 3
 
 
+def test_each_step_is_synced_before_it_returns(tmp_path, monkeypatch):
+    """Not only written: a power failure must not lose it either."""
+    synced = []
+    monkeypatch.setattr("dpfunc.journal.os.fsync", synced.append)
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    for done in range(1, 4):
+        state = steps(state, values, optimizer, 1, journal)
+        assert len(synced) == done + 1  # and once the folder, when the file was made
+
+
 def test_unreadable_line_is_an_error(tmp_path):
     path = tmp_path / "j.jsonl"
     path.write_text("{}\n")
