@@ -189,7 +189,7 @@ def requirements(
     print_rows(
         "Batch sizes at this budget and number of epochs",
         ("batch", "sampling prob", "steps", "noise multiplier", "noise / signal a step", "... over the run"),
-        [(str(c.batch_size), *(f"{v:.4g}" for v in dataclasses.astuple(c)[1:])) for c in need.choices],
+        [tuple(str(v) if isinstance(v, int) else f"{v:.4g}" for v in dataclasses.astuple(c)) for c in need.choices],
     )
     reading, ratio = accounting.read_epsilon(target_epsilon), accounting.read_delta(need.delta, dataset_size)
     print_rows("How to read it", ("", "what it allows"), [

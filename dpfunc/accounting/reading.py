@@ -42,10 +42,16 @@ EPSILON_WORDS = (
 )
 
 DELTA_TABLE: tuple[DeltaReading, ...] = (
-    DeltaReading(1.0, "delta = 1/n: publishing one random record whole satisfies it. Not acceptable."),
-    DeltaReading(0.5, "delta = 1/(2n): publishing one record with probability 1/2 satisfies it. Not acceptable."),
-    DeltaReading(0.1, "delta = 1/(10n): an upper end; the chance that any record is given away is below 10 %."),
-    DeltaReading(1e-3, "delta = 1/(1000n): delta no longer matters next to epsilon."),
+    DeltaReading(1.0, "delta >= 1/n: publishing one random record whole satisfies it. Not acceptable."),
+    DeltaReading(
+        0.5, "delta from 1/(2n) to 1/n: publishing one record with probability 1/2 satisfies it. Not acceptable."
+    ),
+    DeltaReading(
+        0.1,
+        "delta from 1/(10n) to 1/(2n): giving away some record once in ten runs satisfies it. Prefer a smaller one.",
+    ),
+    DeltaReading(1e-3, "delta from 1/(1000n) to 1/(10n): the chance that some record is given away is below 10 %."),
+    DeltaReading(0.0, "delta < 1/(1000n): it no longer matters next to epsilon."),
 )
 
 

@@ -119,6 +119,8 @@ def test_tables():
     assert read_epsilon(1e6).odds_factor == math.inf
     assert "one random record" in read_delta(1 / 1000, 1000).reading
     assert read_delta(1e-9, 1000).reading == DELTA_TABLE[-1].reading
+    for ratio, said in ((0.33, "1/(10n) to 1/(2n)"), (0.05, "below 10 %"), (0.7, "1/(2n) to 1/n"), (1e-4, "no longer")):
+        assert said in read_delta(ratio / 1000, 1000).reading
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(InvalidArgument):
             read_epsilon(bad)
