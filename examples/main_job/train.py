@@ -359,7 +359,7 @@ def notes(data: TextData, journalled: dpfunc.Ledger) -> list[str]:
         "the unit of privacy is one text; neighbours differ by one text added or removed",
         f"the journal of this folder counts {journalled.num_steps} private steps",
         "each line is a run of its own: publishing several costs what their ledgers compose to",
-        "validation and test texts are held out and not protected; settings were chosen on validation texts of BBC News",
+        "validation and test texts are held out and not protected; settings were chosen on BBC validation texts",
         f"majority class: {data.majority_accuracy:.3f} of the test texts",
     ]
 
