@@ -1,5 +1,7 @@
 """Engines: per-sample gradients, without clipping and without noise."""
 
+from dpfunc.engines.bookkeeping import bookkeeping
+from dpfunc.engines.loop import loop
 from dpfunc.engines.vmap import vmap
 
-__all__ = ["vmap"]
+__all__ = ["bookkeeping", "loop", "vmap"]

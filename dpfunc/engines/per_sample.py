@@ -1,15 +1,48 @@
-"""Per-sample gradients as values that know their norms and weighted sums."""
+"""Per-sample gradients as values that know their norms and weighted sums, whether they exist in memory or not.
+
+Axis letters: B samples, T positions, p and d the two sides of a matrix, V rows of a table, P all numbers of a parameter.
+Norms and sums are float32, float64 for float64 inputs, whatever the dtype of the model, autocast included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-# Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7 and stay in the cache.
-PIECE = 2**16
+# Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
+PIECE = 2**12
+# Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
+SCRATCH = 2**22
+# Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
+ROUNDINGS = 4
+# Relative error of a squared norm that clipping.bounds.SLACK pays for.
+TOLERATED = 2.0**-13
+
+
+class PerSampleGrad(Protocol):
+    """The gradients of one parameter for B samples."""
+
+    def dense(self) -> Tensor:
+        """All of them in memory: (B, *shape)."""
+        ...
+
+    def sq_norms(self) -> Tensor:
+        """Squared norms (B,)."""
+        ...
+
+    def weighted_sum(self, factors_B: Tensor) -> Tensor:
+        """`sum_i factors_B[i] * grad_i`; a factor of 0 removes its row, also one that is not finite."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+        ...
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,29 +50,248 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """In the dtype of sums."""
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Take the rows with factor 0 out of factors and tensors, since 0 * inf is NaN. Compiled code zeroes them."""
+    kept_B = factors_B != 0
+    if torch.compiler.is_compiling():
+        zeroed = (torch.where(kept_B.reshape(-1, *(1,) * (t.ndim - 1)), t, torch.zeros_like(t)) for t in tensors)
+        return (factors_B, *zeroed)
+    if bool(kept_B.all()):
+        return (factors_B, *tensors)
+    return (factors_B[kept_B], *(tensor[kept_B] for tensor in tensors))
+
+
+def sq_sum(flat_BP: Tensor) -> Tensor:
+    """Squared norms of rows, summed in pieces."""
+    dtype = accumulation_dtype(flat_BP.dtype)
+    whole = flat_BP.shape[1] // PIECE * PIECE
+    rest_B = torch.linalg.vector_norm(flat_BP[:, whole:], dim=1, dtype=dtype).square()
+    if not whole:
+        return rest_B
+    pieces_BN = torch.linalg.vector_norm(flat_BP[:, :whole].unflatten(1, (-1, PIECE)), dim=2, dtype=dtype)
+    return rest_B + pieces_BN.square().sum(1)
+
+
 @dataclass(frozen=True)
 class Dense:
-    """B gradients of one parameter, in memory: (B, *shape)."""
+    """B gradients in memory: (B, *shape)."""
 
     grads_B: Tensor
 
+    def dense(self) -> Tensor:
+        """They are."""
+        return self.grads_B
+
     def sq_norms(self) -> Tensor:
-        """Squared norms (B,) in float32 or float64."""
-        flat_BP = self.grads_B.flatten(1)
-        dtype = accumulation_dtype(flat_BP.dtype)
-        if torch.compiler.is_compiling():
-            return flat_BP.to(dtype).square().sum(1)
-        pieces = [piece.to(dtype).square().sum(1) for piece in torch.split(flat_BP, PIECE, dim=1)]
-        return torch.stack(pieces).sum(0) if pieces else flat_BP.new_zeros(flat_BP.shape[0], dtype=dtype)
+        """Sums of squares, in pieces."""
+        return sq_sum(self.grads_B.flatten(1))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """`sum_i factors_B[i] * grads_B[i]`; rows with factor 0 are taken out first, since 0 * inf is NaN."""
-        flat_BP = self.grads_B.flatten(1)
-        flat_BP = flat_BP.to(accumulation_dtype(flat_BP.dtype))
-        kept_B = factors_B != 0
-        if torch.compiler.is_compiling() or not bool(kept_B.all()):
-            flat_BP = torch.where(kept_B[:, None], flat_BP, torch.zeros_like(flat_BP))
-        return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(self.grads_B.shape[1:])
+        """One product of a vector and a matrix."""
+        factors_B, grads_B = without_dropped(factors_B, self.grads_B)
+        flat_BP = wide(grads_B.flatten(1))
+        return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.grads_B.numel() * self.grads_B.element_size()
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """The gradients of a parameter that the loss does not use."""
+
+    num_samples: int
+    like: Tensor
+
+    def dense(self) -> Tensor:
+        """Zeros (B, *shape)."""
+        return self.weighted_sum(self.like).expand(self.num_samples, *self.like.shape)
+
+    def sq_norms(self) -> Tensor:
+        """Zeros (B,)."""
+        return wide(self.like.new_zeros(self.num_samples))
+
+    def weighted_sum(self, factors_B: Tensor) -> Tensor:
+        """Zeros (*shape)."""
+        return torch.zeros_like(self.like, dtype=accumulation_dtype(self.like.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Outer:
+    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: what a matrix gets that is applied at T positions."""
+
+    a_BTp: Tensor
+    b_BTd: Tensor
+    shape: tuple[int, ...]
+
+    def dense(self) -> Tensor:
+        """B matrix products: 2 B T p d operations."""
+        products_Bpd = wide(self.a_BTp).transpose(1, 2) @ wide(self.b_BTd)
+        return products_Bpd.reshape(-1, *self.shape)
+
+    def sq_norms(self) -> Tensor:
+        """Measured on the products, or as `sum_{t,u} (a_t . a_u)(b_t . b_u)` where that takes fewer operations.
+
+        The second form, the ghost norm (Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural
+        Networks with Differential Privacy, section 3), loses its digits where the products cancel: then the first.
+        """
+        a_BTp, b_BTd = wide(self.a_BTp), wide(self.b_BTd)
+        positions, p, d = a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]
+        eps = torch.finfo(a_BTp.dtype).eps
+        reach_B = (a_BTp.norm(dim=2) * b_BTd.norm(dim=2)).sum(1)
+        if positions * (p + d) >= p * d:
+            sq_norms_B = self._formed(a_BTp, b_BTd)
+        else:
+            sq_norms_B = self._ghost(a_BTp, b_BTd)
+            doubtful_B = ~(ROUNDINGS * eps * reach_B.square() <= TOLERATED * sq_norms_B)
+            if torch.compiler.is_compiling():
+                safe_B = sq_norms_B.clamp(min=0.0) + ROUNDINGS * eps * reach_B.square()
+                sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
+            elif bool(doubtful_B.any()):
+                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._formed(a_BTp[doubtful_B], b_BTd[doubtful_B]))
+        # the weighted sum adds the products in another order: what that can change is added here
+        return sq_norms_B + (ROUNDINGS * eps * reach_B).square()
+
+    @staticmethod
+    def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
+        size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
+        pieces = [
+            sq_sum((a.transpose(1, 2) @ b).flatten(1))
+            for a, b in zip(a_BTp.split(size), b_BTd.split(size), strict=True)
+        ]
+        return torch.cat(pieces)
+
+    @staticmethod
+    def _ghost(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
+        size = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2))
+        pieces = [
+            ((a @ a.transpose(1, 2)) * (b @ b.transpose(1, 2))).sum((1, 2))
+            for a, b in zip(a_BTp.split(size), b_BTd.split(size), strict=True)
+        ]
+        return torch.cat(pieces)
+
+    def weighted_sum(self, factors_B: Tensor) -> Tensor:
+        """One matrix product over all samples and positions; the narrower side is scaled."""
+        factors_B, a_BTp, b_BTd = without_dropped(factors_B, wide(self.a_BTp), wide(self.b_BTd))
+        scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
+        a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
+        return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Both sides, though b is often an activation that others hold as well."""
+        return sum(side.numel() * side.element_size() for side in (self.a_BTp, self.b_BTd))
+
+
+@dataclass(frozen=True)
+class Gather:
+    """`grad_i = sum_t e_{ids[i, t]} g[i, t]^T`: what a table of V rows gets. Rows that are looked up more often add up."""
+
+    ids_BT: Tensor
+    g_BTd: Tensor
+    num_rows: int
+
+    def dense(self) -> Tensor:
+        """Tables (B, V, d)."""
+        g_BTd = wide(self.g_BTd)
+        index_BTd = self.ids_BT[:, :, None].expand_as(g_BTd)
+        return g_BTd.new_zeros(len(g_BTd), self.num_rows, g_BTd.shape[2]).scatter_add(1, index_BTd, g_BTd)
+
+    def merged(self) -> Tensor:
+        """The same numbers with equal ids added into one slot: (B, T, d), zero in slots that are not needed."""
+        g_BTd = wide(self.g_BTd)
+        sorted_BT, order_BT = self.ids_BT.sort(dim=1)
+        starts_BT = torch.cat([sorted_BT.new_zeros(len(sorted_BT), 1), (sorted_BT.diff(dim=1) != 0).long()], dim=1)
+        slots_BT = torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
+        return torch.zeros_like(g_BTd).scatter_add(1, slots_BT[:, :, None].expand_as(g_BTd), g_BTd)
+
+    def sq_norms(self) -> Tensor:
+        """Squares of the merged rows."""
+        if not self.ids_BT.numel():
+            return wide(self.g_BTd.new_zeros(len(self.g_BTd)))
+        reach_B = self.g_BTd.to(accumulation_dtype(self.g_BTd.dtype)).norm(dim=2).sum(1)
+        return sq_sum(self.merged().flatten(1)) + (ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
+
+    def weighted_sum(self, factors_B: Tensor) -> Tensor:
+        """One addition of rows into a table."""
+        factors_B, ids_BT, g_BTd = without_dropped(factors_B, self.ids_BT, wide(self.g_BTd))
+        scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
+        table_Vd = scaled_BTd.new_zeros(self.num_rows, scaled_BTd.shape[2])
+        return table_Vd.index_add(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Ids and rows."""
+        return self.ids_BT.numel() * self.ids_BT.element_size() + self.g_BTd.numel() * self.g_BTd.element_size()
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A table that is also a matrix: `Gather + Outer`, e.g. a tied embedding and head. The cross term is exact."""
+
+    gather: Gather
+    outer: Outer
+
+    def dense(self) -> Tensor:
+        """The sum of both."""
+        return self.gather.dense() + self.outer.dense()
+
+    def sq_norms(self) -> Tensor:
+        """`|G|^2 + |O|^2 + 2 <G, O>`, where `<G, O> = sum_{t,s} a[s, id_t] (b_s . g_t)`."""
+        g_BTd, a_BSV, b_BSd = wide(self.gather.g_BTd), wide(self.outer.a_BTp), wide(self.outer.b_BTd)
+        ids_BST = self.gather.ids_BT[:, None, :].expand(-1, a_BSV.shape[1], -1)
+        cross_B = (a_BSV.gather(2, ids_BST) * (b_BSd @ g_BTd.transpose(1, 2))).sum((1, 2))
+        parts_B = (self.gather.sq_norms().sqrt() + self.outer.sq_norms().sqrt()).square()
+        total_B = self.gather.sq_norms() + self.outer.sq_norms() + 2 * cross_B
+        rounding_B = ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
+        doubtful_B = ~(rounding_B <= TOLERATED * total_B)
+        return torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)
+
+    def weighted_sum(self, factors_B: Tensor) -> Tensor:
+        """The sum of both."""
+        return self.gather.weighted_sum(factors_B) + self.outer.weighted_sum(factors_B)
+
+    @property
+    def num_bytes(self) -> int:
+        """Both."""
+        return self.gather.num_bytes + self.outer.num_bytes
+
+
+def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
+    """The gradient of a parameter that is used several times: the sum over its uses, exact in norm as well.
+
+    Products are joined along their positions, look-ups too; whatever else meets is formed and added.
+
+    Args:
+        uses: at least one; all of the same samples.
+    """
+    if len(uses) == 1:
+        return uses[0]
+    outers = [use for use in uses if isinstance(use, Outer)]
+    gathers = [use for use in uses if isinstance(use, Gather)]
+    if len(outers) + len(gathers) < len(uses):
+        return Dense(torch.stack([use.dense() for use in uses]).sum(0))
+    gather = gathers and Gather(
+        torch.cat([use.ids_BT for use in gathers], 1), torch.cat([use.g_BTd for use in gathers], 1), gathers[0].num_rows
+    )
+    outer = outers and Outer(
+        torch.cat([use.a_BTp for use in outers], 1), torch.cat([use.b_BTd for use in outers], 1), outers[0].shape
+    )
+    if isinstance(gather, Gather) and isinstance(outer, Outer):
+        return Tied(gather, outer)
+    return gather if isinstance(gather, Gather) else outers[0] if not isinstance(outer, Outer) else outer
 
 
 @dataclass(frozen=True)
@@ -47,7 +299,7 @@ class PerSample:
     """The gradients of all parameters for B samples."""
 
     losses_B: Tensor
-    grads: Mapping[str, Dense]
+    grads: Mapping[str, PerSampleGrad]
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""

@@ -1,0 +1,159 @@
+"""One natively batched forward and backward pass; the factors of per-sample gradients are kept, then summed by weight.
+
+Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost, section 3 (book-keeping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.learning import Memory, UnknownLayout
+from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, accumulation_dtype
+from dpfunc.engines.rules.table import Grads, Use
+from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.taps import Tap, as_it_is, leaf
+from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
+from dpfunc.tree import batch_size
+from dpfunc.types import Batch, Engine, LossFn, Params
+
+
+def exact(device: torch.device) -> AbstractContextManager[None]:
+    """No autocast: norms and sums are float32 whatever the model runs in."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
+    """The rule's answer."""
+    with exact(grad.device), torch.no_grad():
+        return use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
+
+
+def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    grads = form_grads(use, names, grad, saved)
+    return tuple(grads[argument].dense() for argument in use.wanted)
+
+
+@dataclass
+class Book:
+    """What one forward pass wrote down: leaves, and how their gradients become per-sample gradients.
+
+    Args:
+        leaves: tensors whose gradients are asked for.
+        readers: for each leaf, gradient -> {identity of the tracked tensor: its gradient by one use}.
+        closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
+    """
+
+    leaves: list[Tensor] = field(default_factory=list)
+    readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
+    closed: bool = False
+
+    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+        """Forms the gradients in the backward pass, or keeps what they are made of."""
+        names = [name for name, tensor in needed.items() if tensor is not None]
+        saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
+        if use.rule.form(use) == "dense":
+            dtype = accumulation_dtype(output.dtype)
+            leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
+            readers = [partial(_read_dense, target) for target in use.targets.values()]
+            tapped: Tensor = Tap.apply(output, partial(_formed, use, names), len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
+        else:
+            leaves = [leaf(tuple(output.shape), output.dtype, output.device)]
+            readers = [partial(_read_factors, use, names, saved)]
+            tapped = Tap.apply(output, as_it_is, 0, *leaves)  # type: ignore[no-untyped-call]
+        if not self.closed:
+            self.leaves += leaves
+            self.readers += readers
+        return tapped
+
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+        """Private copies: their gradient is the answer."""
+        if not self.closed:
+            self.leaves.append(copies)
+            self.readers.append(partial(_read_copies, tracked, axis))
+
+    def unknown(self, key: Key, output: Tensor) -> Tensor:
+        """Not seen when the layouts were learnt."""
+        raise UnknownLayout(key)
+
+
+def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
+    return {target: Dense(grad)}
+
+
+def _read_factors(use: Use, names: Sequence[str], saved: Sequence[Tensor], grad: Tensor) -> Mapping[int, PerSampleGrad]:
+    grads = form_grads(use, names, grad, saved)
+    return {target: grads[argument] for argument, target in use.targets.items()}
+
+
+def _read_copies(tracked: Tracked, axis: int | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
+    grads_B = grad[None] if axis is None else grad.movedim(axis, 0)
+    return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
+
+
+def bookkeeping() -> Engine:
+    """The fast engine: the model runs once, batched, and per-sample gradients are read off its backward pass.
+
+    No vmap around the model: fused attention, padding masks, data-dependent control flow and gradient checkpointing
+    work. Each operation that takes a trained parameter needs a rule (`dpfunc.engines.rules`). On the first batch the
+    engine finds out which axis holds the samples; where they influence each other it says so.
+
+    Returns:
+        An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
+
+    Raises:
+        InvalidArgument: the loss has a wrong shape, or no gradient.
+        UnsupportedModel: an operation without a rule, or samples that influence each other.
+
+    Guarantees:
+        equals a loop over single samples (tests/engines/test_parity.py); no use of a parameter is left out
+        (tests/engines/test_refusals.py).
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> per_sample = bookkeeping()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    >>> per_sample.sq_norms()["w"]
+    tensor([25.,  1.])
+    """
+    memory = Memory()
+
+    def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+        num_samples = batch_size(batch)
+        if not num_samples:
+            return nothing(params)
+        return memory.retried(loss_fn, params, batch, lambda known: _keep_books(loss_fn, params, batch, known))
+
+    return engine
+
+
+def nothing(params: Params) -> PerSample:
+    """The gradients of no samples."""
+    first = next(iter(params.values()))
+    return PerSample(first.new_zeros(0), {name: Zeros(0, param.detach()) for name, param in params.items()})
+
+
+def _keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> PerSample:
+    num_samples = batch_size(batch)
+    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+    book = Book()
+    tracker = Tracker(leaves, num_samples, known, book)
+    with torch.enable_grad(), backward_inside(), tracker:
+        losses_B = loss_fn(leaves, batch)
+        check_differentiable(losses_B, num_samples)
+        book.closed = True
+        targets = (*book.leaves, *leaves.values())
+        caught = torch.autograd.grad(losses_B.sum(), targets, allow_unused=True)
+    refuse_escaped(leaves, caught[len(book.leaves) :])
+    uses: dict[int, list[PerSampleGrad]] = {}
+    for reader, grad in zip(book.readers, caught, strict=False):
+        if grad is not None:
+            for target, rep in reader(grad).items():
+                uses.setdefault(target, []).append(rep)
+    return PerSample(losses_B.detach(), collect(tracker, leaves, uses))

@@ -1,0 +1,96 @@
+"""From the uses of tracked tensors to the gradients of parameters, and the check that no use was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dpfunc.checks import shorten
+from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
+from dpfunc.engines.tracking import Tracked, Tracker
+from dpfunc.engines.vmap import check_losses
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+
+
+def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
+    """One loss a sample, that depends on the parameters.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    check_losses(losses_B, num_samples)
+    if not losses_B.requires_grad:
+        raise InvalidArgument(
+            "Expected loss_fn to depend on params, got a loss without gradient. Use the params that are passed in "
+            "(forward(params, ...) of dpfunc.functionalize), and no torch.no_grad() or detach()."
+        )
+
+
+def refuse_escaped(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Ordinary autograd must not reach a parameter: every use has gone through a rule.
+
+    Raises:
+        UnsupportedModel: some use was not seen.
+    """
+    escaped = [name for name, grad in zip(params, grads, strict=True) if grad is not None]
+    if escaped:
+        raise UnsupportedModel(
+            f"The loss uses {shorten(escaped)} in a way that gives no per-sample gradients: a custom autograd.Function, "
+            "an operation whose result all samples share down to the loss, or one that mixes the samples. Use "
+            'engine="vmap" or "loop", or leave the parameters out.'
+        )
+
+
+def collect(
+    tracker: Tracker, params: Mapping[str, Tensor], uses: dict[int, list[PerSampleGrad]]
+) -> dict[str, PerSampleGrad]:
+    """The gradient of each parameter: its own uses, and those of everything that was computed from it.
+
+    Args:
+        uses: identity of a tracked tensor -> its gradients, one a use. Used up.
+    """
+    for target, derived in reversed(tuple(tracker.tracked.items())):
+        if derived.name in params and params[derived.name] is derived.tensor:
+            continue
+        if target not in uses:
+            continue
+        total = add(uses.pop(target))
+        handed = _to_parent(derived, total, tracker)
+        if handed is not None:
+            uses.setdefault(derived.parent or 0, []).append(handed)
+        else:
+            for name, grad in _backwards(derived, total, params).items():
+                uses.setdefault(id(params[name]), []).append(grad)
+    return {
+        name: add(uses[id(param)]) if id(param) in uses else Zeros(tracker.num_samples, param.detach())
+        for name, param in params.items()
+    }
+
+
+def _to_parent(derived: Tracked, total: PerSampleGrad, tracker: Tracker) -> PerSampleGrad | None:
+    if derived.parent is None:
+        return None
+    shape = tuple(tracker.tracked[derived.parent].tensor.shape)
+    if isinstance(total, Outer):
+        sides = (total.b_BTd, total.a_BTp) if derived.transposed else (total.a_BTp, total.b_BTd)
+        return Outer(*sides, shape)
+    if isinstance(total, Dense):
+        grads_B = total.grads_B.mT if derived.transposed else total.grads_B
+        return Dense(grads_B.reshape(-1, *shape))
+    return None if derived.transposed or tuple(derived.tensor.shape) != shape else replace(total)  # type: ignore[type-var]
+
+
+def _backwards(derived: Tracked, total: PerSampleGrad, params: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
+    """Through the graph that made the value, for all samples at once."""
+    grads = torch.autograd.grad(
+        derived.tensor,
+        tuple(params.values()),
+        total.dense().to(derived.tensor.dtype),
+        retain_graph=True,
+        allow_unused=True,
+        is_grads_batched=True,
+    )
+    return {name: Dense(grad) for name, grad in zip(params, grads, strict=True) if grad is not None}

@@ -1,0 +1,164 @@
+"""Finds the layouts of a loss: two and three samples, with shaken parameters, each loss differentiated alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc.checks import shorten
+from dpfunc.engines import layout as layouts_of
+from dpfunc.engines.per_sample import accumulation_dtype
+from dpfunc.engines.rules.table import Use
+from dpfunc.engines.taps import Tap, as_it_is, leaf
+from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
+from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.types import Batch, LossFn, Params
+
+ROUNDS = 20
+SHAKE = 0.02
+
+
+class UnknownLayout(Exception):
+    """A use that was not seen when the layouts were learnt; never leaves the engines."""
+
+
+@dataclass
+class Watcher:
+    """A recorder that only looks at uses that are not known yet."""
+
+    leaves: dict[Key, list[Tensor]] = field(default_factory=dict)
+
+    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+        """Known: passes."""
+        return output
+
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+        """Known: passes."""
+
+    def unknown(self, key: Key, output: Tensor) -> Tensor:
+        """Caught, to see which loss reaches which entry."""
+        if not isinstance(output, Tensor):
+            raise UnsupportedModel(f"{key[1]} of parameter {key[0]!r} gives {type(output).__name__}: no rule for it.")
+        caught = leaf(tuple(output.shape), output.dtype, output.device)
+        self.leaves.setdefault(key, []).append(caught)
+        return Tap.apply(output, as_it_is, 0, caught)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def shaken(params: Params) -> dict[str, Tensor]:
+    """Parameters moved a little, so that nothing is zero by initialisation (LoRA) and gradients flow everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    moved = {}
+    for name, param in params.items():
+        noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
+        moved[name] = (param.detach() + (SHAKE * noise).to(param)).detach()
+    return moved
+
+
+def some_rows(batch: Batch, num_rows: int) -> Batch:
+    """The first rows, repeated where there are fewer."""
+
+    def take(value: Tensor) -> Tensor:
+        return value[torch.arange(num_rows, device=value.device) % value.shape[0]]
+
+    return pytree.tree_map(take, batch)
+
+
+def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layouts:
+    """The layout of every use, for batches of this structure.
+
+    Derived values are found in turn: what is computed from a shared value is seen in the next round.
+
+    Raises:
+        UnsupportedModel: samples influence each other, or a use has no rule.
+    """
+    found = dict(known)
+    values = shaken(params)
+    for _ in range(ROUNDS):
+        seen = [_differentiate(loss_fn, values, some_rows(batch, count), count, found) for count in (2, 3)]
+        if seen[0].keys() != seen[1].keys():
+            odd = sorted({key[0] for key in seen[0].keys() ^ seen[1].keys()})
+            raise UnsupportedModel(
+                f"The loss uses {shorten(odd)} for some batch sizes only, so it cannot be told whose gradient is whose. "
+                'Use engine="vmap" or "loop".'
+            )
+        if not seen[0]:
+            return found
+        for key in seen[0]:
+            found[key] = _one_layout(key, seen[0][key], seen[1][key])
+    raise UnsupportedModel('Parameters are transformed too often before they are used. Use engine="vmap" or "loop".')
+
+
+Seen = dict[Key, list[tuple[torch.Size, list[Tensor | None]]]]
+
+
+def _differentiate(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int, known: Layouts) -> Seen:
+    watcher = Watcher()
+    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+    with torch_seed(insecure_key(0)), torch.enable_grad(), Tracker(leaves, num_samples, known, watcher):
+        losses_B = loss_fn(leaves, batch)
+        every = [caught for group in watcher.leaves.values() for caught in group]
+        grads: list[Sequence[Tensor | None]] = [[None] * len(every) for _ in range(num_samples)]
+        if every and isinstance(losses_B, Tensor) and losses_B.requires_grad and losses_B.shape == (num_samples,):
+            grads = [
+                torch.autograd.grad(losses_B[i], every, retain_graph=True, allow_unused=True)
+                for i in range(num_samples)
+            ]
+    by_leaf = {id(caught): [row[index] for row in grads] for index, caught in enumerate(every)}
+    return {key: [(caught.shape, by_leaf[id(caught)]) for caught in group] for key, group in watcher.leaves.items()}
+
+
+def _one_layout(
+    key: Key,
+    two: Sequence[tuple[torch.Size, list[Tensor | None]]],
+    three: Sequence[tuple[torch.Size, list[Tensor | None]]],
+) -> layouts_of.Layout | None:
+    """The layout of all uses with this key; a use that no gradient reaches follows the others."""
+    if len(two) != len(three):
+        raise UnsupportedModel(
+            f"{key[1]} of parameter {key[0]!r} is used {len(two)} times for 2 samples and {len(three)} times for 3, as "
+            'if it ran over the samples one by one. Use engine="vmap" or "loop".'
+        )
+    sets = [layouts_of.find(key[0], key[1], (a[0], b[0]), (a[1], b[1])) for a, b in zip(two, three, strict=True)]
+    common = set.intersection(*(set(options) for options in sets))
+    if len(common) == 1:
+        return common.pop()
+    raise UnsupportedModel(
+        f"It cannot be told which positions belong to which sample at {key[1]} of parameter {key[0]!r}, which gives "
+        f"{tuple(two[0][0])} for 2 samples: "
+        + ("its uses differ. " if not common else "no gradient flows there. ")
+        + 'Use engine="vmap" or "loop", or leave the parameter out.'
+    )
+
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Memory:
+    """The layouts of each loss function, for as long as the function lives."""
+
+    known: WeakKeyDictionary[LossFn, Layouts] = field(default_factory=WeakKeyDictionary)
+
+    def retried(self, loss_fn: LossFn, params: Params, batch: Batch, compute: Callable[[Layouts], Result]) -> Result:
+        """Compute with the known layouts; where one is missing, learn and compute again."""
+        known = self.known.get(loss_fn, {})
+        try:
+            return compute(known)
+        except UnknownLayout:
+            known = learn(loss_fn, params, batch, known)
+            self.known[loss_fn] = known
+        try:
+            return compute(known)
+        except UnknownLayout as error:
+            (key,) = error.args
+            raise UnsupportedModel(
+                f"{key[1]} of parameter {key[0]!r} occurs with this batch and not with two or three of its rows: which "
+                'positions belong to which sample cannot be told. Use engine="vmap" or "loop".'
+            ) from error

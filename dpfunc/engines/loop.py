@@ -1,0 +1,52 @@
+"""Sample by sample, with ordinary autograd: slow, needs nothing from the model, always right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.collecting import check_differentiable
+from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.scope import backward_inside
+from dpfunc.tree import batch_size, rows
+from dpfunc.types import Batch, Engine, LossFn, Params
+
+
+def loop() -> Engine:
+    """The engine of last resort: one forward and backward pass a sample. All B gradients are in memory.
+
+    Returns:
+        An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
+
+    Raises:
+        InvalidArgument: the loss has a wrong shape, or no gradient.
+
+    Guarantees:
+        equals the reference (tests/engines/test_parity.py).
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> loop()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms()["w"]
+    tensor([25.,  1.])
+    """
+
+    def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+        num_samples = batch_size(batch)
+        losses_B: list[Tensor] = []
+        grads_B = {name: param.new_zeros(num_samples, *param.shape) for name, param in params.items()}
+        for sample in range(num_samples):
+            leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+            with torch.enable_grad(), backward_inside():
+                losses_1 = loss_fn(leaves, rows(batch, sample, sample + 1))
+                check_differentiable(losses_1, 1)
+                grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
+            losses_B.append(losses_1.detach())
+            for name, grad in zip(leaves, grads, strict=True):
+                if grad is not None:
+                    grads_B[name][sample] = grad
+        first = next(iter(params.values()))
+        return PerSample(
+            torch.cat(losses_B) if losses_B else first.new_zeros(0),
+            {name: Dense(grad_B) for name, grad_B in grads_B.items()},
+        )
+
+    return engine

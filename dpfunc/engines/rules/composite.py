@@ -1,0 +1,30 @@
+"""Operations that are made of others: they are taken apart, so that the rules of their parts apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+
+def opened(function: FunctionType) -> Callable[..., Any]:
+    """A private copy of a torch function written in Python that does not announce itself, so that its parts are seen.
+
+    torch's own function is not touched.
+    """
+    quiet = {
+        name: (lambda *args, **kwargs: False) for name in function.__globals__ if name.startswith("has_torch_function")
+    }
+    inside = {**function.__globals__, **quiet}
+    copy = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.multi_head_attention_forward: opened(F.multi_head_attention_forward),
+    torch.autograd.grad: opened(torch.autograd.grad),  # checkpointing repeats uses inside of it
+}

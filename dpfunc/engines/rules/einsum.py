@@ -1,0 +1,34 @@
+"""torch.einsum of two operands, one of them a parameter: the same sum, with the letter of the samples kept."""
+
+from __future__ import annotations
+
+import string
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.per_sample import Dense, wide
+from dpfunc.engines.rules.table import Grads, Rule, Use
+
+
+def einsum(use: Use, grad: Tensor, equation: str, first: Tensor | None, second: Tensor | None) -> Grads:
+    """`y = einsum("bti,oi->bto", x, W)` gives `grad = einsum("bti,bto->boi", x, g)`; repeated letters are refused."""
+    inputs, arrow, right = equation.replace(" ", "").partition("->")
+    letters = dict(zip(("first", "second"), inputs.split(","), strict=True))
+    (name,) = use.wanted
+    other_tensor = first if name == "second" else second
+    mine, other = letters[name], letters["first" if name == "second" else "second"]
+    repeated = any(len(set(part)) < len(part) for part in (mine, other, right))
+    if not arrow or "." in equation or repeated or other_tensor is None:
+        raise use.refuse("only explicit equations without dots and repeated letters have a rule.")
+    sample = right[use.layout.axis]
+    if sample in mine or sample not in other or use.output[use.layout.axis] != use.num_samples:
+        raise use.refuse("the samples are not on an axis of their own.")
+    if any(letter not in right and letter not in other for letter in mine):
+        raise use.refuse("a letter of the parameter occurs nowhere else.")
+    fresh = next(letter for letter in string.ascii_letters if letter not in equation)
+    other, right = other.replace(sample, fresh), right.replace(sample, fresh)
+    return {name: Dense(torch.einsum(f"{other},{right}->{fresh}{mine}", wide(other_tensor), wide(grad)))}
+
+
+RULES = (Rule((torch.einsum,), einsum, {"first": ("second",), "second": ("first",)}),)

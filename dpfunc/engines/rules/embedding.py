@@ -1,0 +1,99 @@
+"""Tables: embedding, embedding_bag, indexing by integers. `grad_i = sum_t e_{id_t} g_t^T`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+from dpfunc.engines.per_sample import Gather, wide
+from dpfunc.engines.rules.table import Form, Grads, Rule, Use
+
+
+def form(use: Use) -> Form:
+    """Form tables that are smaller than the rows that are looked up."""
+    (shape,) = use.shapes.values()
+    return "dense" if math.prod(shape) <= use.output.numel() // use.num_samples else "factors"
+
+
+def embedding(
+    use: Use,
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Grads:
+    """Rows of a table; the padding row gets nothing. `sparse` gives the same gradient, not a sparse one."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise use.refuse("max_norm and scale_grad_by_freq look at the whole batch.")
+    ids_BT = use.split(input).reshape(use.num_samples, -1)
+    g_BTd = use.positions(grad)
+    rows, width = use.shapes["weight"]
+    if padding_idx is not None:
+        padding = padding_idx % rows
+        g_BTd = torch.where((ids_BT == padding)[:, :, None], torch.zeros_like(g_BTd), g_BTd)
+    return {"weight": Gather(ids_BT, g_BTd, rows)}
+
+
+def embedding_bag(
+    use: Use,
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Grads:
+    """Sums or means of rows; ids (B, T) without offsets."""
+    if input.ndim != 2 or mode == "max" or max_norm is not None or scale_grad_by_freq:
+        raise use.refuse("only ids of shape (B, T), mode sum or mean, without max_norm and scale_grad_by_freq.")
+    rows, _ = use.shapes["weight"]
+    scale_NT = torch.ones_like(input, dtype=wide(grad).dtype) if per_sample_weights is None else per_sample_weights
+    if padding_idx is not None:
+        scale_NT = scale_NT * (input != padding_idx % rows)
+    if mode == "mean":
+        real_N1 = (torch.ones_like(input) if padding_idx is None else input != padding_idx % rows).sum(1, keepdim=True)
+        scale_NT = scale_NT / real_N1.clamp(min=1)
+    g_NTd = wide(grad)[:, None, :] * scale_NT[:, :, None]
+    return {"weight": Gather(use.split(input).reshape(use.num_samples, -1), use.positions(g_NTd), rows)}
+
+
+def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
+    """`table[ids]`; tables of any shape."""
+    if (
+        not isinstance(index, Tensor)
+        or index.dtype not in (torch.int64, torch.int32)
+        or use.shapes["input"].numel() == 0
+    ):
+        raise use.refuse("only indexing by one tensor of integers has a rule.")
+    shape = use.shapes["input"]
+    ids_BT = use.split(index).reshape(use.num_samples, -1).long() % shape[0]
+    g_BTd = use.positions(grad, len(shape) - 1).reshape(*ids_BT.shape, -1)
+    return {"input": Gather(ids_BT, g_BTd, shape[0])}
+
+
+def index_select(use: Use, grad: Tensor, input: Tensor, dim: int, index: Tensor) -> Grads:
+    """`torch.index_select(table, 0, ids)`."""
+    if dim != 0:
+        raise use.refuse("only dim=0 has a rule.")
+    return getitem(use, grad, input, index)
+
+
+RULES = (
+    Rule((F.embedding,), embedding, {"weight": ("input",)}, form),
+    Rule((F.embedding_bag,), embedding_bag, {"weight": ("input", "per_sample_weights")}, form),
+    Rule((Tensor.__getitem__,), getitem, {"input": ("index",)}, form),
+    Rule((torch.index_select, Tensor.index_select), index_select, {"input": ("index",)}, form),
+)

@@ -1,0 +1,96 @@
+"""Matrices: linear, addmm (Hugging Face Conv1D), matmul, bilinear. `grad_i = sum_t g_t x_t^T`, bias `sum_t g_t`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, wide
+from dpfunc.engines.rules.table import Form, Grads, Rule, Use
+
+# Operations that a core does while memory moves one number three times: what a formed gradient costs beside its product.
+OPERATIONS_A_NUMBER = 30
+# Formed gradients of more numbers a sample leave the cache.
+LARGEST_FORMED = 2**21
+
+
+def form(use: Use) -> Form:
+    """Form the gradients where they are smaller than their factors, or where that costs less than their ghost norm."""
+    matrices = [shape for shape in use.shapes.values() if len(shape) > 1]
+    if not matrices:
+        return "dense"
+    p, d = matrices[0][-2:]
+    positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
+    if p * d <= positions * min(p, d):
+        return "dense"
+    cheaper = OPERATIONS_A_NUMBER * p * d <= positions**2 * (p + d)
+    return "dense" if cheaper and p * d <= LARGEST_FORMED else "factors"
+
+
+def column_sum(use: Use, grad: Tensor) -> Dense:
+    """The sum over the positions of each sample: what a bias gets."""
+    return Dense(wide(use.positions(grad)).sum(1))
+
+
+def linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Grads:
+    """`y = x W^T + b`."""
+    grads: dict[str, PerSampleGrad] = {}
+    if "weight" in use.wanted:
+        grads["weight"] = Outer(use.positions(grad), use.positions(input), tuple(use.shapes["weight"]))
+    if "bias" in use.wanted:
+        grads["bias"] = column_sum(use, grad)
+    return grads
+
+
+def addmm(
+    use: Use, grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Grads:
+    """`y = b + x W`."""
+    if beta != 1 or alpha != 1:
+        raise use.refuse("beta and alpha other than 1 have no rule.")
+    grads: dict[str, PerSampleGrad] = {}
+    if "mat2" in use.wanted:
+        grads["mat2"] = Outer(use.positions(mat1), use.positions(grad), tuple(use.shapes["mat2"]))
+    if "input" in use.wanted:
+        if len(use.shapes["input"]) != 1:
+            raise use.refuse("the added parameter is not a vector.")
+        grads["input"] = column_sum(use, grad)
+    return grads
+
+
+def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
+    """`y = x W` with a matrix or a vector W, `y = W x` with a matrix W."""
+    argument = next(iter(use.wanted))
+    shape = tuple(use.shapes[argument])
+    if argument == "other" and len(shape) == 2:
+        return {"other": Outer(use.positions(input), use.positions(grad), shape)}
+    if argument == "other" and len(shape) == 1:
+        return {"other": Outer(use.positions(input), use.positions(grad[..., None]), shape)}
+    if argument == "input" and len(shape) == 2 and len(use.output) > 2 and use.layout.axis < len(use.output) - 2:
+        return {"input": Outer(use.positions(grad.mT), use.positions(other.mT), shape)}
+    raise use.refuse("only vectors and matrices have a rule here; write it as torch.einsum.")
+
+
+def bilinear(
+    use: Use, grad: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Grads:
+    """`y_o = x1^T W_o x2 + b_o`."""
+    grads: dict[str, PerSampleGrad] = {}
+    if "weight" in use.wanted:
+        products_BTq = (use.positions(input1)[..., :, None] * use.positions(input2)[..., None, :]).flatten(2)
+        grads["weight"] = Outer(use.positions(grad), products_BTq, tuple(use.shapes["weight"]))
+    if "bias" in use.wanted:
+        grads["bias"] = column_sum(use, grad)
+    return grads
+
+
+MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+RULES: Sequence[Rule] = (
+    Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
+    Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),
+    Rule(MATMULS, matmul, {"other": ("input",), "input": ("other",)}, form),
+    Rule((F.bilinear, torch.bilinear), bilinear, {"weight": ("input1", "input2"), "bias": ()}, form),
+)

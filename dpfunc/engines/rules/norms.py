@@ -1,0 +1,140 @@
+"""Normalisations: `y = w * norm(x) + b`. The weight gets `sum_t g_t * norm(x)_t`, the bias `sum_t g_t`.
+
+norm(x) is computed again from x, which autograd keeps anyway: less memory than a second activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+from dpfunc.engines.per_sample import Dense, wide
+from dpfunc.engines.rules.table import Grads, Rule, Use
+
+
+def _last_axes(use: Use, grad: Tensor, normed: Tensor | None) -> Grads:
+    features = len(next(iter(use.shapes.values())))
+    grads = {}
+    if "weight" in use.wanted and normed is not None:
+        grads["weight"] = Dense(use.positions(wide(grad) * normed, features).sum(1))
+    if "bias" in use.wanted:
+        grads["bias"] = Dense(use.positions(wide(grad), features).sum(1))
+    return grads
+
+
+def _channels(use: Use, grad: Tensor, normed: Tensor | None) -> Grads:
+    grads = {}
+    if "weight" in use.wanted and normed is not None:
+        grads["weight"] = _per_channel(use, wide(grad) * normed)
+    if "bias" in use.wanted:
+        grads["bias"] = _per_channel(use, wide(grad))
+    return grads
+
+
+def _per_channel(use: Use, values: Tensor) -> Dense:  # (B, m, C, ...) -> (B, C)
+    if use.layout.axis != 0:
+        raise use.refuse("the samples are not on axis 0 of (N, C, ...).")
+    rows_B = use.split(values)
+    return Dense(rows_B.sum([axis for axis in range(1, rows_B.ndim) if axis != 2]))
+
+
+def layer_norm(
+    use: Use,
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Grads:
+    """Over the last axes."""
+    normed = F.layer_norm(wide(input), list(normalized_shape), None, None, eps) if "weight" in use.wanted else None
+    return _last_axes(use, grad, normed)
+
+
+def rms_norm(
+    use: Use,
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Grads:
+    """Over the last axes, without centring."""
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return _last_axes(use, grad, F.rms_norm(wide(input), list(normalized_shape), None, eps))
+
+
+def group_norm(
+    use: Use,
+    grad: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Grads:
+    """Over groups of channels."""
+    normed = F.group_norm(wide(input), num_groups, None, None, eps) if "weight" in use.wanted else None
+    return _channels(use, grad, normed)
+
+
+def instance_norm(
+    use: Use,
+    grad: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Grads:
+    """Over each channel of each sample."""
+    if not use_input_stats:
+        return batch_norm(use, grad, input, running_mean, running_var, weight, bias, False, momentum, eps)
+    normed = F.instance_norm(wide(input), eps=eps) if "weight" in use.wanted else None
+    return _channels(use, grad, normed)
+
+
+def batch_norm(
+    use: Use,
+    grad: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Grads:
+    """With fixed statistics only; with those of the batch the samples would influence each other."""
+    if training or running_mean is None or running_var is None:
+        raise use.refuse("the statistics of a batch mix its samples. Use dpfunc.replace_batchnorm(model).")
+    if "weight" not in use.wanted:
+        return _channels(use, grad, None)
+    return _channels(use, grad, F.batch_norm(wide(input), wide(running_mean), wide(running_var), eps=eps))
+
+
+def prelu(use: Use, grad: Tensor, input: Tensor, weight: Tensor) -> Grads:
+    """`y = max(x, 0) + w min(x, 0)`, with one weight, or one a channel."""
+    product = wide(grad) * wide(input).clamp(max=0)
+    if use.shapes["weight"].numel() == 1:
+        return {"weight": Dense(use.split(product).flatten(1).sum(1, keepdim=True))}
+    return {"weight": _per_channel(use, product)}
+
+
+X: tuple[str, ...] = ("input",)
+RULES = (
+    Rule((F.layer_norm,), layer_norm, {"weight": X, "bias": ()}),
+    Rule((F.rms_norm, torch.rms_norm), rms_norm, {"weight": X}),
+    Rule((F.group_norm,), group_norm, {"weight": X, "bias": ()}),
+    Rule((F.instance_norm,), instance_norm, {"weight": ("input", "running_mean", "running_var"), "bias": ()}),
+    Rule((F.batch_norm,), batch_norm, {"weight": ("input", "running_mean", "running_var"), "bias": ()}),
+    Rule((F.prelu, torch.prelu), prelu, {"weight": X}),
+)

@@ -1,0 +1,57 @@
+"""Operations that broadcast: `w * x`, `x + b`, and expanding a parameter to the samples (a class token).
+
+The parameter is replaced by a private copy for each sample, without memory (stride 0), and autograd does the rest: the
+gradient of the copies is the per-sample gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.layout import Layout
+from dpfunc.errors import UnsupportedModel
+
+_NAMES = ("add", "sub", "mul", "div", "true_divide", "rsub", "where", "lerp", "maximum", "minimum", "pow", "addcmul")
+_METHODS = (*_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
+            "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "multiply", "subtract", "divide")  # fmt: skip
+POINTWISE: frozenset[Callable[..., Any]] = frozenset(
+    getattr(owner, name) for owner in (torch, Tensor) for name in _METHODS if hasattr(owner, name)
+)
+EXPANDING: frozenset[Callable[..., Any]] = frozenset(
+    (Tensor.expand, Tensor.expand_as, Tensor.repeat, Tensor.broadcast_to, torch.broadcast_to, torch.tile, Tensor.tile)
+)
+
+
+def copies_for(
+    name: str, op: str, param: Tensor, output: torch.Size, layout: Layout, num_samples: int
+) -> tuple[Tensor, Tensor, int | None]:
+    """Private copies of a parameter that broadcast with a result of shape `output`.
+
+    Returns:
+        The leaf whose gradient is wanted; what stands in for the parameter; and the leaf's axis of samples, or None
+        where there is one sample and the leaf has the parameter's own shape.
+    """
+    if num_samples == 1:
+        leaf = param.detach().requires_grad_()
+        return leaf, leaf, None
+    aligned = (1,) * (len(output) - param.ndim) + tuple(param.shape)
+    if len(aligned) != len(output) or aligned[layout.axis] != 1:
+        raise UnsupportedModel(
+            f"{op} of parameter {name!r} {tuple(param.shape)}, result {tuple(output)}: the samples are on axis "
+            f'{layout.axis}, which is an axis of the parameter. Use engine="vmap" or "loop".'
+        )
+    other = output[layout.axis] // num_samples
+    value = param.detach().reshape(aligned)
+    if other == 1:
+        leaf = value.expand(*aligned[: layout.axis], num_samples, *aligned[layout.axis + 1 :]).requires_grad_()
+        return leaf, leaf, layout.axis
+    axis = layout.axis + int(layout.minor)
+    value = value.unsqueeze(layout.axis)
+    leaf = value.expand(*value.shape[:axis], num_samples, *value.shape[axis + 1 :]).requires_grad_()
+    sizes = list(leaf.shape)
+    sizes[layout.axis + int(not layout.minor)] = other
+    return leaf, leaf.expand(sizes).flatten(layout.axis, layout.axis + 1), axis

@@ -1,0 +1,88 @@
+"""What a rule is: how one operation's use of a parameter gives per-sample gradients. And the table of all rules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.layout import Layout
+from dpfunc.engines.per_sample import PerSampleGrad
+from dpfunc.errors import UnsupportedModel
+
+Grads = Mapping[str, PerSampleGrad]
+Form = Literal["dense", "factors"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of parameters by one operation.
+
+    Args:
+        rule: what applies. name: of the operation. num_samples: B.
+        wanted: argument of the operation -> name of the parameter. targets: -> identity of its tensor.
+        shapes: argument -> shape of the parameter there.
+        layout: where the samples are, in the operation's result and in its inputs.
+        options: the operation's other arguments, without the tensors that the rule does not need.
+        output: shape of the result.
+    """
+
+    rule: Rule
+    name: str
+    num_samples: int
+    wanted: Mapping[str, str]
+    targets: Mapping[str, int]
+    shapes: Mapping[str, torch.Size]
+    layout: Layout
+    options: Mapping[str, Any]
+    output: torch.Size
+
+    def split(self, tensor: Tensor) -> Tensor:
+        """(..., B * m, ...) -> (B, ..., m, ...)."""
+        return self.layout.split(tensor, self.num_samples)
+
+    def positions(self, tensor: Tensor, features: int = 1) -> Tensor:
+        """-> (B, T, *features): all axes but the last `features` become positions of one sample."""
+        if self.layout.axis >= tensor.ndim - features:
+            raise self.refuse("the samples are on an axis of the parameter.")
+        rows_B = self.split(tensor)
+        return rows_B.reshape(self.num_samples, -1, *rows_B.shape[rows_B.ndim - features :])
+
+    def refuse(self, reason: str) -> UnsupportedModel:
+        """An error that names parameter, operation and shapes."""
+        names = ", ".join(f"{name!r} {tuple(self.shapes[arg])}" for arg, name in self.wanted.items())
+        return UnsupportedModel(
+            f"{self.name} of parameter {names}, result {tuple(self.output)}: {reason} "
+            'Use engine="vmap" or "loop", or leave the parameter out.'
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How per-sample gradients follow from the gradient of an operation's result.
+
+    Args:
+        ops: the functions it is for, as torch calls them.
+        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`, with the arguments named as in the operation
+            and in its order. Tensors that `needs` does not name are None there.
+        needs: argument that may be a parameter -> arguments whose tensors its gradient needs.
+        form: `"dense"` if the gradients are to be formed at once, `"factors"` if they are kept as they are. A function
+            of the use, by shapes; speed and memory only.
+    """
+
+    ops: tuple[Callable[..., Any], ...]
+    grads: Callable[..., Grads]
+    needs: Mapping[str, tuple[str, ...]]
+    form: Callable[[Use], Form] = field(default=lambda use: "dense")
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The operation's arguments by name, defaults included."""
+        signature = inspect.signature(self.grads)
+        own = list(signature.parameters.values())[2:]
+        bound = signature.replace(parameters=own).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)

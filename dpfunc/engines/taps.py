@@ -1,0 +1,53 @@
+"""Autograd functions that let an output pass and catch its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+Catch = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor | None, ...]]
+"""(gradient of the output, saved tensors) -> gradients of the leaves."""
+
+
+class Tap(torch.autograd.Function):
+    """The output itself; in the backward pass its gradient goes on, and to the leaves what `catch` makes of it.
+
+    The leaves are tensors without memory, whose gradients are asked for: so nothing is done by side effects, and what
+    must be saved is saved by autograd, which gradient checkpointing relies on.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # its arguments are known
+        ctx: Any,  # noqa: ANN401
+        output: Tensor,
+        catch: Catch,
+        num_saved: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        """Tensors: those to save, then the leaves."""
+        ctx.catch, ctx.num_saved, ctx.num_leaves = catch, num_saved, len(tensors) - num_saved
+        ctx.save_for_backward(*tensors[:num_saved])
+        if torch.compiler.is_compiling():
+            return output.view_as(output)
+        ctx.mark_dirty(output)  # a view could not be written into by an in-place activation
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradient goes on as it is."""
+        caught = ctx.catch(grad, ctx.saved_tensors)  # type: ignore[attr-defined]
+        return (grad, None, None, *(None for _ in range(ctx.num_saved)), *caught)  # type: ignore[attr-defined]
+
+
+def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A leaf of any shape without memory."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_()
+
+
+def as_it_is(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Catches the gradient of the output itself."""
+    return (grad,)

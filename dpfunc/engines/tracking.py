@@ -1,0 +1,256 @@
+"""Sees every torch function that takes a trained parameter, while one call of an engine lasts, and applies its rule.
+
+Nothing is patched: a TorchFunctionMode is active inside the call. Parameters are found by identity. A value that is
+computed from parameters alone (a transposed weight, a table of positions) is tracked like a parameter; its per-sample
+gradients go back through ordinary autograd at the end. A use that no rule sees would reach the parameter through
+autograd, which is checked: nothing is silently left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dpfunc.engines.layout import SHARED, Layout
+from dpfunc.engines.rules import COMPOSITES, EXPANDING, POINTWISE, RULES
+from dpfunc.engines.rules.pointwise import copies_for
+from dpfunc.engines.rules.table import Rule, Use
+from dpfunc.errors import UnsupportedModel
+
+Key = tuple[str, str, tuple[int, ...]]
+"""Parameter, operation, dimensions of its tensors: uses with the same key have the same layout."""
+
+Layouts = dict[Key, Layout | None]
+
+
+# The gradient of what these give is that of their argument, in another order or shape.
+TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
+RESHAPING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "view",
+        "reshape",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "to",
+        "type",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+    )
+    if hasattr(owner, name)
+)
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A parameter, or a value computed from parameters alone. The tensor requires a gradient.
+
+    Args:
+        name: of the parameter, with the operations that made the value. parent: the identity of the tensor of which
+            this one is the transpose or a reshaping.
+    """
+
+    name: str
+    tensor: Tensor
+    parent: int | None = None
+    transposed: bool = False
+
+
+class Recorder(Protocol):
+    """What an engine does with uses."""
+
+    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+        """A use by a rule; returns the output that the model goes on with."""
+        ...
+
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+        """A leaf that holds a private copy of a parameter for each sample, on `axis`."""
+        ...
+
+    def unknown(self, key: Key, output: Tensor) -> Tensor:
+        """A use whose layout is not known yet; returns the output that the model goes on with."""
+        ...
+
+
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments, also inside of lists and tuples."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
+
+
+@dataclass(eq=False)
+class Tracker(TorchFunctionMode):
+    """The mode. Used once, for one forward and backward pass.
+
+    Args:
+        params: leaves that require gradients. num_samples: B. layouts: what is known; None means shared by all samples.
+    """
+
+    params: Mapping[str, Tensor]
+    num_samples: int
+    layouts: Layouts
+    recorder: Recorder
+    tracked: dict[int, Tracked] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        for name, param in self.params.items():
+            self.tracked[id(param)] = Tracked(name, param)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+        kwargs = {} if kwargs is None else kwargs
+        tensors = tensors_in((*args, *kwargs.values()))
+        found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
+        if not found or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func in COMPOSITES:
+            with self:
+                return COMPOSITES[func](*args, **kwargs)
+        if len(found) == len(tensors) and not (func in EXPANDING and self._expands_to_samples(func, args, kwargs)):
+            return self._derive(func, args, kwargs, found)
+        return self._use(func, args, kwargs, tensors, found)
+
+    def _expands_to_samples(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        with torch.no_grad():
+            shape, own = func(*args, **kwargs).shape, args[0].shape
+        padded = (1,) * (len(shape) - len(own)) + tuple(own)
+        return any(new != old and new % self.num_samples == 0 for new, old in zip(shape, padded, strict=True))
+
+    def _derive(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[Tracked]
+    ) -> Any:  # noqa: ANN401
+        result = func(*args, **kwargs)
+        name = f"{found[0].name}.{_name(func)}"
+        if isinstance(result, Tensor) and func in TRANSPOSING | RESHAPING and id(result) not in self.tracked:
+            parent = id(found[0].tensor)
+            if result.requires_grad and (func in RESHAPING or result.ndim == 2):
+                self.tracked[id(result)] = Tracked(name, result, parent, func in TRANSPOSING)
+        for index, value in enumerate(result if isinstance(result, (list, tuple)) else [result]):
+            if isinstance(value, Tensor) and value.requires_grad and id(value) not in self.tracked:
+                self.tracked[id(value)] = Tracked(name if value is result else f"{name}[{index}]", value)
+        return result
+
+    def _use(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        found: Sequence[Tracked],
+    ) -> Any:  # noqa: ANN401
+        pointwise = func in POINTWISE or func in EXPANDING
+        if not pointwise and func not in RULES:
+            raise no_rule(func, tensors, found)
+        key = (found[0].name, _name(func), tuple(tensor.ndim for tensor in tensors))
+        layout = Layout(0) if self.num_samples == 1 else self.layouts.get(key, SHARED)
+        if self.num_samples > 1 and key in self.layouts and layout is SHARED:
+            return self._derive(func, args, kwargs, found)
+        if self.num_samples > 1 and key not in self.layouts:
+            return self.recorder.unknown(key, self._plainly(func, args, kwargs))
+        if layout is not None and pointwise:
+            return self._pointwise(func, args, kwargs, found, layout)
+        return self._rule(RULES[func], func, args, kwargs, found, layout or Layout(0))
+
+    def _replaced(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
+        if isinstance(value, Tensor) and id(value) in self.tracked:
+            return value.detach() if by is None else by[id(value)]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._replaced(item, by) for item in value)
+        return value
+
+    def _plainly(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        result: Tensor = func(
+            *(self._replaced(value) for value in args), **{name: self._replaced(v) for name, v in kwargs.items()}
+        )
+        return result
+
+    def _pointwise(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        found: Sequence[Tracked],
+        layout: Layout,
+    ) -> Tensor:
+        output = self._shape(func, args, kwargs)
+        by: dict[int, Tensor] = {}
+        for tracked in found:
+            leaf, aligned, axis = copies_for(
+                tracked.name, _name(func), tracked.tensor, output, layout, self.num_samples
+            )
+            self.recorder.copies(tracked, leaf, axis)
+            by[id(tracked.tensor)] = aligned
+        if func in EXPANDING:
+            return by[id(found[0].tensor)].expand(output)
+        result: Tensor = func(
+            *(self._replaced(v, by) for v in args), **{name: self._replaced(v, by) for name, v in kwargs.items()}
+        )
+        return result
+
+    def _shape(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Size:
+        if func in EXPANDING:
+            with torch.no_grad():
+                shape: torch.Size = func(*args, **kwargs).shape
+                return shape
+        return torch.broadcast_shapes(*(tensor.shape for tensor in tensors_in((*args, *kwargs.values()))))
+
+    def _rule(
+        self,
+        rule: Rule,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        found: Sequence[Tracked],
+        layout: Layout,
+    ) -> Tensor:
+        bound = rule.bind(args, kwargs)
+        wanted = {
+            argument: self.tracked[id(value)].name
+            for argument, value in bound.items()
+            if isinstance(value, Tensor) and id(value) in self.tracked
+        }
+        needed = {name for argument in wanted for name in rule.needs.get(argument, ())}
+        if len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
+            raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
+        output = self._plainly(func, args, kwargs)
+        shapes = {argument: bound[argument].shape for argument in wanted}
+        targets = {argument: id(bound[argument]) for argument in wanted}
+        options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
+        use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, output.shape)
+        if not layout.fits(output.shape, self.num_samples):
+            raise use.refuse(f"its samples were expected on axis {layout.axis}.")
+        return self.recorder.use(use, output, {name: bound[name] for name in sorted(needed)})
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def no_rule(func: Callable[..., Any], tensors: Sequence[Tensor], found: Sequence[Tracked]) -> UnsupportedModel:
+    """An error that names the parameter, the operation, the shapes and the way out."""
+    names = ", ".join(f"{tracked.name!r} {tuple(tracked.tensor.shape)}" for tracked in found)
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    return UnsupportedModel(
+        f"No rule gives per-sample gradients for {_name(func)} of parameter {names}; its tensors have shapes {shapes}. "
+        'Use engine="vmap" or "loop", leave the parameter out, or add a rule with dpfunc.engines.register_rule.'
+    )
