@@ -1,0 +1,1 @@
+"""Time and memory of dpfunc's engines and of other libraries, on the same tensors: `python -m benchmarks.engines`."""

@@ -1,0 +1,164 @@
+"""Who takes part: the step without privacy, dpfunc's engines, and Opacus. Each may change the module it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import dpfunc
+from benchmarks.engines.problem import Problem, trained
+from dpfunc.clipped import make_clipped_grad
+from dpfunc.clipping import Flat
+from dpfunc.clipping.bounds import SLACK
+
+PLAIN = "plain"
+ENGINES = ("vmap", "loop", "bookkeeping", "ghost", "auto")
+OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-functorch")
+NAMES = (PLAIN, *ENGINES, *OPACUS)
+
+
+class Contestant(NamedTuple):
+    """A prepared step.
+
+    Args:
+        step: one step; returns the clipped sum, or for the plain step nothing. clear: drop what a step leaves behind.
+        bound: the clip norm that is kept to.
+    """
+
+    step: Callable[[], Mapping[str, Tensor] | None]
+    clear: Callable[[], None]
+    bound: float
+
+
+def plain(problem: Problem) -> Contestant:
+    """Forward, mean loss, backward into `.grad`; no optimizer."""
+    module = problem.module
+
+    def clear() -> None:
+        module.zero_grad(set_to_none=True)
+
+    def step() -> None:
+        clear()
+        problem.losses(module(problem.inputs), problem.targets).mean().backward()
+
+    return Contestant(step, clear, problem.clip_norm)
+
+
+def microbatch(text: str) -> int | str | None:
+    """`none`, `auto` or a number, as `make_clipped_grad` wants it."""
+    return None if text == "none" else text if text == "auto" else int(text)
+
+
+def ours(problem: Problem, engine_name: str, microbatch_size: str) -> Contestant:
+    """One of dpfunc's engines with flat clipping."""
+    make_engine = getattr(dpfunc.engines, engine_name, None)
+    if make_engine is None:
+        raise NotImplementedError(f"dpfunc has no engine {engine_name}")
+    forward, params = dpfunc.functionalize(problem.module)
+
+    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> Tensor:
+        inputs, targets = batch
+        return problem.losses(forward(params, inputs), targets)
+
+    options: dict[str, Any] = {"engine": make_engine(), "microbatch_size": microbatch(microbatch_size)}
+    clipped_grad = make_clipped_grad(loss_fn, Flat(clip_norm=problem.clip_norm), **options)
+    batch = (problem.inputs, problem.targets)
+
+    def step() -> Mapping[str, Tensor]:
+        clipped, _ = clipped_grad(params, batch)
+        return clipped.sums
+
+    return Contestant(step, lambda: None, problem.clip_norm * (1 - SLACK))
+
+
+def opacus_module(problem: Problem) -> nn.Module:
+    """The module, or its stand-in where Opacus has a layer of its own because it has no rule for torch's."""
+    return problem.stand_in(problem.module).train() if problem.stand_in else problem.module
+
+
+def opacus_instantiated(problem: Problem, *, functorch: bool) -> Contestant:
+    """Opacus with one gradient a sample in memory, by layer rules or by functorch, then flat clipping."""
+    from opacus import GradSampleModule
+
+    module = opacus_module(problem)
+    names = trained(module)
+    wrapped = GradSampleModule(module, force_functorch=functorch)
+
+    def clear() -> None:
+        wrapped.zero_grad(set_to_none=True)  # its grad_sample as well
+
+    def step() -> Mapping[str, Tensor]:
+        clear()
+        problem.losses(wrapped(problem.inputs), problem.targets).mean().backward()
+        grads = {name: param.grad_sample for name, param in names.items()}
+        norms_B = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads.values()]).norm(dim=0)
+        factors_B = (problem.clip_norm / (norms_B + 1e-6)).clamp(max=1.0)
+        return {name: torch.einsum("i,i...", factors_B, grad) for name, grad in grads.items()}
+
+    return Contestant(step, clear, problem.clip_norm)
+
+
+def opacus_ghost(problem: Problem) -> Contestant:
+    """Opacus' ghost clipping: norms in a first backward pass, the weighted sum in a second."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+    module = opacus_module(problem)
+    names = trained(module)
+    wrapped = GradSampleModuleFastGradientClipping(module, max_grad_norm=problem.clip_norm)
+    optimizer = torch.optim.SGD(names.values(), lr=0.0)  # its zero_grad is called between the passes
+
+    def clear() -> None:
+        wrapped.zero_grad(set_to_none=True)
+
+    def step() -> Mapping[str, Tensor]:
+        clear()
+        losses_B = problem.losses(wrapped(problem.inputs), problem.targets)
+        DPTensorFastGradientClipping(wrapped, optimizer, losses_B).backward()
+        return {name: param.grad for name, param in names.items() if param.grad is not None}
+
+    return Contestant(step, clear, problem.clip_norm)
+
+
+def known(name: str) -> bool:
+    """Whether a contestant of this name exists: an engine may carry its microbatch, as in `bookkeeping/4`."""
+    base, slash, size = name.partition("/")
+    if slash:
+        return base in ENGINES and (size in ("none", "auto") or (size.isdigit() and int(size) > 0))
+    return name in NAMES
+
+
+def microbatch_of(name: str, default: str) -> str:
+    """The microbatch of a contestant: its own, else the default for engines, else none."""
+    base, _, size = name.partition("/")
+    return size or (default if base in ENGINES else "none")
+
+
+def prepare(name: str, problem: Problem, microbatch_size: str = "none") -> Contestant:
+    """Set a contestant up.
+
+    Args:
+        name: one of NAMES, an engine with or without its microbatch. problem: its module is the contestant's now.
+        microbatch_size: of engines whose name carries none.
+
+    Raises:
+        whatever the contestant raises when it does not take the module.
+    """
+    base = name.partition("/")[0]
+    if name == PLAIN:
+        return plain(problem)
+    if base in ENGINES:
+        return ours(problem, base, microbatch_of(name, microbatch_size))
+    if name == "opacus-ghost":
+        return opacus_ghost(problem)
+    return opacus_instantiated(problem, functorch=name == "opacus-functorch")
+
+
+def reason(error: BaseException) -> str:
+    """Why a contestant does not run, in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    text = f"{type(error).__name__}: {lines[0].strip()}"
+    return "x: " + (text if len(text) <= 180 else text[:177] + "...")
