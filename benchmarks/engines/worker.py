@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -67,10 +68,13 @@ def largest_batch(spec: Mapping[str, Any]) -> dict[str, Any]:
 def answer(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What is asked for, or the reason why there is none."""
     torch.set_num_threads(spec["threads"])
+    gc.freeze()  # what imports made need not be looked at again by each collection
     try:
         result = largest_batch(spec) if "limit_mib" in spec else step_memory(spec, None)
     except Exception as error:  # noqa: BLE001  (a contestant may fail in any way; that is its result)
         return {"status": reason(error)}
+    finally:
+        gc.unfreeze()
     return {"status": "ok", **result}
 
 
