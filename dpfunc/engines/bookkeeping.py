@@ -32,14 +32,15 @@ def exact(device: torch.device) -> AbstractContextManager[None]:
 
 
 def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
-    """The rule's answer."""
-    with exact(grad.device), torch.no_grad():
+    """The rule's answer; its own operations are not looked at."""
+    with torch._C.DisableTorchFunction(), exact(grad.device), torch.no_grad():
         return use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
 
 
 def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     grads = form_grads(use, names, grad, saved)
-    return tuple(grads[argument].dense() for argument in use.wanted)
+    with torch._C.DisableTorchFunction(), exact(grad.device), torch.no_grad():
+        return tuple(grads[argument].dense() for argument in use.wanted)
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Book:
         """Private copies: their gradient is the answer."""
         if not self.closed:
             self.leaves.append(copies)
-            self.readers.append(partial(_read_copies, tracked, axis))
+            self.readers.append(partial(read_copies, tracked, axis))
 
     def unknown(self, key: Key, output: Tensor) -> Tensor:
         """Not seen when the layouts were learnt."""
@@ -94,7 +95,7 @@ def _read_factors(use: Use, names: Sequence[str], saved: Sequence[Tensor], grad:
     return {target: grads[argument] for argument, target in use.targets.items()}
 
 
-def _read_copies(tracked: Tracked, axis: int | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
+def read_copies(tracked: Tracked, axis: int | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
     grads_B = grad[None] if axis is None else grad.movedim(axis, 0)
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 
@@ -144,12 +145,17 @@ def _keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
     book = Book()
     tracker = Tracker(leaves, num_samples, known, book)
-    with torch.enable_grad(), backward_inside(), tracker:
-        losses_B = loss_fn(leaves, batch)
-        check_differentiable(losses_B, num_samples)
-        book.closed = True
-        targets = (*book.leaves, *leaves.values())
-        caught = torch.autograd.grad(losses_B.sum(), targets, allow_unused=True)
+    if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
+        with torch.enable_grad(), tracker:
+            losses_B = loss_fn(leaves, batch)
+        with torch.enable_grad():
+            caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *leaves.values()), allow_unused=True)
+    else:
+        with torch.enable_grad(), backward_inside(), tracker:
+            losses_B = loss_fn(leaves, batch)
+            check_differentiable(losses_B, num_samples)
+            book.closed = True
+            caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *leaves.values()), allow_unused=True)
     refuse_escaped(leaves, caught[len(book.leaves) :])
     uses: dict[int, list[PerSampleGrad]] = {}
     for reader, grad in zip(book.readers, caught, strict=False):

@@ -6,24 +6,49 @@ then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
-_open: ContextVar[ExitStack | None] = ContextVar("dpfunc_backward_inside", default=None)
+_open: ContextVar[Scope | None] = ContextVar("dpfunc_backward_scope", default=None)
+
+Swap = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass
+class Scope:
+    """What stays swapped until the backward pass is done. `again` swaps once more, for a second backward pass."""
+
+    stack: ExitStack = field(default_factory=ExitStack)
+    swaps: list[Swap] = field(default_factory=list)
+
+    def hold(self, swap: Swap) -> None:
+        """Enter a context now, and leave it when the backward pass is done."""
+        self.stack.enter_context(swap())
+        self.swaps.append(swap)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """All contexts that were held, once more."""
+        with ExitStack() as stack:
+            for swap in self.swaps:
+                stack.enter_context(swap())
+            yield
 
 
 @contextmanager
-def backward_inside() -> Iterator[None]:
-    """Inside, `until_backward()` gives a stack that is unwound when the block ends."""
-    with ExitStack() as stack:
-        token = _open.set(stack)
+def backward_inside() -> Iterator[Scope]:
+    """Inside, `until_backward()` gives a scope that is unwound when the block ends."""
+    scope = Scope()
+    with scope.stack:
+        token = _open.set(scope)
         try:
-            yield
+            yield scope
         finally:
             _open.reset(token)
 
 
-def until_backward() -> ExitStack | None:
-    """The stack of the engine around us, or None."""
+def until_backward() -> Scope | None:
+    """The scope of the engine around us, or None."""
     return _open.get()

@@ -8,7 +8,7 @@ autograd, which is checked: nothing is silently left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,8 +55,8 @@ class Tracked:
     """A parameter, or a value computed from parameters alone. The tensor requires a gradient.
 
     Args:
-        name: of the parameter, with the operations that made the value. parent: the identity of the tensor of which
-            this one is the transpose or a reshaping.
+        name: of the parameter. tensor: the value. parent: the identity of the tensor of which this one is the
+            transpose or a reshaping.
     """
 
     name: str
@@ -119,16 +119,34 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (whatever the function returns)
         kwargs = {} if kwargs is None else kwargs
+        if func is Tensor.unflatten:  # a method in Python, which dynamo cannot trace inside of a mode
+            func = torch.unflatten
+        if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
+            return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
         found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
-        if not found or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
             return func(*args, **kwargs)
+        if func is torch.autograd.backward:
+            raise UnsupportedModel(
+                "The loss calls backward() inside of itself, as reentrant gradient checkpointing does: its gradients "
+                "would be lost. Use the non-reentrant kind: use_reentrant=False."
+            )
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
         if len(found) == len(tensors) and not (func in EXPANDING and self._expands_to_samples(func, args, kwargs)):
             return self._derive(func, args, kwargs, found)
         return self._use(func, args, kwargs, tensors, found)
+
+    def _concerned(self, values: Iterable[Any]) -> bool:  # the hot path: called for every torch function
+        tracked = self.tracked
+        for value in values:
+            if id(value) in tracked:
+                return True
+            if isinstance(value, (list, tuple)) and any(id(item) in tracked for item in value):
+                return True
+        return False
 
     def _expands_to_samples(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         with torch.no_grad():
@@ -140,14 +158,14 @@ class Tracker(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[Tracked]
     ) -> Any:  # noqa: ANN401
         result = func(*args, **kwargs)
-        name = f"{found[0].name}.{_name(func)}"
+        name = found[0].name
         if isinstance(result, Tensor) and func in TRANSPOSING | RESHAPING and id(result) not in self.tracked:
             parent = id(found[0].tensor)
             if result.requires_grad and (func in RESHAPING or result.ndim == 2):
                 self.tracked[id(result)] = Tracked(name, result, parent, func in TRANSPOSING)
-        for index, value in enumerate(result if isinstance(result, (list, tuple)) else [result]):
+        for value in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(value, Tensor) and value.requires_grad and id(value) not in self.tracked:
-                self.tracked[id(value)] = Tracked(name if value is result else f"{name}[{index}]", value)
+                self.tracked[id(value)] = Tracked(name, value)
         return result
 
     def _use(
@@ -161,7 +179,7 @@ class Tracker(TorchFunctionMode):
         pointwise = func in POINTWISE or func in EXPANDING
         if not pointwise and func not in RULES:
             raise no_rule(func, tensors, found)
-        key = (found[0].name, _name(func), tuple(tensor.ndim for tensor in tensors))
+        key = (found[0].name, _kind(func), tuple(tensor.ndim for tensor in tensors))
         layout = Layout(0) if self.num_samples == 1 else self.layouts.get(key, SHARED)
         if self.num_samples > 1 and key in self.layouts and layout is SHARED:
             return self._derive(func, args, kwargs, found)
@@ -244,6 +262,19 @@ class Tracker(TorchFunctionMode):
 
 def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", str(func))
+
+
+# `x + b`, `b + x`, `x += b` and `torch.add` are one kind: compiled code calls them by other names.
+KINDS = {
+    form.format(kind): kind
+    for kind in ("add", "sub", "mul", "truediv", "matmul")
+    for form in ("__{}__", "__r{}__", "__i{}__", "{}_")
+}
+
+
+def _kind(func: Callable[..., Any]) -> str:
+    name = _name(func)
+    return KINDS.get(name, name)
 
 
 def no_rule(func: Callable[..., Any], tensors: Sequence[Tensor], found: Sequence[Tracked]) -> UnsupportedModel:

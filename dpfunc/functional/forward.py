@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc.checks import shorten
+from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.names import check_params, select, storage_places
 from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_reentrant, refuse_unsupported
@@ -41,15 +43,42 @@ class Forward:
         check_params(params, self.shapes)
         if torch.compiler.is_compiling():  # dynamo does not trace version counters: what is written into is thrown away
             return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
+        scope = until_backward()
+        if scope is not None:
+            return self._run_until_backward(scope, params, args, kwargs)
         refuse_unsupported(self.module)
         with checkpoint_is_an_error(), self._writing_is_an_error():
             output = self._run(params, self.buffers, args, kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
 
+    def _run_until_backward(
+        self, scope: Scope, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401
+        """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
+        needs them when it repeats parts of the forward pass."""
+        refuse_unsupported(self.module, checkpointing=True)
+        with self._writing_is_an_error():
+            scope.hold(lambda: self._swapped(params))
+            return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _swapped(self, params: Params) -> Iterator[None]:
+        state = self._state(params, self.buffers)
+        before = dict(state)
+        with _reparametrize_module(self.module, state):
+            yield
+        replaced = [place for place, tensor in before.items() if state[place] is not tensor]
+        if replaced:
+            raise _written(replaced)
+
+    def _state(self, params: Params, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {**buffers, **self.frozen, **params}
+        return {place: tensor for name, tensor in tensors.items() for place in self.places[name]}
+
     def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         tensors = {**buffers, **self.frozen, **params}
-        state = {place: tensor for name, tensor in tensors.items() for place in self.places[name]}
+        state = self._state(params, buffers)
         output = functional_call(self.module, state, args, kwargs, tie_weights=False)
         # functional_call leaves in `state` what it found in the module's places after the call.
         replaced = [name for name, tensor in tensors.items() if any(state[p] is not tensor for p in self.places[name])]

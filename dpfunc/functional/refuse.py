@@ -20,8 +20,8 @@ CHECKPOINTED = (
 )
 
 
-def refuse_unsupported(module: nn.Module) -> None:
-    """Look at a module for what cannot work.
+def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> None:
+    """Look at a module for what cannot work; with `checkpointing`, its gradient checkpointing can.
 
     Raises:
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, or an embedding that
@@ -35,7 +35,7 @@ def refuse_unsupported(module: nn.Module) -> None:
         )
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
     on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
-    if on:
+    if on and not checkpointing:
         raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {CHECKPOINTED}")
     bounded = [
         name for name, part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None

@@ -58,7 +58,7 @@ def adaptable(layer: nn.Module) -> bool:
 def low_rank(layer: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`B A x` for each kind of layer."""
     if isinstance(layer, nn.Embedding):
-        return F.linear(F.embedding(x, a.T, layer.padding_idx), b)
+        return F.linear(F.embedding(x, a.t(), layer.padding_idx), b)
     x = x.to(a.dtype)
     if isinstance(layer, nn.Conv2d):
         pad = layer.padding if layer.padding_mode == "zeros" else 0

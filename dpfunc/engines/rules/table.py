@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,8 +82,12 @@ class Rule:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The operation's arguments by name, defaults included."""
-        signature = inspect.signature(self.grads)
-        own = list(signature.parameters.values())[2:]
-        bound = signature.replace(parameters=own).bind(*args, **kwargs)
+        bound = _arguments(self.grads).bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+@functools.cache
+def _arguments(grads: Callable[..., Grads]) -> inspect.Signature:
+    signature = inspect.signature(grads)
+    return signature.replace(parameters=list(signature.parameters.values())[2:])

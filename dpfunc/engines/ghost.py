@@ -1,0 +1,176 @@
+"""Two backward passes and no factors: norms in the first, weighted sums in the second. Least memory.
+
+Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4 (ghost clipping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.bookkeeping import exact, form_grads, nothing, read_copies
+from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.learning import Memory, UnknownLayout
+from dpfunc.engines.per_sample import PerSample, PerSampleGrad
+from dpfunc.engines.rules.table import Use
+from dpfunc.engines.scope import Scope, backward_inside
+from dpfunc.engines.taps import Tap, leaf
+from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
+from dpfunc.errors import InvalidArgument
+from dpfunc.tree import batch_size
+from dpfunc.types import Batch, Engine, LossFn, Params
+
+
+@dataclass
+class Meter:
+    """Measures in the first backward pass, sums in the second.
+
+    Args:
+        params: identity -> name. anchor: a leaf that makes autograd come by every use.
+        counts: identity -> how often it is used; one that is used once needs no factors.
+        kept: identity -> gradients of uses whose norms do not add up: tied ones and derived ones.
+        sq_norms, sums: name -> result. factors: of the second pass; None in the first.
+    """
+
+    params: Mapping[int, str]
+    anchor: Tensor
+    leaves: list[tuple[Tracked, Tensor, int | None]] = field(default_factory=list)
+    counts: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
+    sq_norms: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    factors: Mapping[str, Tensor] | None = None
+    closed: bool = False
+
+    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+        """Comes by in both backward passes."""
+        names = [name for name, tensor in needed.items() if tensor is not None]
+        saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
+        if not self.closed:
+            for target in use.targets.values():
+                self.counts[target] = self.counts.get(target, 0) + 1
+        tapped: Tensor = Tap.apply(output, partial(self._caught, use, names), len(saved), *saved, self.anchor)
+        return tapped
+
+    def _caught(self, use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[None]:
+        single = {arg: target for arg, target in use.targets.items() if self._single(target)}
+        if self.factors is not None and not single:
+            return (None,)
+        grads = form_grads(use, names, grad, saved)
+        with torch._C.DisableTorchFunction(), exact(grad.device), torch.no_grad():
+            for argument, target in use.targets.items():
+                if argument in single and self.factors is None:
+                    self.sq_norms[self.params[target]] = grads[argument].sq_norms()
+                elif argument in single and self.factors is not None:
+                    name = self.params[target]
+                    self.sums[name] = grads[argument].weighted_sum(self.factors[name])
+                elif self.factors is None:
+                    self.kept.setdefault(target, []).append(grads[argument])
+        return (None,)
+
+    def _single(self, target: int) -> bool:
+        return target in self.params and self.counts.get(target) == 1
+
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+        """Private copies are small: their gradients are kept."""
+        if not self.closed:
+            self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
+            self.leaves.append((tracked, copies, axis))
+
+    def unknown(self, key: Key, output: Tensor) -> Tensor:
+        """Not seen when the layouts were learnt."""
+        raise UnknownLayout(key)
+
+
+@dataclass
+class Ghost:
+    """The gradients of B samples, of which only norms exist until they are summed. Sums once."""
+
+    losses_B: Tensor
+    kept: PerSample
+    _meter: Meter = field(repr=False)
+    _tracker: Tracker = field(repr=False)
+    _scope: Scope = field(repr=False)
+    _graph: list[Tensor] = field(repr=False)
+
+    def sq_norms(self) -> dict[str, Tensor]:
+        """Squared norms: name -> (B,)."""
+        norms = {**self.kept.sq_norms(), **self._meter.sq_norms}
+        return {name: norms[name] for name in self._tracker.params}
+
+    def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weighted sums over the samples: name -> parameter shape. Runs the second backward pass.
+
+        Raises:
+            InvalidArgument: called a second time.
+        """
+        if not self._graph:
+            raise InvalidArgument(
+                "The sums of a ghost engine can be taken once: the second backward pass uses the activations up. Use "
+                'engine="bookkeeping".'
+            )
+        if self._meter.sq_norms:
+            self._meter.factors = factors
+            with torch.enable_grad(), self._scope.again(), self._tracker:
+                torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
+        sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
+        return {name: sums[name] for name in self._tracker.params}
+
+
+def ghost() -> Engine:
+    """The engine with the least memory: that of the step without privacy, and at most one layer's factors.
+
+    Like `bookkeeping`, but nothing is kept between the two backward passes, so it takes one backward pass longer.
+    Tied parameters keep their factors: their norms do not add up.
+
+    Returns:
+        An engine `(loss_fn, params, batch) -> PerSampleGrads`, whose weighted sum can be taken once. Unreleased.
+
+    Raises:
+        InvalidArgument: the loss has a wrong shape, or no gradient.
+        UnsupportedModel: an operation without a rule, or samples that influence each other.
+
+    Guarantees:
+        equals a loop over single samples (tests/engines/test_parity.py).
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> per_sample = ghost()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    >>> per_sample.sq_norms()["w"]
+    tensor([25.,  1.])
+    """
+    memory = Memory()
+
+    def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost:
+        if not batch_size(batch):
+            return nothing(params)
+        return memory.retried(loss_fn, params, batch, lambda known: _measure(loss_fn, params, batch, known))
+
+    return engine
+
+
+def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Ghost:
+    num_samples = batch_size(batch)
+    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+    first = next(iter(leaves.values()))
+    meter = Meter({id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device))
+    tracker = Tracker(leaves, num_samples, known, meter)
+    with torch.enable_grad(), backward_inside() as scope, tracker:
+        losses_B = loss_fn(leaves, batch)
+        check_differentiable(losses_B, num_samples)
+        meter.closed = True
+        total = losses_B.sum()
+        copies = [copy for _, copy, _ in meter.leaves]
+        targets = (*copies, *leaves.values(), meter.anchor)
+        caught = torch.autograd.grad(total, targets, allow_unused=True, retain_graph=True)
+    refuse_escaped(leaves, caught[len(copies) : -1])
+    for (tracked, _, axis), grad in zip(meter.leaves, caught, strict=False):
+        if grad is not None:
+            for target, rep in read_copies(tracked, axis, grad).items():
+                meter.kept.setdefault(target, []).append(rep)
+    kept = collect(tracker, leaves, meter.kept)
+    rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
+    return Ghost(losses_B.detach(), PerSample(losses_B.detach(), rest), meter, tracker, scope, [total])
