@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from zoo.language import CASES, FAMILIES, build
-from zoo.parity import differences, truth_of, without_gradient
+from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
 from dpfunc.engines.per_sample import Dense
 
-ENGINES = {name: getattr(engines, name) for name in ("loop", "bookkeeping", "ghost", "auto") if hasattr(engines, name)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 cases = pytest.mark.parametrize(("family", "choice"), CASES, ids=[f"{name}, {choice}" for name, choice in CASES])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from zoo import vision_run
-from zoo.vision_run import CASES, DTYPES, ENGINES, MODELS
+from zoo.parity import ENGINES
+from zoo.vision_run import CASES, DTYPES, MODELS
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".cache" / "vision"

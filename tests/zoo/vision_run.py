@@ -20,13 +20,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import dpfunc
-from dpfunc import engines
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach
 from dpfunc.rng import insecure_key
-from zoo.parity import differences, nonzero_b, roughen, truth_of, without_gradient
+from zoo.parity import ENGINES, differences, nonzero_b, roughen, truth_of, without_gradient
 
-ENGINES = {name: getattr(engines, name) for name in ("loop", "bookkeeping", "ghost", "auto") if hasattr(engines, name)}
 CLASSES, BATCH = 3, 3
 
 
