@@ -23,6 +23,11 @@ $(VENV)/dev: $(VENV)/demo
 	$(PIP) -e '.[dev]'
 	@touch $@
 
+# apart from the environment: torchvision's compiled part is built for another torch, and half of it would break others
+$(VENV)/vision: $(VENV)/dev
+	$(PIP) --no-deps --target .cache/vision timm torchvision
+	@touch $@
+
 demo: $(VENV)/demo
 	$(BIN)/python examples/main_job/fetch.py
 	$(BIN)/python examples/main_job/train.py $(ARGS)
@@ -32,12 +37,13 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: check
+test: check $(VENV)/vision
 	$(BIN)/python examples/main_job/fetch.py
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/noise_cost.py
+	$(BIN)/python -m benchmarks.engines
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.learning import Memory, UnknownLayout
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, accumulation_dtype
+from dpfunc.engines.loop import loop
+from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, accumulation_dtype
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.taps import Tap, as_it_is, leaf
@@ -75,7 +76,7 @@ class Book:
             self.readers += readers
         return tapped
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """Private copies: their gradient is the answer."""
         if not self.closed:
             self.leaves.append(copies)
@@ -95,8 +96,8 @@ def _read_factors(use: Use, names: Sequence[str], saved: Sequence[Tensor], grad:
     return {target: grads[argument] for argument, target in use.targets.items()}
 
 
-def read_copies(tracked: Tracked, axis: int | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
-    grads_B = grad[None] if axis is None else grad.movedim(axis, 0)
+def read_copies(tracked: Tracked, axis: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
+    grads_B = grad.movedim(axis, 0)
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 
 
@@ -126,18 +127,11 @@ def bookkeeping() -> Engine:
     memory = Memory()
 
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
-        num_samples = batch_size(batch)
-        if not num_samples:
-            return nothing(params)
+        if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
+            return loop()(loss_fn, params, batch)
         return memory.retried(loss_fn, params, batch, lambda known: _keep_books(loss_fn, params, batch, known))
 
     return engine
-
-
-def nothing(params: Params) -> PerSample:
-    """The gradients of no samples."""
-    first = next(iter(params.values()))
-    return PerSample(first.new_zeros(0), {name: Zeros(0, param.detach()) for name, param in params.items()})
 
 
 def _keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> PerSample:

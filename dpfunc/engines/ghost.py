@@ -12,9 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpfunc.engines.bookkeeping import exact, form_grads, nothing, read_copies
+from dpfunc.engines.bookkeeping import exact, form_grads, read_copies
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.learning import Memory, UnknownLayout
+from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
@@ -38,7 +39,7 @@ class Meter:
 
     params: Mapping[int, str]
     anchor: Tensor
-    leaves: list[tuple[Tracked, Tensor, int | None]] = field(default_factory=list)
+    leaves: list[tuple[Tracked, Tensor, int]] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
     kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Meter:
     def _single(self, target: int) -> bool:
         return target in self.params and self.counts.get(target) == 1
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """Private copies are small: their gradients are kept."""
         if not self.closed:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
@@ -145,8 +146,8 @@ def ghost() -> Engine:
     memory = Memory()
 
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost:
-        if not batch_size(batch):
-            return nothing(params)
+        if batch_size(batch) < 2:
+            return loop()(loss_fn, params, batch)
         return memory.retried(loss_fn, params, batch, lambda known: _measure(loss_fn, params, batch, known))
 
     return engine

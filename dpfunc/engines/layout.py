@@ -92,6 +92,8 @@ def find(
         and 3 * two[layout.axis] == 2 * three[layout.axis]
         and all(size == three[axis] for axis, size in enumerate(two) if axis != layout.axis)
     ]
+    if not possible and not any(grad is not None and bool((grad != 0).any()) for row in grads for grad in row):
+        return [SHARED]  # computed and not used; were it used after all, the check for escaped uses would see it
     consistent: list[Layout | None] = [
         layout for layout in possible if separates(layout, grads[0], 2) and separates(layout, grads[1], 3)
     ]

@@ -39,7 +39,7 @@ class Watcher:
         """Known: passes."""
         return output
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """Known: passes."""
 
     def unknown(self, key: Key, output: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Watcher:
             raise UnsupportedModel(f"{key[1]} of parameter {key[0]!r} gives {type(output).__name__}: no rule for it.")
         caught = leaf(tuple(output.shape), output.dtype, output.device)
         self.leaves.setdefault(key, []).append(caught)
-        return Tap.apply(output, as_it_is, 0, caught)  # type: ignore[no-untyped-call, no-any-return]
+        return Tap.apply(output.clone(), as_it_is, 0, caught)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def shaken(params: Params) -> dict[str, Tensor]:

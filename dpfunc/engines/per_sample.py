@@ -77,6 +77,10 @@ def sq_sum(flat_BP: Tensor) -> Tensor:
     return rest_B + pieces_BN.square().sum(1)
 
 
+def _flat(grads_B: Tensor) -> Tensor:  # (B,) is (B, 1): a parameter may be a number
+    return grads_B.reshape(len(grads_B), math.prod(grads_B.shape[1:]))
+
+
 @dataclass(frozen=True)
 class Dense:
     """B gradients in memory: (B, *shape)."""
@@ -89,12 +93,12 @@ class Dense:
 
     def sq_norms(self) -> Tensor:
         """Sums of squares, in pieces."""
-        return sq_sum(self.grads_B.flatten(1))
+        return sq_sum(_flat(self.grads_B))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One product of a vector and a matrix."""
         factors_B, grads_B = without_dropped(factors_B, self.grads_B)
-        flat_BP = wide(grads_B.flatten(1))
+        flat_BP = wide(_flat(grads_B))
         return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
 
     @property

@@ -31,9 +31,9 @@ class Tap(torch.autograd.Function):
         """Tensors: those to save, then the leaves."""
         ctx.catch, ctx.num_saved, ctx.num_leaves = catch, num_saved, len(tensors) - num_saved
         ctx.save_for_backward(*tensors[:num_saved])
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or output._is_view():
             return output.view_as(output)
-        ctx.mark_dirty(output)  # a view could not be written into by an in-place activation
+        ctx.mark_dirty(output)  # so that an in-place activation may write into it, which it may not into a view
         return output
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dpfunc.engines.layout import SHARED, Layout
-from dpfunc.engines.rules import COMPOSITES, EXPANDING, POINTWISE, RULES
+from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, RULES
 from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.errors import UnsupportedModel
@@ -72,7 +72,7 @@ class Recorder(Protocol):
         """A use by a rule; returns the output that the model goes on with."""
         ...
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int | None) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """A leaf that holds a private copy of a parameter for each sample, on `axis`."""
         ...
 
@@ -176,18 +176,17 @@ class Tracker(TorchFunctionMode):
         tensors: Sequence[Tensor],
         found: Sequence[Tracked],
     ) -> Any:  # noqa: ANN401
-        pointwise = func in POINTWISE or func in EXPANDING
-        if not pointwise and func not in RULES:
-            raise no_rule(func, tensors, found)
         key = (found[0].name, _kind(func), tuple(tensor.ndim for tensor in tensors))
-        layout = Layout(0) if self.num_samples == 1 else self.layouts.get(key, SHARED)
-        if self.num_samples > 1 and key in self.layouts and layout is SHARED:
-            return self._derive(func, args, kwargs, found)
-        if self.num_samples > 1 and key not in self.layouts:
+        if key not in self.layouts:
             return self.recorder.unknown(key, self._plainly(func, args, kwargs))
-        if layout is not None and pointwise:
+        layout = self.layouts[key]
+        if layout is SHARED:
+            return self._derive(func, args, kwargs, found)
+        if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST:
             return self._pointwise(func, args, kwargs, found, layout)
-        return self._rule(RULES[func], func, args, kwargs, found, layout or Layout(0))
+        if func not in RULES:
+            raise no_rule(func, tensors, found)
+        return self._rule(RULES[func], func, args, kwargs, found, layout)
 
     def _replaced(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
         if isinstance(value, Tensor) and id(value) in self.tracked:
@@ -230,6 +229,9 @@ class Tracker(TorchFunctionMode):
             with torch.no_grad():
                 shape: torch.Size = func(*args, **kwargs).shape
                 return shape
+        if func in LIKE_FIRST:
+            first: torch.Size = tensors_in(args)[0].shape
+            return first
         return torch.broadcast_shapes(*(tensor.shape for tensor in tensors_in((*args, *kwargs.values()))))
 
     def _rule(

@@ -52,9 +52,7 @@ class Forward:
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
 
-    def _run_until_backward(
-        self, scope: Scope, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # noqa: ANN401
+    def _run_until_backward(self, scope: Scope, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
         needs them when it repeats parts of the forward pass."""
         refuse_unsupported(self.module, checkpointing=True)

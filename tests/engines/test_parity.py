@@ -13,8 +13,13 @@ from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines import bookkeeping, ghost, loop, vmap
 from dpfunc.errors import UnsupportedModel
 
-ENGINES = {"vmap": vmap(), "vmap in chunks": vmap(chunk_size=2), "loop": loop(), "bookkeeping": bookkeeping(),
-    "ghost": ghost()}
+ENGINES = {
+    "vmap": vmap(),
+    "vmap in chunks": vmap(chunk_size=2),
+    "loop": loop(),
+    "bookkeeping": bookkeeping(),
+    "ghost": ghost(),
+}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -53,8 +58,7 @@ def test_gradients_equal_the_loop(engine, name, dtype):
         got, expected = grads_B[param], torch.stack([grads[param] for _, grads in truth])
         assert (got.double() - expected.double()).norm() < TOLERANCE[dtype] * largest, param
         assert (
-            relative(sq_norms[param], expected.double().flatten(1).square().sum(1))
-            < (10 * TOLERANCE[dtype])
+            relative(sq_norms[param], expected.double().flatten(1).square().sum(1)) < (10 * TOLERANCE[dtype])
             or expected.norm() < TOLERANCE[dtype] * largest
         )
 

@@ -1,4 +1,4 @@
-"""Operations that broadcast: `w * x`, `x + b`, and expanding a parameter to the samples (a class token).
+"""Operations that broadcast: `w * x`, `x + b`, an attention bias, and expanding a parameter (a class token).
 
 The parameter is replaced by a private copy for each sample, without memory (stride 0), and autograd does the rest: the
 gradient of the copies is the per-sample gradient.
@@ -11,16 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpfunc.engines.layout import Layout
 from dpfunc.errors import UnsupportedModel
 
 _NAMES = ("add", "sub", "mul", "div", "true_divide", "rsub", "where", "lerp", "maximum", "minimum", "pow", "addcmul")
-_METHODS = (*_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
-            "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "multiply", "subtract", "divide")  # fmt: skip
+_METHODS = (
+    *_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "multiply", "subtract",
+    "divide",
+)  # fmt: skip
 POINTWISE: frozenset[Callable[..., Any]] = frozenset(
     getattr(owner, name) for owner in (torch, Tensor) for name in _METHODS if hasattr(owner, name)
 )
+# These broadcast the leading axes only; their result has the shape of the first argument there.
+LIKE_FIRST: frozenset[Callable[..., Any]] = frozenset((F.scaled_dot_product_attention,))
 EXPANDING: frozenset[Callable[..., Any]] = frozenset(
     (Tensor.expand, Tensor.expand_as, Tensor.repeat, Tensor.broadcast_to, torch.broadcast_to, torch.tile, Tensor.tile)
 )
@@ -28,16 +34,15 @@ EXPANDING: frozenset[Callable[..., Any]] = frozenset(
 
 def copies_for(
     name: str, op: str, param: Tensor, output: torch.Size, layout: Layout, num_samples: int
-) -> tuple[Tensor, Tensor, int | None]:
+) -> tuple[Tensor, Tensor, int]:
     """Private copies of a parameter that broadcast with a result of shape `output`.
 
     Returns:
-        The leaf whose gradient is wanted; what stands in for the parameter; and the leaf's axis of samples, or None
-        where there is one sample and the leaf has the parameter's own shape.
+        The leaf whose gradient is wanted; what stands in for the parameter; and the leaf's axis of samples.
+
+    Raises:
+        UnsupportedModel: the axis of the samples is one of the parameter's own.
     """
-    if num_samples == 1:
-        leaf = param.detach().requires_grad_()
-        return leaf, leaf, None
     aligned = (1,) * (len(output) - param.ndim) + tuple(param.shape)
     if len(aligned) != len(output) or aligned[layout.axis] != 1:
         raise UnsupportedModel(
