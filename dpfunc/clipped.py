@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +14,10 @@ from torch import Tensor
 from dpfunc.checks import one_of, shorten, whole
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.engines.per_sample import accumulation_dtype
+from dpfunc.engines.per_sample import accumulation_dtype, exact
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument
+from dpfunc.microbatch import automatic_size, signature
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.tree import batch_size, pad_rows, rows
 from dpfunc.types import ADJACENCIES, Adjacency, Batch, ClippedSum, ClipRule, Engine, LossFn, Params, Unreleased
@@ -56,10 +59,11 @@ class ClippedGrad:
     loss_fn: LossFn
     clip: ClipRule
     engine: Engine
-    microbatch_size: int | None
+    microbatch_size: int | Literal["auto"] | None
     adjacency: Adjacency
     compile: bool
     _cores: dict[tuple[str, ...], Core] = field(default_factory=dict, repr=False, compare=False)
+    _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(
         self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
@@ -70,33 +74,49 @@ class ClippedGrad:
         mask_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
+        size = self._size(params, batch, num_samples)
         names = tuple(params)
-        if names not in self._cores:  # kept, so that a compiled core is compiled once
-            self._cores[names] = self._core(parts, tuple(bounds.values()))
-        core = self._cores[names]
+        if names not in self._cores and num_samples:  # kept, so that a compiled core is compiled once
+            first, _ = self._chunk(batch, mask_B, 0, size)
+            self._cores[names] = self._core(params, first, parts, tuple(bounds.values()))
+        core = self._cores.get(names, _no_samples)
         total = {name: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for name, p in params.items()}
         seen: list[tuple[Tensor, Tensor]] = []
-        size = self.microbatch_size or num_samples
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
             chunk, chunk_mask_B = self._chunk(batch, mask_B, start, size)
             with torch_seed(fold_in(key, "microbatch", number)) if key else nullcontext():
                 sums, losses_B, norms_BG = core(params, chunk, chunk_mask_B)
-            for name in total:
-                total[name] += sums[name]
+            total = {name: total[name].add_(sums[name]) for name in total} if seen else sums
             real = min(size, num_samples - start)
             seen.append((losses_B[:real], norms_BG[:real]))
         clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped, self._unreleased(seen, mask_B, len(parts.group_names))
 
-    def _core(self, parts: Partition, bounds: tuple[float, ...]) -> Core:
+    def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
+        if self.microbatch_size is None or not num_samples:
+            return num_samples
+        if self.microbatch_size != "auto":
+            return self.microbatch_size
+        shapes = signature(batch)
+        if shapes not in self._sizes:
+            self._sizes[shapes] = automatic_size(self.loss_fn, params, batch)
+        largest = self._sizes[shapes]
+        return largest if self.compile else math.ceil(num_samples / math.ceil(num_samples / largest))
+
+    def _core(self, params: Params, batch: Batch, parts: Partition, bounds: tuple[float, ...]) -> Core:
+        engine = self.engine
+        if self.compile:  # what an engine finds out about a loss cannot be traced
+            engine = getattr(engine, "prepare", lambda *args: engine)(self.loss_fn, params, batch)
+
         def core(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-            per_sample = self.engine(self.loss_fn, params, microbatch)
-            norms_BG = parts.norms(per_sample.sq_norms())
-            factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
-            sums = per_sample.weighted_sum(parts.spread(factors_BG))
+            per_sample = engine(self.loss_fn, params, microbatch)
+            with exact(mask_B.device):
+                norms_BG = parts.norms(per_sample.sq_norms())
+                factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
+                sums = per_sample.weighted_sum(parts.spread(factors_BG))
             return sums, per_sample.losses_B, norms_BG
 
-        return torch.compile(core, fullgraph=True) if self.compile else core
+        return _compiled(core) if self.compile else core
 
     def _chunk(self, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
         chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
@@ -110,6 +130,20 @@ class ClippedGrad:
             return Unreleased(torch.zeros(0), torch.zeros(0, num_groups))
         losses_B, norms_BG = (torch.cat(pieces) for pieces in zip(*seen, strict=True))
         return Unreleased(losses_B[mask_B], norms_BG[mask_B])
+
+
+def _no_samples(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    raise InvalidArgument("Expected samples, got none.")  # an empty batch has no microbatches
+
+
+def _compiled(core: Core) -> Core:
+    traced = torch.compile(core, fullgraph=True)
+
+    def call(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        with torch._dynamo.config.patch(trace_autograd_ops=True):  # book-keeping differentiates inside
+            return traced(params, microbatch, mask_B)
+
+    return call
 
 
 def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:
@@ -129,7 +163,7 @@ def make_clipped_grad(
     clip: ClipRule,
     *,
     engine: Engine | None = None,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
     compile: bool = False,
 ) -> ClippedGrad:
@@ -146,14 +180,16 @@ def make_clipped_grad(
         raise InvalidArgument(f"Expected clip to be a clip rule such as clipping.Flat(clip_norm=...), got {clip!r}.")
     if engine is not None and not callable(engine):
         raise InvalidArgument(f"Expected engine to be an engine such as dpfunc.engines.vmap(), got engine={engine!r}.")
-    size = None if microbatch_size is None else whole("microbatch_size", microbatch_size, minimum=1)
+    size = microbatch_size
+    if size is not None and size != "auto":
+        size = whole("microbatch_size", size, minimum=1)
     one_of("adjacency", adjacency, ADJACENCIES)
     if compile and size is None:
         raise InvalidArgument(
             "Expected microbatch_size to be given with compile=True: Poisson batches change their size, and each size "
             "would be compiled anew. The last microbatch is padded and masked."
         )
-    return ClippedGrad(loss_fn, clip, engine or vmap(), size, adjacency, compile)
+    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile)
 
 
 def clipped_grad(
@@ -163,7 +199,7 @@ def clipped_grad(
     clip: ClipRule,
     *,
     engine: Engine | None = None,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
     mask_B: Tensor | None = None,
     key: Key | None = None,
@@ -176,7 +212,8 @@ def clipped_grad(
         batch: pytree of tensors with the samples on axis 0; may have no rows.
         clip: the rule, e.g. `clipping.Flat(clip_norm=1.0)`.
         engine: how per-sample gradients are found; `engines.vmap()` by default.
-        microbatch_size: samples at once; speed and memory only. The last microbatch may be smaller.
+        microbatch_size: samples at once; speed and memory only. The last microbatch may be smaller. `"auto"` takes as
+            many as have 256 MiB of activations (a quarter of the memory on an accelerator).
         adjacency: whether neighbours differ by a record added, removed or zeroed (sensitivity C) or replaced (2C).
         mask_B: true for real samples, false for padding, which contributes exact zero.
         key: drives dropout, so that the call can be repeated. None uses torch's global generator.

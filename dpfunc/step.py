@@ -16,7 +16,8 @@ from dpfunc.checks import fail, one_of
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.engines import vmap
+from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
+from dpfunc.engines.auto import Decision
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
 from dpfunc.noise import gaussian
 from dpfunc.plan import Plan
@@ -24,7 +25,9 @@ from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params, Unreleased, schedule_at
 
-ENGINES: dict[str, Callable[[], Engine]] = {"vmap": vmap}
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "auto": auto, "bookkeeping": bookkeeping, "ghost": ghost, "vmap": vmap, "loop": loop,
+}  # fmt: skip
 
 
 class StepState(NamedTuple):
@@ -144,6 +147,12 @@ class DPStep:
         _next_release[fingerprint(state.key)] = after.step
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
 
+    @property
+    def decision(self) -> Decision | None:
+        """Which engine `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
+        decide = getattr(self.clipped_grad.engine, "decision", None)
+        return decide(self.clipped_grad.loss_fn) if decide else None
+
     def _run_of_its_own(self, params: Params) -> StepState:
         if next(self._stateless) == 1:
             warnings.warn(
@@ -216,8 +225,8 @@ def make_dp_step(
     loss_fn: LossFn,
     plan: Plan,
     *,
-    engine: str | Engine = "vmap",
-    microbatch_size: int | None = None,
+    engine: str | Engine = "auto",
+    microbatch_size: int | Literal["auto"] | None = None,
     compile: bool = False,
     reduction: Literal["mean", "sum"] = "mean",
     noise_source: Literal["secure", "device"] = "secure",
@@ -233,8 +242,10 @@ def make_dp_step(
     Args:
         loss_fn: `(params, batch) -> (B,)`, one loss a row; rows do not influence each other.
         plan: everything that decides privacy.
-        engine: `"vmap"` or an engine. This and the next two change speed and memory, never the result.
-        microbatch_size: samples differentiated at once.
+        engine: `"auto"` (book-keeping where a comparison with single samples allows it, see `engines.auto`),
+            `"bookkeeping"`, `"ghost"`, `"vmap"`, `"loop"`, or an engine. This and the next two change speed and memory,
+            never the result.
+        microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
         compile: compile the clipped sum with `torch.compile(fullgraph=True)`; needs microbatch_size.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
         noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.

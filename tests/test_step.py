@@ -314,9 +314,9 @@ def mean_loss(params, batch):
 
 GOOD = take(DATA, torch.arange(4))
 BAD_STEPS = {
-    "scalar loss": (mean_loss, params(), GOOD, r'Expected loss_fn to return shape \(1,\).*got \(\).*reduction="none"'),
+    "scalar loss": (mean_loss, params(), GOOD, r'Expected loss_fn to return shape \(4,\).*got \(\).*reduction="none"'),
     "loss of wrong length": (
-        lambda p, b: linear_loss(p, b).repeat(2), params(), GOOD, r"loss_fn to return shape \(1,\).*got \(2,\)",
+        lambda p, b: linear_loss(p, b).repeat(2), params(), GOOD, r"loss_fn to return shape \(4,\).*got \(8,\)",
     ),
     "loss that is no tensor": (lambda p, b: 1.0, params(), GOOD, "Expected loss_fn to return a tensor, got float"),
     "integer loss": (lambda p, b: linear_loss(p, b).long(), params(), GOOD, "floating dtype, got torch.int64"),
@@ -357,7 +357,10 @@ def test_bad_input(name):
 
 BAD_MAKES = {
     "plan": ({"plan": "plan"}, "Expected plan to be a dpfunc.Plan"),
-    "engine": ({"engine": "bookkeping"}, "Expected engine to be one of 'vmap', got engine='bookkeping'"),
+    "engine": (
+        {"engine": "bookkeping"},
+        "Expected engine to be one of 'auto', 'bookkeeping', 'ghost', 'vmap', 'loop', got engine='bookkeping'",
+    ),
     "microbatch_size": ({"microbatch_size": 0}, "Expected an integer microbatch_size >= 1, got microbatch_size=0"),
     "compile": ({"compile": True}, "Expected microbatch_size to be given with compile=True"),
     "reduction": ({"reduction": "avg"}, "Expected reduction to be one of 'mean', 'sum'"),

@@ -5,18 +5,19 @@ Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from dpfunc.checks import whole
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.learning import Memory, UnknownLayout
 from dpfunc.engines.loop import loop
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, accumulation_dtype
+from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, accumulation_dtype, exact
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.taps import Tap, as_it_is, leaf
@@ -24,12 +25,7 @@ from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
-
-def exact(device: torch.device) -> AbstractContextManager[None]:
-    """No autocast: norms and sums are float32 whatever the model runs in."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+DEFAULT_BUDGET = 2**30
 
 
 def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
@@ -49,11 +45,12 @@ class Book:
     """What one forward pass wrote down: leaves, and how their gradients become per-sample gradients.
 
     Args:
-        leaves: tensors whose gradients are asked for.
+        budget: bytes that may still be formed. leaves: tensors whose gradients are asked for.
         readers: for each leaf, gradient -> {identity of the tracked tensor: its gradient by one use}.
         closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
     """
 
+    budget: int
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
     closed: bool = False
@@ -62,7 +59,7 @@ class Book:
         """Forms the gradients in the backward pass, or keeps what they are made of."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
-        if use.rule.form(use) == "dense":
+        if self.forms(use, output, saved):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
             readers = [partial(_read_dense, target) for target in use.targets.values()]
@@ -75,6 +72,21 @@ class Book:
             self.leaves += leaves
             self.readers += readers
         return tapped
+
+    def close(self) -> None:
+        """The forward pass is over: what comes now is repeated by checkpointing."""
+        self.closed = True
+
+    def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
+        """Whether the gradients of a use are formed: where that is better, and fits into the budget."""
+        if use.rule.form(use) != "dense":
+            return False
+        formed = 4 * use.num_samples * sum(math.prod(shape) for shape in use.shapes.values())
+        kept = sum(tensor.numel() * tensor.element_size() for tensor in (output, *saved))
+        if formed > self.budget and kept < formed:
+            return False
+        self.budget -= formed
+        return True
 
     def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """Private copies: their gradient is the answer."""
@@ -101,12 +113,38 @@ def read_copies(tracked: Tracked, axis: int, grad: Tensor) -> Mapping[int, PerSa
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 
 
-def bookkeeping() -> Engine:
+@dataclass(frozen=True)
+class Bookkeeping:
+    """See `bookkeeping`."""
+
+    memory_budget: int
+    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
+
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+        """The gradients of a batch."""
+        if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
+            return loop()(loss_fn, params, batch)
+        return self._memory.retried(loss_fn, params, batch, partial(self._run, loss_fn, params, batch))
+
+    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
+        """Learn the layouts now; an engine for batches like this one, that can be compiled."""
+        known = self._memory.learnt(loss_fn, params, batch)
+        return lambda loss_fn, params, batch: self._run(loss_fn, params, batch, known)
+
+    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> PerSample:
+        return keep_books(loss_fn, params, batch, known, Book(self.memory_budget))
+
+
+def bookkeeping(memory_budget: int | None = None) -> Bookkeeping:
     """The fast engine: the model runs once, batched, and per-sample gradients are read off its backward pass.
 
     No vmap around the model: fused attention, padding masks, data-dependent control flow and gradient checkpointing
     work. Each operation that takes a trained parameter needs a rule (`dpfunc.engines.rules`). On the first batch the
     engine finds out which axis holds the samples; where they influence each other it says so.
+
+    Args:
+        memory_budget: bytes of per-sample gradients that may be formed in one call; what does not fit is kept as
+            factors, if those are smaller. 1 GiB by default. Speed and memory only.
 
     Returns:
         An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
@@ -124,20 +162,14 @@ def bookkeeping() -> Engine:
     >>> per_sample.sq_norms()["w"]
     tensor([25.,  1.])
     """
-    memory = Memory()
-
-    def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
-        if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
-            return loop()(loss_fn, params, batch)
-        return memory.retried(loss_fn, params, batch, lambda known: _keep_books(loss_fn, params, batch, known))
-
-    return engine
+    budget = DEFAULT_BUDGET if memory_budget is None else whole("memory_budget", memory_budget, minimum=0)
+    return Bookkeeping(budget)
 
 
-def _keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> PerSample:
+def keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts, book: Book) -> PerSample:
+    """One forward and one backward pass."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    book = Book()
     tracker = Tracker(leaves, num_samples, known, book)
     if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
         with torch.enable_grad(), tracker:
@@ -148,7 +180,7 @@ def _keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -
         with torch.enable_grad(), backward_inside(), tracker:
             losses_B = loss_fn(leaves, batch)
             check_differentiable(losses_B, num_samples)
-            book.closed = True
+            book.close()
             caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *leaves.values()), allow_unused=True)
     refuse_escaped(leaves, caught[len(book.leaves) :])
     uses: dict[int, list[PerSampleGrad]] = {}

@@ -38,9 +38,9 @@ def refuse_escaped(params: Mapping[str, Tensor], grads: Sequence[Tensor | None])
     escaped = [name for name, grad in zip(params, grads, strict=True) if grad is not None]
     if escaped:
         raise UnsupportedModel(
-            f"The loss uses {shorten(escaped)} in a way that gives no per-sample gradients: a custom autograd.Function, "
-            "an operation whose result all samples share down to the loss, or one that mixes the samples. Use "
-            'engine="vmap" or "loop", or leave the parameters out.'
+            f"The loss uses {shorten(escaped)} in a way that gives no per-sample gradients: a custom "
+            "autograd.Function, an operation whose result all samples share down to the loss, or one that mixes the "
+            'samples. Use engine="vmap" or "loop", or leave the parameters out.'
         )
 
 

@@ -12,16 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpfunc.engines.bookkeeping import exact, form_grads, read_copies
+from dpfunc.engines.bookkeeping import form_grads, read_copies
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.learning import Memory, UnknownLayout
 from dpfunc.engines.loop import loop
-from dpfunc.engines.per_sample import PerSample, PerSampleGrad
+from dpfunc.engines.per_sample import PerSample, PerSampleGrad, exact
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
 from dpfunc.engines.taps import Tap, leaf
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -54,8 +54,16 @@ class Meter:
         if not self.closed:
             for target in use.targets.values():
                 self.counts[target] = self.counts.get(target, 0) + 1
-        tapped: Tensor = Tap.apply(output, partial(self._caught, use, names), len(saved), *saved, self.anchor)
+        tapped: Tensor = Tap.apply(output, partial(self._caught, use, names), len(saved), *saved, self.anchor)  # type: ignore[no-untyped-call]
         return tapped
+
+    def close(self) -> None:
+        """The forward pass is over: what comes now is repeated by checkpointing."""
+        self.closed = True
+
+    def weigh(self, factors: Mapping[str, Tensor]) -> None:
+        """The second backward pass begins."""
+        self.factors = factors
 
     def _caught(self, use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[None]:
         single = {arg: target for arg, target in use.targets.items() if self._single(target)}
@@ -115,14 +123,31 @@ class Ghost:
                 'engine="bookkeeping".'
             )
         if self._meter.sq_norms:
-            self._meter.factors = factors
+            self._meter.weigh(factors)
             with torch.enable_grad(), self._scope.again(), self._tracker:
                 torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
         sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
         return {name: sums[name] for name in self._tracker.params}
 
 
-def ghost() -> Engine:
+@dataclass(frozen=True)
+class GhostEngine:
+    """See `ghost`."""
+
+    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
+
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost:
+        """The gradients of a batch."""
+        if batch_size(batch) < 2:
+            return loop()(loss_fn, params, batch)
+        return self._memory.retried(loss_fn, params, batch, partial(_measure, loss_fn, params, batch))
+
+    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
+        """Called where a step is to be compiled, which this engine cannot be."""
+        raise UnsupportedModel('The ghost engine cannot be compiled. Use engine="bookkeeping" with compile=True.')
+
+
+def ghost() -> GhostEngine:
     """The engine with the least memory: that of the step without privacy, and at most one layer's factors.
 
     Like `bookkeeping`, but nothing is kept between the two backward passes, so it takes one backward pass longer.
@@ -143,14 +168,7 @@ def ghost() -> Engine:
     >>> per_sample.sq_norms()["w"]
     tensor([25.,  1.])
     """
-    memory = Memory()
-
-    def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost:
-        if batch_size(batch) < 2:
-            return loop()(loss_fn, params, batch)
-        return memory.retried(loss_fn, params, batch, lambda known: _measure(loss_fn, params, batch, known))
-
-    return engine
+    return GhostEngine()
 
 
 def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Ghost:
@@ -162,7 +180,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> G
     with torch.enable_grad(), backward_inside() as scope, tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
-        meter.closed = True
+        meter.close()
         total = losses_B.sum()
         copies = [copy for _, copy, _ in meter.leaves]
         targets = (*copies, *leaves.values(), meter.anchor)

@@ -30,8 +30,8 @@ class Layout:
         """(..., B * m, ...) -> (B, ..., m, ...): what belongs to one sample becomes one row. A view."""
         other = tensor.shape[self.axis] // num_samples
         if self.minor:
-            return tensor.unflatten(self.axis, (other, num_samples)).movedim(self.axis + 1, 0)
-        return tensor.unflatten(self.axis, (num_samples, other)).movedim(self.axis, 0)
+            return torch.unflatten(tensor, self.axis, (other, num_samples)).movedim(self.axis + 1, 0)
+        return torch.unflatten(tensor, self.axis, (num_samples, other)).movedim(self.axis, 0)
 
     def join(self, tensor_B: Tensor) -> Tensor:
         """The inverse of split."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.checks import shorten
 from dpfunc.engines import layout as layouts_of
@@ -85,8 +85,8 @@ def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layo
         if seen[0].keys() != seen[1].keys():
             odd = sorted({key[0] for key in seen[0].keys() ^ seen[1].keys()})
             raise UnsupportedModel(
-                f"The loss uses {shorten(odd)} for some batch sizes only, so it cannot be told whose gradient is whose. "
-                'Use engine="vmap" or "loop".'
+                f"The loss uses {shorten(odd)} for some batch sizes only, so it cannot be told whose gradient is "
+                'whose. Use engine="vmap" or "loop".'
             )
         if not seen[0]:
             return found
@@ -144,7 +144,14 @@ Result = TypeVar("Result")
 class Memory:
     """The layouts of each loss function, for as long as the function lives."""
 
-    known: WeakKeyDictionary[LossFn, Layouts] = field(default_factory=WeakKeyDictionary)
+    known: MutableMapping[LossFn, Layouts] = field(default_factory=WeakIdKeyDictionary)
+
+    def learnt(self, loss_fn: LossFn, params: Params, batch: Batch) -> Layouts:
+        """All layouts of a loss function, learnt now if they are not known."""
+        known = self.known.get(loss_fn, {})
+        if not known:
+            known = self.known[loss_fn] = learn(loss_fn, params, batch, known)
+        return known
 
     def retried(self, loss_fn: LossFn, params: Params, batch: Batch, compute: Callable[[Layouts], Result]) -> Result:
         """Compute with the known layouts; where one is missing, learn and compute again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,10 @@ from dpfunc.engines.collecting import check_differentiable
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.scope import backward_inside
 from dpfunc.tree import batch_size, rows
-from dpfunc.types import Batch, Engine, LossFn, Params
+from dpfunc.types import Batch, LossFn, Params
 
 
-def loop() -> Engine:
+def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     """The engine of last resort: one forward and backward pass a sample. All B gradients are in memory.
 
     Returns:

@@ -1,6 +1,6 @@
 """Per-sample gradients as values that know their norms and weighted sums, whether they exist in memory or not.
 
-Axis letters: B samples, T positions, p and d the two sides of a matrix, V rows of a table, P all numbers of a parameter.
+Axis letters: B samples, T positions, p and d the two sides of a matrix, V rows of a table, P numbers of a parameter.
 Norms and sums are float32, float64 for float64 inputs, whatever the dtype of the model, autocast included.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +56,13 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
+def exact(device: torch.device) -> AbstractContextManager[None]:
+    """No autocast: norms and sums are float32 whatever the model runs in."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Take the rows with factor 0 out of factors and tensors, since 0 * inf is NaN. Compiled code zeroes them."""
     kept_B = factors_B != 0
@@ -66,14 +74,19 @@ def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return (factors_B[kept_B], *(tensor[kept_B] for tensor in tensors))
 
 
+def lengths(tensor: Tensor, dim: int) -> Tensor:
+    """Norms along one axis, in the dtype of sums."""
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=accumulation_dtype(tensor.dtype))
+    return norms
+
+
 def sq_sum(flat_BP: Tensor) -> Tensor:
     """Squared norms of rows, summed in pieces."""
-    dtype = accumulation_dtype(flat_BP.dtype)
     whole = flat_BP.shape[1] // PIECE * PIECE
-    rest_B = torch.linalg.vector_norm(flat_BP[:, whole:], dim=1, dtype=dtype).square()
+    rest_B = lengths(flat_BP[:, whole:], 1).square()
     if not whole:
         return rest_B
-    pieces_BN = torch.linalg.vector_norm(flat_BP[:, :whole].unflatten(1, (-1, PIECE)), dim=2, dtype=dtype)
+    pieces_BN = lengths(torch.unflatten(flat_BP[:, :whole], 1, (-1, PIECE)), 2)
     return rest_B + pieces_BN.square().sum(1)
 
 
@@ -154,7 +167,7 @@ class Outer:
         a_BTp, b_BTd = wide(self.a_BTp), wide(self.b_BTd)
         positions, p, d = a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]
         eps = torch.finfo(a_BTp.dtype).eps
-        reach_B = (a_BTp.norm(dim=2) * b_BTd.norm(dim=2)).sum(1)
+        reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
         if positions * (p + d) >= p * d:
             sq_norms_B = self._formed(a_BTp, b_BTd)
         else:
@@ -173,7 +186,7 @@ class Outer:
         size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
         pieces = [
             sq_sum((a.transpose(1, 2) @ b).flatten(1))
-            for a, b in zip(a_BTp.split(size), b_BTd.split(size), strict=True)
+            for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
         ]
         return torch.cat(pieces)
 
@@ -182,7 +195,7 @@ class Outer:
         size = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2))
         pieces = [
             ((a @ a.transpose(1, 2)) * (b @ b.transpose(1, 2))).sum((1, 2))
-            for a, b in zip(a_BTp.split(size), b_BTd.split(size), strict=True)
+            for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
         ]
         return torch.cat(pieces)
 
@@ -201,7 +214,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Gather:
-    """`grad_i = sum_t e_{ids[i, t]} g[i, t]^T`: what a table of V rows gets. Rows that are looked up more often add up."""
+    """`grad_i = sum_t e_{ids[i, t]} g[i, t]^T`: what a table of V rows gets. Look-ups of the same row add up."""
 
     ids_BT: Tensor
     g_BTd: Tensor
@@ -225,7 +238,7 @@ class Gather:
         """Squares of the merged rows."""
         if not self.ids_BT.numel():
             return wide(self.g_BTd.new_zeros(len(self.g_BTd)))
-        reach_B = self.g_BTd.to(accumulation_dtype(self.g_BTd.dtype)).norm(dim=2).sum(1)
+        reach_B = lengths(self.g_BTd, 2).sum(1)
         return sq_sum(self.merged().flatten(1)) + (ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:

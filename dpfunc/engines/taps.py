@@ -21,7 +21,7 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]  # its arguments are known
+    def forward(
         ctx: Any,  # noqa: ANN401
         output: Tensor,
         catch: Catch,
@@ -37,7 +37,7 @@ class Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient goes on as it is."""
         caught = ctx.catch(grad, ctx.saved_tensors)  # type: ignore[attr-defined]
         return (grad, None, None, *(None for _ in range(ctx.num_saved)), *caught)  # type: ignore[attr-defined]

@@ -232,7 +232,8 @@ class Tracker(TorchFunctionMode):
         if func in LIKE_FIRST:
             first: torch.Size = tensors_in(args)[0].shape
             return first
-        return torch.broadcast_shapes(*(tensor.shape for tensor in tensors_in((*args, *kwargs.values()))))
+        shapes = (tensor.shape for tensor in tensors_in((*args, *kwargs.values())))
+        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
     def _rule(
         self,

@@ -10,7 +10,7 @@ from reference import loop_clipped_sum, loop_gradients
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.clipping.bounds import SLACK
-from dpfunc.engines import bookkeeping, ghost, loop, vmap
+from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
 from dpfunc.errors import UnsupportedModel
 
 ENGINES = {
@@ -19,6 +19,7 @@ ENGINES = {
     "loop": loop(),
     "bookkeeping": bookkeeping(),
     "ghost": ghost(),
+    "auto": auto(),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 
-def opened(function: FunctionType) -> Callable[..., Any]:
+@functools.cache
+def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
     """A private copy of a torch function written in Python that does not announce itself, so that its parts are seen.
 
     torch's own function is not touched.
@@ -20,8 +22,7 @@ def opened(function: FunctionType) -> Callable[..., Any]:
     }
     inside = {**function.__globals__, **quiet}
     copy = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return functools.partial(copy, **(function.__kwdefaults__ or {}))
 
 
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -63,7 +63,7 @@ class Convolved:
 
     def _side_by_side(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
         g_mBP, x_mBC = g_BmP.transpose(0, 1).flatten(1, 2), x_BmC.transpose(0, 1).flatten(1, 2)
-        return self.args.weight_grad(g_mBP, x_mBC, len(g_BmP)).unflatten(0, (len(g_BmP), -1))
+        return torch.unflatten(self.args.weight_grad(g_mBP, x_mBC, len(g_BmP)), 0, (len(g_BmP), -1))
 
     def sq_norms(self) -> Tensor:
         """Squared norms, in pieces that bound the memory."""
@@ -72,7 +72,8 @@ class Convolved:
         ghost = self.ghost_is_cheaper(positions)
         size = max(1, SCRATCH // (unfolded if ghost else math.prod(self.args.shape)))
         pieces = [
-            replace(self, g_BmP=g, x_BmC=x) for g, x in zip(self.g_BmP.split(size), self.x_BmC.split(size), strict=True)
+            replace(self, g_BmP=g, x_BmC=x)
+            for g, x in zip(torch.split(self.g_BmP, size), torch.split(self.x_BmC, size), strict=True)
         ]
         measured = [piece._outer().sq_norms() if ghost else sq_sum(piece.dense().flatten(1)) for piece in pieces]
         return torch.cat(measured)
@@ -91,7 +92,7 @@ class Convolved:
         unfolded_NdT = F.unfold(
             wide(self.x_BmC.flatten(0, 1)), args.shape[2:], args.dilation, args.padding, args.stride
         )
-        x_BTd = unfolded_NdT.unflatten(0, (count, -1)).transpose(2, 3).flatten(1, 2)
+        x_BTd = torch.unflatten(unfolded_NdT, 0, (count, -1)).transpose(2, 3).flatten(1, 2)
         g_BTp = wide(self.g_BmP).flatten(3).transpose(2, 3).flatten(1, 2)
         return Outer(g_BTp, x_BTd, args.shape)
 
@@ -145,8 +146,8 @@ def _grads(use: Use, grad: Tensor, x: Tensor, args: ConvolutionArgs) -> Grads:
         x_BmC = use.split(x)
         plain = math.prod(args.shape[2:]) == 1 and args.groups == 1 and not args.transposed
         if plain and set(args.stride) == {1} and not any(args.padding):  # 1 x 1: a matrix at each position
-            sides = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
-            grads["weight"] = Outer(*sides, args.shape)
+            g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
+            grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
         else:
             grads["weight"] = Convolved(g_BmP, x_BmC, args)
     if "bias" in use.wanted:
@@ -191,8 +192,10 @@ def transposed(
     """conv_transpose1d, 2d, 3d."""
     axes = len(use.output) - 2
     shape = tuple(use.shapes.get("weight", ()))
-    sizes = (_tuple(value, axes) for value in (stride, padding, dilation))
-    return _grads(use, grad, input, ConvolutionArgs(shape, *sizes, groups, True, _tuple(output_padding, axes)))
+    strides, pads, dilations = (_tuple(value, axes) for value in (stride, padding, dilation))
+    return _grads(
+        use, grad, input, ConvolutionArgs(shape, strides, pads, dilations, groups, True, _tuple(output_padding, axes))
+    )
 
 
 NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}

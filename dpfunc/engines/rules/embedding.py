@@ -34,7 +34,7 @@ def embedding(
         raise use.refuse("max_norm and scale_grad_by_freq look at the whole batch.")
     ids_BT = use.split(input).reshape(use.num_samples, -1)
     g_BTd = use.positions(grad)
-    rows, width = use.shapes["weight"]
+    rows, _ = use.shapes["weight"]
     if padding_idx is not None:
         padding = padding_idx % rows
         g_BTd = torch.where((ids_BT == padding)[:, :, None], torch.zeros_like(g_BTd), g_BTd)

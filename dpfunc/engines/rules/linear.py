@@ -11,10 +11,10 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, wide
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
-# Operations that a core does while memory moves one number three times: what a formed gradient costs beside its product.
+# Operations that take as long as moving one number three times: what a formed gradient costs beside its product.
 OPERATIONS_A_NUMBER = 30
 # Formed gradients of more numbers a sample leave the cache.
-LARGEST_FORMED = 2**21
+LARGEST_FORMED = 2**16
 
 
 def form(use: Use) -> Form:

@@ -73,21 +73,23 @@ class Rule:
         needs: argument that may be a parameter -> arguments whose tensors its gradient needs.
         form: `"dense"` if the gradients are to be formed at once, `"factors"` if they are kept as they are. A function
             of the use, by shapes; speed and memory only.
+        names: of the arguments; None reads them from the signature of `grads`.
     """
 
     ops: tuple[Callable[..., Any], ...]
     grads: Callable[..., Grads]
     needs: Mapping[str, tuple[str, ...]]
     form: Callable[[Use], Form] = field(default=lambda use: "dense")
+    names: tuple[str, ...] | None = None
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The operation's arguments by name, defaults included."""
-        bound = _arguments(self.grads).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
+        names, defaults = _arguments(self.grads) if self.names is None else (self.names, {})
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 @functools.cache
-def _arguments(grads: Callable[..., Grads]) -> inspect.Signature:
-    signature = inspect.signature(grads)
-    return signature.replace(parameters=list(signature.parameters.values())[2:])
+def _arguments(grads: Callable[..., Grads]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    own = list(inspect.signature(grads).parameters.values())[2:]
+    positional = tuple(p.name for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY)
+    return positional, {p.name: p.default for p in own if p.default is not inspect.Parameter.empty}
