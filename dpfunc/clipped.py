@@ -14,7 +14,7 @@ from torch import Tensor
 from dpfunc.checks import one_of, shorten, whole
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.engines.per_sample import accumulation_dtype, exact
+from dpfunc.engines.per_sample import accumulation_dtype, exact, wide
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.microbatch import automatic_size, signature
@@ -43,9 +43,12 @@ def check_params(params: Params) -> None:
                 f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
                 "Leave it out of params: it cannot be trained by gradients."
             )
-    finite = torch.stack([torch.isfinite(param.detach()).all().cpu() for param in params.values()])
-    if not bool(finite.all()):
-        bad = [name for name, ok in zip(params, finite.tolist(), strict=True) if not ok]
+    sums = torch.stack([wide(param.detach().sum()).cpu() for param in params.values()])
+    if not bool(torch.isfinite(sums).all()):  # a sum is quick, and may overflow: then look closely
+        bad = [name for name, param in params.items() if not bool(torch.isfinite(param.detach()).all())]
+    else:
+        bad = []
+    if bad:
         raise InvalidArgument(
             f"Expected finite parameters, got NaN or inf in {shorten(bad)}. The run has diverged: lower the learning "
             "rate and restart from the last checkpoint."
@@ -80,15 +83,17 @@ class ClippedGrad:
             first, _ = self._chunk(batch, mask_B, 0, size)
             self._cores[names] = self._core(params, first, parts, tuple(bounds.values()))
         core = self._cores.get(names, _no_samples)
-        total = {name: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for name, p in params.items()}
+        total: dict[str, Tensor] = {}
         seen: list[tuple[Tensor, Tensor]] = []
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
             chunk, chunk_mask_B = self._chunk(batch, mask_B, start, size)
             with torch_seed(fold_in(key, "microbatch", number)) if key else nullcontext():
                 sums, losses_B, norms_BG = core(params, chunk, chunk_mask_B)
-            total = {name: total[name].add_(sums[name]) for name in total} if seen else sums
+            total = {name: total[name].add_(sums[name]) for name in params} if seen else sums
             real = min(size, num_samples - start)
             seen.append((losses_B[:real], norms_BG[:real]))
+        if not seen:
+            total = {name: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for name, p in params.items()}
         clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped, self._unreleased(seen, mask_B, len(parts.group_names))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, Book
 from dpfunc.engines.collecting import check_differentiable
 from dpfunc.engines.learning import learn
+from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.tracking import Tracked, Tracker
@@ -105,8 +106,7 @@ def _norm_flops(num_samples: int, positions: int, shape: tuple[int, ...]) -> int
     """The cheaper of the ghost norm and the formed one."""
     if len(shape) < 2:
         return 4 * num_samples * positions
-    p, d = shape[0], math.prod(shape[1:])
-    return 2 * num_samples * min(positions**2 * (p + d), positions * p * d)
+    return num_samples * norm_flops(positions, shape[0], math.prod(shape[1:]))
 
 
 def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | None = None) -> Explanation:

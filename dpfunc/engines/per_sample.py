@@ -246,7 +246,7 @@ class Gather:
         factors_B, ids_BT, g_BTd = without_dropped(factors_B, self.ids_BT, wide(self.g_BTd))
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
         table_Vd = scaled_BTd.new_zeros(self.num_rows, scaled_BTd.shape[2])
-        return table_Vd.index_add(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1))
+        return table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1))
 
     @property
     def num_bytes(self) -> int:
@@ -270,8 +270,8 @@ class Tied:
         g_BTd, a_BSV, b_BSd = wide(self.gather.g_BTd), wide(self.outer.a_BTp), wide(self.outer.b_BTd)
         ids_BST = self.gather.ids_BT[:, None, :].expand(-1, a_BSV.shape[1], -1)
         cross_B = (a_BSV.gather(2, ids_BST) * (b_BSd @ g_BTd.transpose(1, 2))).sum((1, 2))
-        parts_B = (self.gather.sq_norms().sqrt() + self.outer.sq_norms().sqrt()).square()
-        total_B = self.gather.sq_norms() + self.outer.sq_norms() + 2 * cross_B
+        gather_B, outer_B = self.gather.sq_norms(), self.outer.sq_norms()
+        parts_B, total_B = (gather_B.sqrt() + outer_B.sqrt()).square(), gather_B + outer_B + 2 * cross_B
         rounding_B = ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
         doubtful_B = ~(rounding_B <= TOLERATED * total_B)
         return torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)

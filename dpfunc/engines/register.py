@@ -54,12 +54,12 @@ def register_rule(
     if unknown:
         raise InvalidArgument(f"Expected needs to name arguments of the example, got unknown {unknown}.")
 
-    def grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:  # noqa: ANN401
+    def _grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:  # noqa: ANN401
         if use.layout.axis != 0 or use.output[0] != use.num_samples:
             raise use.refuse("the samples are not on axis 0.")
         return {parameter: Dense(per_sample_grad(grad, **arguments))}
 
-    rule = Rule((op,), grads, {parameter: tuple(needs)}, names=tuple(example))
+    rule = Rule((op,), _grads, {parameter: tuple(needs)}, names=tuple(example))
     before = RULES.pop(op, None)
     RULES[op] = rule
     right = False

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.rules.recurrent import RECURRENT
+
 
 @functools.cache
 def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
@@ -28,4 +30,5 @@ def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: opened(F.multi_head_attention_forward),
     torch.autograd.grad: opened(torch.autograd.grad),  # checkpointing repeats uses inside of it
+    **RECURRENT,
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpfunc.engines.per_sample import SCRATCH, Dense, Outer, PerSampleGrad, sq_sum, wide, without_dropped
-from dpfunc.engines.rules.linear import LARGEST_FORMED, OPERATIONS_A_NUMBER
+from dpfunc.engines.rules.cost import matrix_form
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
 
@@ -111,14 +111,12 @@ class Convolved:
 
 
 def form(use: Use) -> Form:
-    """Keep g and x where the ghost norm is cheap, or where the kernels are many."""
+    """By time; biases are formed."""
     if "weight" not in use.shapes:
         return "dense"
     shape = use.shapes["weight"]
-    p, d = shape[0], math.prod(shape[1:])
     positions = use.output.numel() // max(1, use.num_samples * use.output[use.layout.axis + 1])
-    cheaper = OPERATIONS_A_NUMBER * p * d <= positions**2 * (p + d)
-    return "dense" if cheaper and p * d <= LARGEST_FORMED else "factors"
+    return matrix_form(positions, shape[0], math.prod(shape[1:]))
 
 
 def _tuple(value: int | Sequence[int], axes: int) -> tuple[int, ...]:

@@ -9,25 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, wide
+from dpfunc.engines.rules.cost import matrix_form
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
-
-# Operations that take as long as moving one number three times: what a formed gradient costs beside its product.
-OPERATIONS_A_NUMBER = 30
-# Formed gradients of more numbers a sample leave the cache.
-LARGEST_FORMED = 2**16
 
 
 def form(use: Use) -> Form:
-    """Form the gradients where they are smaller than their factors, or where that costs less than their ghost norm."""
+    """By time; vectors are formed."""
     matrices = [shape for shape in use.shapes.values() if len(shape) > 1]
     if not matrices:
         return "dense"
-    p, d = matrices[0][-2:]
-    positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
-    if p * d <= positions * min(p, d):
-        return "dense"
-    cheaper = OPERATIONS_A_NUMBER * p * d <= positions**2 * (p + d)
-    return "dense" if cheaper and p * d <= LARGEST_FORMED else "factors"
+    return matrix_form(use.output.numel() // max(1, use.num_samples * use.output[-1]), *matrices[0][-2:])
 
 
 def column_sum(use: Use, grad: Tensor) -> Dense:
