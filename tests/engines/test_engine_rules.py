@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from layers import LAYERS, build
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
-from dpfunc.engines.bookkeeping import Book
+from dpfunc.engines.rules import RULES
 
 # torch says once that "same" padding of even kernels copies the input
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
@@ -64,7 +65,8 @@ def test_layouts_hold_for_other_sizes(engine, first, name):
 @pytest.mark.parametrize("formed", [True, False], ids=["formed", "factors"])
 def test_both_forms_are_the_same(formed, name, monkeypatch):
     """Whether gradients are formed at once or kept as factors is a matter of speed."""
-    monkeypatch.setattr(Book, "_forms", lambda *_: formed)
+    for op, rule in RULES.items():
+        monkeypatch.setitem(RULES, op, replace(rule, form=lambda use: "dense" if formed else "factors"))
     check(ENGINES["bookkeeping"](), name, torch.float64, 0, 3, LENGTH)
 
 
