@@ -281,16 +281,6 @@ USES = {
     "checkpointed with arguments": (
         lambda p, b: checkpoint(lambda x, w: torch.tanh(x @ w), b["x"], p["w"], use_reentrant=False), None
     ),
-    "reentrant checkpoint": (
-        lambda p, b: checkpoint(lambda x: torch.tanh(x @ p["w"]), (b["x"] * 1).requires_grad_(), use_reentrant=True),
-        None,
-    ),
-    "reentrant checkpoint after a layer": (
-        lambda p, b: checkpoint(lambda x: torch.tanh(x @ p["w"]), b["x"] * p["b"], use_reentrant=True), None
-    ),
-    "reentrant checkpoint with arguments": (
-        lambda p, b: checkpoint(lambda x, w: torch.tanh(x @ w), b["x"], p["w"], use_reentrant=True), None
-    ),
     "partly without gradient": (
         lambda p, b: b["x"] * p["b"] + b["x"] @ _without_gradient(lambda: p["w"] * p["b"]), None
     ),
@@ -529,6 +519,28 @@ def _in_inference(function):
 def test_losses_that_are_none_are_refused(engine, name):
     with pytest.raises(DPFuncError, match="loss"):
         run(engine, WRONG[name])
+
+
+REENTRANT = {
+    "alone": lambda p, b: checkpoint(
+        lambda x: torch.tanh(x @ p["w"]), (b["x"] * 1).requires_grad_(), use_reentrant=True
+    ),
+    "beside another use": lambda p, b: b["x"] * p["b"] + REENTRANT["alone"](p, b),
+    "after a layer": lambda p, b: checkpoint(
+        lambda x: torch.tanh(x @ p["w"]), b["x"] * p["b"], use_reentrant=True
+    ),
+    "with arguments": lambda p, b: checkpoint(
+        lambda x, w: torch.tanh(x @ w), b["x"], p["w"], use_reentrant=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REENTRANT)
+@every
+def test_reentrant_checkpoints_are_refused(engine, name):
+    """Only `backward()` reaches the parameters inside; everything else would leave them out."""
+    with pytest.raises((DPFuncError, RuntimeError), match="reentrant"):
+        run(engine, lambda p, b: squares(REENTRANT[name](p, b)))
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop", *FAST])
