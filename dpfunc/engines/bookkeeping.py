@@ -15,13 +15,13 @@ from torch import Tensor
 
 from dpfunc.checks import whole
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
-from dpfunc.engines.learning import Memory, UnknownLayout
+from dpfunc.engines.learning import Memory
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, accumulation_dtype, exact
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.taps import Tap, as_it_is, leaf
-from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
+from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -93,6 +93,9 @@ class Book:
         if not self.closed:
             self.leaves.append(copies)
             self.readers.append(partial(read_copies, tracked, axis))
+
+    def derived(self, sources: Sequence[Tracked]) -> None:
+        """Nothing to do: what is derived is collected at the end."""
 
     def unknown(self, key: Key, output: Tensor) -> Tensor:
         """Not seen when the layouts were learnt."""

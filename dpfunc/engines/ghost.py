@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dpfunc.engines.bookkeeping import form_grads, read_copies
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
-from dpfunc.engines.learning import Memory, UnknownLayout
+from dpfunc.engines.learning import Memory
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad, exact
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
 from dpfunc.engines.taps import Tap, leaf
-from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
+from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
@@ -89,6 +89,11 @@ class Meter:
         if not self.closed:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
             self.leaves.append((tracked, copies, axis))
+
+    def derived(self, sources: Sequence[Tracked]) -> None:
+        """What is also used through a derived value has no norm of its own."""
+        for tracked in sources:
+            self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2
 
     def unknown(self, key: Key, output: Tensor) -> Tensor:
         """Not seen when the layouts were learnt."""

@@ -17,14 +17,19 @@ from dpfunc.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class Layout:
-    """The samples are on `axis`, which has size B * m; `minor` says that the sample is the faster index of the two."""
+    """The samples are on `axis`, which has size B * m; `minor` says that the sample is the faster index of the two.
+
+    It is None where only m = 1 was seen, so that the order of the two is not known.
+    """
 
     axis: int
-    minor: bool = False
+    minor: bool | None = None
 
     def fits(self, shape: Sequence[int], num_samples: int) -> bool:
         """Whether a tensor of this shape can have this layout."""
-        return len(shape) > self.axis and shape[self.axis] % num_samples == 0 and shape[self.axis] > 0
+        if len(shape) <= self.axis or not shape[self.axis] or shape[self.axis] % num_samples:
+            return False
+        return self.minor is not None or num_samples == 1 or shape[self.axis] == num_samples
 
     def split(self, tensor: Tensor, num_samples: int) -> Tensor:
         """(..., B * m, ...) -> (B, ..., m, ...): what belongs to one sample becomes one row. A view."""
@@ -50,7 +55,7 @@ def candidates(shape: Sequence[int], num_samples: int) -> list[Layout]:
         Layout(axis, minor)
         for axis, size in enumerate(shape)
         if size and size % num_samples == 0
-        for minor in ((False, True) if size > num_samples else (False,))
+        for minor in ((False, True) if size > num_samples else (None,))
     ]
 
 

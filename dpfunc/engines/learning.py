@@ -16,17 +16,13 @@ from dpfunc.engines import layout as layouts_of
 from dpfunc.engines.per_sample import accumulation_dtype
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.taps import Tap, as_it_is, leaf
-from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker
+from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
 ROUNDS = 20
 SHAKE = 0.02
-
-
-class UnknownLayout(Exception):
-    """A use that was not seen when the layouts were learnt; never leaves the engines."""
 
 
 @dataclass
@@ -41,6 +37,9 @@ class Watcher:
 
     def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """Known: passes."""
+
+    def derived(self, sources: Sequence[Tracked]) -> None:
+        """Followed by the tracker."""
 
     def unknown(self, key: Key, output: Tensor) -> Tensor:
         """Caught, to see which loss reaches which entry."""
@@ -158,8 +157,9 @@ class Memory:
         known = self.known.get(loss_fn, {})
         try:
             return compute(known)
-        except UnknownLayout:
-            known = learn(loss_fn, params, batch, known)
+        except UnknownLayout as error:
+            (key,) = error.args
+            known = learn(loss_fn, params, batch, {k: layout for k, layout in known.items() if k != key})
             self.known[loss_fn] = known
         try:
             return compute(known)

@@ -218,13 +218,14 @@ class Gather:
 
     ids_BT: Tensor
     g_BTd: Tensor
-    num_rows: int
+    shape: tuple[int, ...]
 
     def dense(self) -> Tensor:
-        """Tables (B, V, d)."""
+        """Tables (B, V, ...)."""
         g_BTd = wide(self.g_BTd)
         index_BTd = self.ids_BT[:, :, None].expand_as(g_BTd)
-        return g_BTd.new_zeros(len(g_BTd), self.num_rows, g_BTd.shape[2]).scatter_add(1, index_BTd, g_BTd)
+        tables_BVd = g_BTd.new_zeros(len(g_BTd), self.shape[0], g_BTd.shape[2]).scatter_add_(1, index_BTd, g_BTd)
+        return tables_BVd.reshape(-1, *self.shape)
 
     def merged(self) -> Tensor:
         """The same numbers with equal ids added into one slot: (B, T, d), zero in slots that are not needed."""
@@ -245,8 +246,8 @@ class Gather:
         """One addition of rows into a table."""
         factors_B, ids_BT, g_BTd = without_dropped(factors_B, self.ids_BT, wide(self.g_BTd))
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
-        table_Vd = scaled_BTd.new_zeros(self.num_rows, scaled_BTd.shape[2])
-        return table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1))
+        table_Vd = scaled_BTd.new_zeros(self.shape[0], scaled_BTd.shape[2])
+        return table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -301,7 +302,7 @@ def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
     if len(outers) + len(gathers) < len(uses):
         return Dense(torch.stack([use.dense() for use in uses]).sum(0))
     gather = gathers and Gather(
-        torch.cat([use.ids_BT for use in gathers], 1), torch.cat([use.g_BTd for use in gathers], 1), gathers[0].num_rows
+        torch.cat([use.ids_BT for use in gathers], 1), torch.cat([use.g_BTd for use in gathers], 1), gathers[0].shape
     )
     outer = outers and Outer(
         torch.cat([use.a_BTp for use in outers], 1), torch.cat([use.b_BTd for use in outers], 1), outers[0].shape

@@ -31,9 +31,11 @@ class Tap(torch.autograd.Function):
         """Tensors: those to save, then the leaves."""
         ctx.catch, ctx.num_saved, ctx.num_leaves = catch, num_saved, len(tensors) - num_saved
         ctx.save_for_backward(*tensors[:num_saved])
-        if torch.compiler.is_compiling() or output._is_view():
+        if torch.compiler.is_compiling():
             return output.view_as(output)
-        ctx.mark_dirty(output)  # so that an in-place activation may write into it, which it may not into a view
+        if output._is_view():  # an alias that is no view: an in-place activation may write into it
+            return torch._unsafe_view(output, output.shape)
+        ctx.mark_dirty(output)
         return output
 
     @staticmethod

@@ -50,6 +50,10 @@ RESHAPING = frozenset(
 )
 
 
+class UnknownLayout(Exception):  # noqa: N818
+    """A use that was not seen when the layouts were learnt, or not in this shape; never leaves the engines."""
+
+
 @dataclass(frozen=True)
 class Tracked:
     """A parameter, or a value computed from parameters alone. The tensor requires a gradient.
@@ -74,6 +78,10 @@ class Recorder(Protocol):
 
     def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """A leaf that holds a private copy of a parameter for each sample, on `axis`."""
+        ...
+
+    def derived(self, sources: Sequence[Tracked]) -> None:
+        """A value is computed from these."""
         ...
 
     def unknown(self, key: Key, output: Tensor) -> Tensor:
@@ -119,6 +127,8 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (whatever the function returns)
         kwargs = {} if kwargs is None else kwargs
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple) and len(args[1]) == 1:
+            args = (args[0], args[1][0])
         if func is Tensor.unflatten:  # a method in Python, which dynamo cannot trace inside of a mode
             func = torch.unflatten
         if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
@@ -158,7 +168,7 @@ class Tracker(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[Tracked]
     ) -> Any:  # noqa: ANN401
         result = func(*args, **kwargs)
-        name = found[0].name
+        name, before = found[0].name, len(self.tracked)
         if isinstance(result, Tensor) and func in TRANSPOSING | RESHAPING and id(result) not in self.tracked:
             parent = id(found[0].tensor)
             if result.requires_grad and (func in RESHAPING or result.ndim == 2):
@@ -166,6 +176,8 @@ class Tracker(TorchFunctionMode):
         for value in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(value, Tensor) and value.requires_grad and id(value) not in self.tracked:
                 self.tracked[id(value)] = Tracked(name, value)
+        if len(self.tracked) > before:
+            self.recorder.derived(found)
         return result
 
     def _use(
@@ -183,10 +195,10 @@ class Tracker(TorchFunctionMode):
         if layout is SHARED:
             return self._derive(func, args, kwargs, found)
         if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST:
-            return self._pointwise(func, args, kwargs, found, layout)
+            return self._pointwise(func, args, kwargs, found, layout, key)
         if func not in RULES:
             raise no_rule(func, tensors, found)
-        return self._rule(RULES[func], func, args, kwargs, found, layout)
+        return self._rule(RULES[func], func, args, kwargs, found, layout, key)
 
     def _replaced(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
         if isinstance(value, Tensor) and id(value) in self.tracked:
@@ -208,8 +220,11 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
         layout: Layout,
+        key: Key,
     ) -> Tensor:
         output = self._shape(func, args, kwargs)
+        if not layout.fits(output, self.num_samples):
+            raise UnknownLayout(key)
         by: dict[int, Tensor] = {}
         for tracked in found:
             leaf, aligned, axis = copies_for(
@@ -243,6 +258,7 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
         layout: Layout,
+        key: Key,
     ) -> Tensor:
         bound = rule.bind(args, kwargs)
         wanted = {
@@ -251,7 +267,8 @@ class Tracker(TorchFunctionMode):
             if isinstance(value, Tensor) and id(value) in self.tracked
         }
         needed = {name for argument in wanted for name in rule.needs.get(argument, ())}
-        if len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
+        usable = all(isinstance(bound[name], Tensor) or bound[name] is None for name in needed)
+        if not usable or len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
             raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
         output = self._plainly(func, args, kwargs)
         shapes = {argument: bound[argument].shape for argument in wanted}
@@ -259,7 +276,7 @@ class Tracker(TorchFunctionMode):
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
         use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, output.shape)
         if not layout.fits(output.shape, self.num_samples):
-            raise use.refuse(f"its samples were expected on axis {layout.axis}.")
+            raise UnknownLayout(key)
         return self.recorder.use(use, output, {name: bound[name] for name in sorted(needed)})
 
 

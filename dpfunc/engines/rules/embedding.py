@@ -38,7 +38,7 @@ def embedding(
     if padding_idx is not None:
         padding = padding_idx % rows
         g_BTd = torch.where((ids_BT == padding)[:, :, None], torch.zeros_like(g_BTd), g_BTd)
-    return {"weight": Gather(ids_BT, g_BTd, rows)}
+    return {"weight": Gather(ids_BT, g_BTd, tuple(use.shapes["weight"]))}
 
 
 def embedding_bag(
@@ -67,7 +67,11 @@ def embedding_bag(
         real_N1 = (torch.ones_like(input) if padding_idx is None else input != padding_idx % rows).sum(1, keepdim=True)
         scale_NT = scale_NT / real_N1.clamp(min=1)
     g_NTd = wide(grad)[:, None, :] * scale_NT[:, :, None]
-    return {"weight": Gather(use.split(input).reshape(use.num_samples, -1), use.positions(g_NTd), rows)}
+    return {
+        "weight": Gather(
+            use.split(input).reshape(use.num_samples, -1), use.positions(g_NTd), tuple(use.shapes["weight"])
+        )
+    }
 
 
 def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
@@ -80,8 +84,8 @@ def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
         raise use.refuse("only indexing by one tensor of integers has a rule.")
     shape = use.shapes["input"]
     ids_BT = use.split(index).reshape(use.num_samples, -1).long() % shape[0]
-    g_BTd = use.positions(grad, len(shape) - 1).reshape(*ids_BT.shape, -1)
-    return {"input": Gather(ids_BT, g_BTd, shape[0])}
+    g_BTd = use.split(grad).reshape(*ids_BT.shape, math.prod(shape[1:]))
+    return {"input": Gather(ids_BT, g_BTd, tuple(shape))}
 
 
 def index_select(use: Use, grad: Tensor, input: Tensor, dim: int, index: Tensor) -> Grads:

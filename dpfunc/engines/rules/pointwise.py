@@ -20,6 +20,7 @@ _NAMES = ("add", "sub", "mul", "div", "true_divide", "rsub", "where", "lerp", "m
 _METHODS = (
     *_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "multiply", "subtract",
+    "__pow__", "__rpow__", "pow_",
     "divide",
 )  # fmt: skip
 POINTWISE: frozenset[Callable[..., Any]] = frozenset(

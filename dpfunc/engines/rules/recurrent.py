@@ -89,7 +89,7 @@ def _over_layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """The arguments and results of torch.lstm and torch.gru: the outputs, then the last state (L, B, H) of all layers."""
+    """As torch.lstm and torch.gru: the outputs, then the last states (L, B, H)."""
     directions = 2 if bidirectional else 1
     every = _weights(params, has_biases, num_layers * directions)
     states = list(zip(*(first.unbind(0) for first in ([hx] if isinstance(hx, Tensor) else hx)), strict=True))
@@ -109,10 +109,9 @@ def _over_layers(
 
 def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Weights]:
     each = len(params) // count
-    groups = [tuple(params[start : start + each]) for start in range(0, len(params), each)]
-    if has_biases:
-        return [Weights(*group) for group in groups]
-    return [Weights(*group[:2], proj=group[2] if each > 2 else None) for group in groups]
+    no_biases = () if has_biases else (None, None)
+    groups = (params[start : start + each] for start in range(0, len(params), each))
+    return [Weights(*group[:2], *no_biases, *group[2:]) for group in groups]
 
 
 def taken_apart(name: str, step: Step) -> Callable[..., tuple[Tensor, ...]]:
@@ -122,17 +121,18 @@ def taken_apart(name: str, step: Step) -> Callable[..., tuple[Tensor, ...]]:
         UnsupportedModel: a PackedSequence.
     """
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)
+    def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)
         if "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple))):
             raise _packed(name, kwargs.get("params", args[3] if len(args) > 3 else ()))
         return _over_layers(step, *args, **kwargs)
 
-    return run
+    return _run
 
 
 def _packed(name: str, params: Sequence[Tensor]) -> UnsupportedModel:
     """Its rows are those of several samples, in the order of their lengths: no axis holds the samples."""
-    tracked = getattr(_get_current_function_mode(), "tracked", {})  # the engine's, inside of which this runs
+    mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    tracked = getattr(mode, "tracked", {})  # the engine's, inside of which this runs
     found = [param for param in params if id(param) in tracked]
     names = ", ".join(f"{tracked[id(param)].name!r} {tuple(param.shape)}" for param in found)
     return UnsupportedModel(
