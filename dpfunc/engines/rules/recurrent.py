@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.overrides import _get_current_function_mode
 
+from dpfunc.checks import shorten
 from dpfunc.errors import UnsupportedModel
 
 State = tuple[Tensor, ...]
@@ -133,11 +134,10 @@ def _packed(name: str, params: Sequence[Tensor]) -> UnsupportedModel:
     """Its rows are those of several samples, in the order of their lengths: no axis holds the samples."""
     mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
     tracked = getattr(mode, "tracked", {})  # the engine's, inside of which this runs
-    found = [param for param in params if id(param) in tracked]
-    names = ", ".join(f"{tracked[id(param)].name!r} {tuple(param.shape)}" for param in found)
+    names = [tracked[id(param)].name for param in params if id(param) in tracked]
     return UnsupportedModel(
-        f"{name} of parameter {names} runs over a PackedSequence, whose rows belong to the samples in no regular way. "
-        "Give it the padded batch instead, and take each sample's output at its last position; or use "
+        f"{name} of parameters {shorten(names)} runs over a PackedSequence, whose rows belong to the samples in no "
+        "regular way. Give it the padded batch instead, and take each sample's output at its last position; or use "
         'engine="loop".'
     )
 

@@ -1,0 +1,225 @@
+"""nn.LSTM, nn.GRU and nn.RNN, taken apart step by step: torch's own results, and the gradients of single samples."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from models import Case
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pack_padded_sequence
+from zoo.parity import ENGINES, differences, truth_of, without_gradient
+
+from dpfunc import engines
+from dpfunc.engines.rules import COMPOSITES
+from dpfunc.errors import UnsupportedModel
+from dpfunc.functional import functionalize, with_params
+from dpfunc.rng import insecure_key, torch_seed
+
+# torch says once that projections are slower
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+WORDS, D, H, CLASSES, LENGTH = 9, 4, 5, 3, 4
+FAST = ("bookkeeping", "ghost")
+LAYERS = {
+    "LSTM": (nn.LSTM, {}),
+    "LSTM, batch first": (nn.LSTM, {"batch_first": True}),
+    "LSTM, deep, both directions": (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "LSTM, no bias": (nn.LSTM, {"bias": False, "batch_first": True}),
+    "LSTM, projected": (nn.LSTM, {"proj_size": 2, "num_layers": 2, "bidirectional": True, "batch_first": True}),
+    "LSTM, projected, no bias": (nn.LSTM, {"proj_size": 2, "bias": False}),
+    "GRU": (nn.GRU, {"batch_first": True}),
+    "GRU, deep, both directions": (nn.GRU, {"num_layers": 2, "bidirectional": True}),
+    "GRU, no bias": (nn.GRU, {"bias": False}),
+    "tanh": (nn.RNN, {}),
+    "relu, deep, both directions": (
+        nn.RNN,
+        {"nonlinearity": "relu", "num_layers": 2, "bidirectional": True, "batch_first": True},
+    ),
+    "tanh, no bias": (nn.RNN, {"bias": False, "batch_first": True}),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+class Classifier(nn.Module):
+    """Words -> logits, from all outputs and all last states. `start`: trained initial states."""
+
+    def __init__(self, layer, options, start=False):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, D)
+        self.layer = layer(D, H, **options)
+        self.head = nn.LazyLinear(CLASSES)
+        directions = self.layer.num_layers * (1 + self.layer.bidirectional)
+        sizes = [self.layer.proj_size or H] + [H] * (layer is nn.LSTM)
+        self.start = nn.ParameterList([nn.Parameter(torch.randn(directions, 1, size)) for size in sizes * start])
+
+    def forward(self, ids_BT):
+        x = self.embed(ids_BT if self.layer.batch_first else ids_BT.T)
+        states = tuple(start.expand(-1, len(ids_BT), -1) for start in self.start)
+        output, last = self.layer(x, (states if len(states) > 1 else states[0]) if states else None)
+        lasts = [last] if isinstance(last, torch.Tensor) else last
+        own = output.mean(1 if self.layer.batch_first else 0)
+        return self.head(torch.cat([own, *(state.movedim(1, 0).flatten(1) for state in lasts)], 1))
+
+
+def loss_of(forward):
+    return lambda params, batch: F.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
+
+
+def batch_of(size, length):
+    generator = torch.Generator().manual_seed(10 * size + length)
+    return (
+        torch.randint(WORDS, (size, length), generator=generator),
+        torch.randint(CLASSES, (size,), generator=generator),
+    )
+
+
+def made(make, dtype=torch.float64):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make()
+        model(batch_of(2, LENGTH)[0])  # sizes of the head
+        return model.to(dtype)
+
+
+@cache
+def built(name, dtype, start=False):
+    """(loss function, parameters) of a classifier."""
+    forward, params = functionalize(made(lambda: Classifier(*LAYERS[name], start), dtype))
+    return loss_of(forward), params
+
+
+def check(engine, loss_fn, params, size, length=LENGTH):
+    case = Case(loss_fn, params, batch_of(size, length))
+    found = differences(engine, case, truth_of(case))
+    tolerance = TOLERANCE[next(iter(params.values())).dtype]
+    assert not {what: value for what, value in found.items() if not value < tolerance}, f"B={size} T={length}"
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@every_layer
+def test_results_are_those_of_torch(name, train):
+    """Also the masks of dropout between layers."""
+    layer, options = LAYERS[name]
+    model = made(lambda: Classifier(layer, {**options, "dropout": 0.5 * (options.get("num_layers", 1) > 1)}, True))
+    recurrent = model.layer.train(train)
+    x = torch.randn(3, 4, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    hx = tuple(start.repeat(1, 3 if recurrent.batch_first else 4, 1) for start in model.start)
+    function = getattr(torch, recurrent.mode.lower())
+    weights = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
+    arguments = (
+        x, hx if len(hx) > 1 else hx[0], weights, recurrent.bias, recurrent.num_layers, recurrent.dropout, train,
+        recurrent.bidirectional, recurrent.batch_first,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        wanted = function(*arguments)
+        torch.manual_seed(1)
+        found = COMPOSITES[function](*arguments)
+    assert len(found) == len(wanted)
+    for own, others in zip(found, wanted, strict=True):
+        assert own.shape == others.shape
+        assert (own - others).abs().max() < 1e-12
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
+@pytest.mark.parametrize("engine", ["loop", *FAST])
+def test_classifiers_equal_the_loop(engine, dtype, name):
+    """Four samples of four words among them."""
+    run = ENGINES[engine]()
+    for size in (1, 3, 4, 5):
+        check(run, *built(name, dtype), size)
+
+
+@every_layer
+def test_every_parameter_has_a_gradient(name):
+    """Otherwise the comparisons say nothing about it."""
+    loss_fn, params = built(name, torch.float64, start=True)
+    assert not without_gradient(truth_of(Case(loss_fn, params, batch_of(5, LENGTH))))
+
+
+@every_layer
+@pytest.mark.parametrize("engine", FAST)
+def test_trained_initial_states(engine, name):
+    check(ENGINES[engine](), *built(name, torch.float64, start=True), 3)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU, deep, both directions"])
+@pytest.mark.parametrize("engine", FAST)
+def test_sequences_of_other_lengths(engine, name):
+    """What is learnt from the first batch is used for batches of another size and length."""
+    run = ENGINES[engine]()
+    for size, length in ((2, 1), (3, 3), (5, 5), (2, 7)):
+        check(run, *built(name, torch.float64), size, length)
+
+
+@pytest.mark.parametrize("trainable", [r"bias_hh", r"weight_ih", r"weight_hh_l1_reverse|bias_ih_l0$", r"embed|head"])
+@pytest.mark.parametrize("engine", FAST)
+def test_some_parameters_alone(engine, trainable):
+    model = made(lambda: Classifier(*LAYERS["LSTM, deep, both directions"]))
+    forward, params = functionalize(model, trainable)
+    check(ENGINES[engine](), loss_of(forward), params, 3)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("engine", FAST)
+def test_dropout_between_layers(engine, layer):
+    """The gradients of all samples add up to that of torch with the same masks."""
+    model = made(lambda: Classifier(layer, {"num_layers": 3, "dropout": 0.5})).train()
+    forward, params = functionalize(model)
+    batch = batch_of(5, LENGTH)
+
+    def loss_fn(params, batch):
+        with torch_seed(insecure_key(1)):
+            return loss_of(forward)(params, batch)
+
+    found = ENGINES[engine]()(loss_fn, params, batch).weighted_sum({name: torch.ones(5) for name in params})
+    with torch_seed(insecure_key(1)):
+        losses_B = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    wanted = torch.autograd.grad(losses_B.sum(), list(model.parameters()))
+    for (name, _), grad in zip(model.named_parameters(), wanted, strict=True):
+        assert (found[name] - grad).abs().max() < 1e-12, name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers_use_the_parameters_that_are_passed(engine):
+    """Recurrent layers keep a second list of their weights: that of the module must not be used, nor be changed."""
+    model = made(lambda: Classifier(*LAYERS["LSTM, batch first"]))
+    forward, params = functionalize(model)
+    (ids_BT, _), before = batch_of(3, LENGTH), model(batch_of(3, LENGTH)[0])
+    moved = {name: param + 0.3 for name, param in params.items()}
+    check(ENGINES[engine](), loss_of(forward), moved, 3)
+    assert (forward(moved, ids_BT) - with_params(model, moved)(ids_BT)).abs().max() < 1e-12
+    assert (forward(moved, ids_BT) - before).abs().min() > 1e-3
+    assert torch.equal(model(ids_BT), before)
+
+
+class Packed(Classifier):
+    """Sequences of different lengths: those of a sample are its words that are not 0."""
+
+    def forward(self, ids_BT):
+        lengths_B = (ids_BT != 0).sum(1).clamp(min=1)
+        packed = pack_padded_sequence(self.embed(ids_BT), lengths_B, batch_first=True, enforce_sorted=False)
+        last = self.layer(packed)[1]
+        return self.head((last if isinstance(last, torch.Tensor) else last[0])[-1])
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("engine", FAST)
+def test_packed_sequences_are_refused(engine, layer):
+    forward, params = functionalize(made(lambda: Packed(layer, {"batch_first": True})))
+    batch = (torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 7, 8]]), torch.tensor([0, 1, 2]))
+    with pytest.raises(UnsupportedModel, match=r"layer\.weight_hh_l0.*last position.*engine=\"loop\""):
+        ENGINES[engine]()(loss_of(forward), params, batch)
+    assert float(engines.loop()(loss_of(forward), params, batch).sq_norms()["layer.weight_hh_l0"].min()) == 0.0
+
+
+def test_auto_takes_the_fast_engine():
+    loss_fn, params = built("LSTM, batch first", torch.float32)
+    run = engines.auto()
+    run(loss_fn, params, batch_of(3, LENGTH))
+    assert run.decision(loss_fn).engine == "bookkeeping"
