@@ -17,9 +17,9 @@ from dpfunc.clipping.groups import Partition, partition
 from dpfunc.engines.per_sample import accumulation_dtype, exact, wide
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument
-from dpfunc.microbatch import automatic_size, signature
+from dpfunc.microbatch import automatic_size
 from dpfunc.rng import Key, fold_in, torch_seed
-from dpfunc.tree import batch_size, pad_rows, rows
+from dpfunc.tree import batch_size, pad_rows, rows, signature
 from dpfunc.types import ADJACENCIES, Adjacency, Batch, ClippedSum, ClipRule, Engine, LossFn, Params, Unreleased
 
 Core = Callable[[Params, Batch, Tensor], tuple[dict[str, Tensor], Tensor, Tensor]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.tree import batch_size, rows
@@ -14,11 +13,6 @@ from dpfunc.types import Batch, LossFn, Params
 CPU_BYTES = 2**28
 # The same on an accelerator, as a share of its memory: the rest is for the model, gradients and what kernels need.
 DEVICE_SHARE = 4
-
-
-def signature(batch: Batch) -> tuple[object, ...]:
-    """What the weight of a sample depends on: shapes without their first axis, and dtypes."""
-    return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in pytree.tree_leaves(batch))
 
 
 def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:

@@ -75,3 +75,8 @@ def pad_rows(batch: Batch, size: int) -> Batch:
         return leaf if missing <= 0 else torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])])
 
     return tree_map(pad, batch)
+
+
+def signature(batch: Batch) -> tuple[object, ...]:
+    """What the code that a batch runs through may depend on: shapes without their first axis, and dtypes."""
+    return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in pytree.tree_leaves(batch))

@@ -31,7 +31,11 @@ DEFAULT_BUDGET = 2**30
 def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
     """The rule's answer; its own operations are not looked at."""
     with torch._C.DisableTorchFunction(), exact(grad.device), torch.no_grad():
-        return use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
+        grads = use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
+        for argument in use.wanted:
+            if not grads[argument].fits(use.num_samples, tuple(use.shapes[argument])):
+                raise use.refuse("the shapes broadcast in a way that has no rule.")
+        return grads
 
 
 def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -47,12 +51,14 @@ class Book:
     Args:
         budget: bytes that may still be formed. leaves: tensors whose gradients are asked for.
         readers: for each leaf, gradient -> {identity of the tracked tensor: its gradient by one use}.
+        decided: by parameters, operation and shape, whether gradients are formed.
         closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
     """
 
     budget: int
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
+    decided: dict[tuple[object, ...], bool] = field(default_factory=dict)
     closed: bool = False
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
@@ -66,7 +72,7 @@ class Book:
             tapped: Tensor = Tap.apply(output, partial(_formed, use, names), len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
         else:
             leaves = [leaf(tuple(output.shape), output.dtype, output.device)]
-            readers = [partial(_read_factors, use, names, saved)]
+            readers = [partial(_read_factors, use, names, saved, [tensor._version for tensor in saved])]
             tapped = Tap.apply(output, as_it_is, 0, *leaves)  # type: ignore[no-untyped-call]
         if not self.closed:
             self.leaves += leaves
@@ -79,6 +85,12 @@ class Book:
 
     def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
         """Whether the gradients of a use are formed: where that is better, and fits into the budget."""
+        key = (*use.wanted.values(), use.name, *use.output)
+        if key not in self.decided:  # checkpointing asks again, and must hear the same
+            self.decided[key] = self._decide(use, output, saved)
+        return self.decided[key]
+
+    def _decide(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
         if use.rule.form(use) != "dense":
             return False
         formed = 4 * use.num_samples * sum(math.prod(shape) for shape in use.shapes.values())
@@ -106,7 +118,11 @@ def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
     return {target: Dense(grad)}
 
 
-def _read_factors(use: Use, names: Sequence[str], saved: Sequence[Tensor], grad: Tensor) -> Mapping[int, PerSampleGrad]:
+def _read_factors(
+    use: Use, names: Sequence[str], saved: Sequence[Tensor], versions: Sequence[int], grad: Tensor
+) -> Mapping[int, PerSampleGrad]:
+    if any(tensor._version != version for tensor, version in zip(saved, versions, strict=True)):
+        raise use.refuse("an input was written into in place after it was used.")
     grads = form_grads(use, names, grad, saved)
     return {target: grads[argument] for argument, target in use.targets.items()}
 
@@ -178,17 +194,22 @@ def keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts, bo
         with torch.enable_grad(), tracker:
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
-            caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *leaves.values()), allow_unused=True)
-    else:
-        with torch.enable_grad(), backward_inside(), tracker:
-            losses_B = loss_fn(leaves, batch)
-            check_differentiable(losses_B, num_samples)
-            book.close()
-            caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *leaves.values()), allow_unused=True)
-    refuse_escaped(leaves, caught[len(book.leaves) :])
+            return _read(tracker, book, leaves, losses_B)
+    with torch.enable_grad(), backward_inside(), tracker:
+        losses_B = loss_fn(leaves, batch)
+        check_differentiable(losses_B, num_samples)
+        book.close()
+        return _read(tracker, book, leaves, losses_B)
+
+
+def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> PerSample:
+    """The backward pass, and what the book says about it."""
+    watched = {**params, **tracker.canaries}
+    caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *watched.values()), allow_unused=True)
+    refuse_escaped(watched, caught[len(book.leaves) :])
     uses: dict[int, list[PerSampleGrad]] = {}
     for reader, grad in zip(book.readers, caught, strict=False):
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)
-    return PerSample(losses_B.detach(), collect(tracker, leaves, uses))
+    return PerSample(losses_B.detach(), collect(tracker, params, uses))

@@ -74,11 +74,15 @@ def _to_parent(derived: Tracked, total: PerSampleGrad, tracker: Tracker) -> PerS
     if derived.parent is None:
         return None
     shape = tuple(tracker.tracked[derived.parent].tensor.shape)
+    own = tuple(derived.tensor.shape)
+    if isinstance(total, Outer) and derived.transposed and (total.a_BTp.shape[2], total.b_BTd.shape[2]) != own:
+        total = Dense(total.dense().reshape(-1, *own))  # reshaped in between: the sides are not those of the matrix
     if isinstance(total, Outer):
         sides = (total.b_BTd, total.a_BTp) if derived.transposed else (total.a_BTp, total.b_BTd)
         return Outer(*sides, shape)
     if isinstance(total, Dense):
-        grads_B = total.grads_B.mT if derived.transposed else total.grads_B
+        grads_B = total.grads_B.reshape(-1, *own)
+        grads_B = grads_B.mT if derived.transposed else grads_B
         return Dense(grads_B.reshape(-1, *shape))
     return None if derived.transposed or tuple(derived.tensor.shape) != shape else replace(total)  # type: ignore[type-var]
 

@@ -22,6 +22,8 @@ from dpfunc.engines.scope import Scope, backward_inside
 from dpfunc.engines.taps import Tap, leaf
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.rng import Key as Key256
+from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -66,6 +68,8 @@ class Meter:
         self.factors = factors
 
     def _caught(self, use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[None]:
+        if not self.closed:  # the loss differentiates inside of itself
+            return (None,)
         single = {arg: target for arg, target in use.targets.items() if self._single(target)}
         if self.factors is not None and not single:
             return (None,)
@@ -110,6 +114,7 @@ class Ghost:
     _tracker: Tracker = field(repr=False)
     _scope: Scope = field(repr=False)
     _graph: list[Tensor] = field(repr=False)
+    _seed: Key256 = field(repr=False)
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""
@@ -129,7 +134,7 @@ class Ghost:
             )
         if self._meter.sq_norms:
             self._meter.weigh(factors)
-            with torch.enable_grad(), self._scope.again(), self._tracker:
+            with torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
                 torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
         sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
         return {name: sums[name] for name in self._tracker.params}
@@ -182,19 +187,23 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> G
     first = next(iter(leaves.values()))
     meter = Meter({id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device))
     tracker = Tracker(leaves, num_samples, known, meter)
+    # Checkpointing may draw random numbers in a backward pass: both passes draw the same.
+    seed = insecure_key(int(torch.randint(2**31, ())))
     with torch.enable_grad(), backward_inside() as scope, tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
         meter.close()
         total = losses_B.sum()
         copies = [copy for _, copy, _ in meter.leaves]
-        targets = (*copies, *leaves.values(), meter.anchor)
-        caught = torch.autograd.grad(total, targets, allow_unused=True, retain_graph=True)
-    refuse_escaped(leaves, caught[len(copies) : -1])
-    for (tracked, _, axis), grad in zip(meter.leaves, caught, strict=False):
-        if grad is not None:
-            for target, rep in read_copies(tracked, axis, grad).items():
-                meter.kept.setdefault(target, []).append(rep)
-    kept = collect(tracker, leaves, meter.kept)
+        watched = {**leaves, **tracker.canaries}
+        targets = (*copies, *watched.values(), meter.anchor)
+        with torch_seed(seed):
+            caught = torch.autograd.grad(total, targets, allow_unused=True, retain_graph=True)
+        refuse_escaped(watched, caught[len(copies) : -1])
+        for (tracked, _, axis), grad in zip(meter.leaves, caught, strict=False):
+            if grad is not None:
+                for target, rep in read_copies(tracked, axis, grad).items():
+                    meter.kept.setdefault(target, []).append(rep)
+        kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
-    return Ghost(losses_B.detach(), PerSample(losses_B.detach(), rest), meter, tracker, scope, [total])
+    return Ghost(losses_B.detach(), PerSample(losses_B.detach(), rest), meter, tracker, scope, [total], seed)

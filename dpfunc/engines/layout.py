@@ -48,6 +48,9 @@ class Layout:
 SHARED = None
 """The layout of a value that all samples share, e.g. a table of positions."""
 
+UNUSED = Layout(-1)
+"""Of a value that no loss depends on and that has no layout."""
+
 
 def candidates(shape: Sequence[int], num_samples: int) -> list[Layout]:
     """All layouts that a shape allows."""
@@ -66,7 +69,7 @@ def separates(layout: Layout, grads: Sequence[Tensor | None], num_samples: int) 
             continue
         rows_B = layout.split(grad, num_samples)
         others = torch.cat([rows_B[:sample], rows_B[sample + 1 :]])
-        if bool((others != 0).any()):
+        if bool(((others != 0) & ~others.isnan()).any()):  # 0 * inf in a row that is not finite says nothing
             return False
     return True
 
@@ -98,7 +101,7 @@ def find(
         and all(size == three[axis] for axis, size in enumerate(two) if axis != layout.axis)
     ]
     if not possible and not any(grad is not None and bool((grad != 0).any()) for row in grads for grad in row):
-        return [SHARED]  # computed and not used; were it used after all, the check for escaped uses would see it
+        return [UNUSED]
     consistent: list[Layout | None] = [
         layout for layout in possible if separates(layout, grads[0], 2) and separates(layout, grads[1], 3)
     ]

@@ -15,10 +15,12 @@ from dpfunc.checks import shorten
 from dpfunc.engines import layout as layouts_of
 from dpfunc.engines.per_sample import accumulation_dtype
 from dpfunc.engines.rules.table import Use
+from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.taps import Tap, as_it_is, leaf
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.tree import signature
 from dpfunc.types import Batch, LossFn, Params
 
 ROUNDS = 20
@@ -100,7 +102,12 @@ Seen = dict[Key, list[tuple[torch.Size, list[Tensor | None]]]]
 def _differentiate(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int, known: Layouts) -> Seen:
     watcher = Watcher()
     leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
-    with torch_seed(insecure_key(0)), torch.enable_grad(), Tracker(leaves, num_samples, known, watcher):
+    with (
+        torch_seed(insecure_key(0)),
+        torch.enable_grad(),
+        backward_inside(),
+        Tracker(leaves, num_samples, known, watcher),
+    ):
         losses_B = loss_fn(leaves, batch)
         every = [caught for group in watcher.leaves.values() for caught in group]
         grads: list[Sequence[Tensor | None]] = [[None] * len(every) for _ in range(num_samples)]
@@ -139,33 +146,42 @@ def _one_layout(
 Result = TypeVar("Result")
 
 
+Signature = tuple[object, ...]
+
+
 @dataclass
 class Memory:
-    """The layouts of each loss function, for as long as the function lives."""
+    """The layouts of each loss function, for as long as the function lives, and for each shape of a row: code may branch
+    on shapes."""
 
-    known: MutableMapping[LossFn, Layouts] = field(default_factory=WeakIdKeyDictionary)
+    known: MutableMapping[LossFn, dict[Signature, Layouts]] = field(default_factory=WeakIdKeyDictionary)
+
+    def of(self, loss_fn: LossFn, batch: Batch) -> Layouts:
+        """What is known for batches like this one; may be filled."""
+        if loss_fn not in self.known:
+            self.known[loss_fn] = {}
+        return self.known[loss_fn].setdefault(signature(batch), {})
 
     def learnt(self, loss_fn: LossFn, params: Params, batch: Batch) -> Layouts:
-        """All layouts of a loss function, learnt now if they are not known."""
-        known = self.known.get(loss_fn, {})
+        """All layouts for batches like this one, learnt now if they are not known."""
+        known = self.of(loss_fn, batch)
         if not known:
-            known = self.known[loss_fn] = learn(loss_fn, params, batch, known)
+            known.update(learn(loss_fn, params, batch, {}))
         return known
 
     def retried(self, loss_fn: LossFn, params: Params, batch: Batch, compute: Callable[[Layouts], Result]) -> Result:
         """Compute with the known layouts; where one is missing, learn and compute again."""
-        known = self.known.get(loss_fn, {})
+        known = self.of(loss_fn, batch)
         try:
             return compute(known)
         except UnknownLayout as error:
-            (key,) = error.args
-            known = learn(loss_fn, params, batch, {k: layout for k, layout in known.items() if k != key})
-            self.known[loss_fn] = known
+            known.pop(error.args[0], None)
+            known.update(learn(loss_fn, params, batch, known))
         try:
             return compute(known)
         except UnknownLayout as error:
             (key,) = error.args
             raise UnsupportedModel(
-                f"{key[1]} of parameter {key[0]!r} occurs with this batch and not with two or three of its rows: which "
-                'positions belong to which sample cannot be told. Use engine="vmap" or "loop".'
+                f"{key[1]} of parameter {key[0]!r} occurs with this batch, and not so with two or three of its rows: "
+                'which positions belong to which sample cannot be told. Use engine="vmap" or "loop".'
             ) from error

@@ -7,8 +7,8 @@ Norms and sums are float32, float64 for float64 inputs, whatever the dtype of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from torch import Tensor
 PIECE = 2**12
 # Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
 SCRATCH = 2**22
+# Look-ups of a sample that are added one by one in float32; with more, the drift could exceed what is tolerated.
+LONG = 1024
 # Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
 ROUNDINGS = 4
 # Relative error of a squared norm that clipping.bounds.SLACK pays for.
@@ -40,6 +42,10 @@ class PerSampleGrad(Protocol):
         """`sum_i factors_B[i] * grad_i`; a factor of 0 removes its row, also one that is not finite."""
         ...
 
+    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
+        """Whether it holds gradients of this many samples for a parameter of this shape."""
+        ...
+
     @property
     def num_bytes(self) -> int:
         """Memory that it holds."""
@@ -56,11 +62,26 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
-def exact(device: torch.device) -> AbstractContextManager[None]:
-    """No autocast: norms and sums are float32 whatever the model runs in."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
+    if torch.compiler.is_compiling():
+        with torch.autocast(device.type, enabled=False):
+            yield
+        return
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        with ExitStack() as stack:
+            if torch.is_autocast_enabled(device.type):
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            if device.type == "cuda":
+                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
+            yield
+    finally:
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
 
 
 def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -114,6 +135,10 @@ class Dense:
         flat_BP = wide(_flat(grads_B))
         return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
 
+    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
+        """By shape."""
+        return self.grads_B.shape == (num_samples, *shape)
+
     @property
     def num_bytes(self) -> int:
         """All of it."""
@@ -138,6 +163,10 @@ class Zeros:
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """Zeros (*shape)."""
         return torch.zeros_like(self.like, dtype=accumulation_dtype(self.like.dtype))
+
+    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
+        """By shape."""
+        return self.num_samples == num_samples and self.like.shape == shape
 
     @property
     def num_bytes(self) -> int:
@@ -206,6 +235,12 @@ class Outer:
         a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
+    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
+        """The sides belong together, and their product has the shape."""
+        same = self.a_BTp.shape[:2] == self.b_BTd.shape[:2] and len(self.a_BTp) == num_samples
+        numbers = self.a_BTp.shape[2] * self.b_BTd.shape[2]
+        return same and numbers == math.prod(shape) and self.shape == shape
+
     @property
     def num_bytes(self) -> int:
         """Both sides, though b is often an activation that others hold as well."""
@@ -220,6 +255,10 @@ class Gather:
     g_BTd: Tensor
     shape: tuple[int, ...]
 
+    def _rows(self) -> Tensor:
+        """In float64 where so many equal rows may be added one by one that float32 would drift."""
+        return self.g_BTd.double() if self.ids_BT.shape[1] > LONG else wide(self.g_BTd)
+
     def dense(self) -> Tensor:
         """Tables (B, V, ...)."""
         g_BTd = wide(self.g_BTd)
@@ -229,7 +268,7 @@ class Gather:
 
     def merged(self) -> Tensor:
         """The same numbers with equal ids added into one slot: (B, T, d), zero in slots that are not needed."""
-        g_BTd = wide(self.g_BTd)
+        g_BTd = self._rows()
         sorted_BT, order_BT = self.ids_BT.sort(dim=1)
         starts_BT = torch.cat([sorted_BT.new_zeros(len(sorted_BT), 1), (sorted_BT.diff(dim=1) != 0).long()], dim=1)
         slots_BT = torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
@@ -240,14 +279,23 @@ class Gather:
         if not self.ids_BT.numel():
             return wide(self.g_BTd.new_zeros(len(self.g_BTd)))
         reach_B = lengths(self.g_BTd, 2).sum(1)
-        return sq_sum(self.merged().flatten(1)) + (ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
+        return (
+            sq_sum(self.merged().flatten(1)).to(reach_B.dtype)
+            + (ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
+        )
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table."""
-        factors_B, ids_BT, g_BTd = without_dropped(factors_B, self.ids_BT, wide(self.g_BTd))
+        factors_B, ids_BT, g_BTd = without_dropped(factors_B, self.ids_BT, self._rows())
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
         table_Vd = scaled_BTd.new_zeros(self.shape[0], scaled_BTd.shape[2])
-        return table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
+        table_Vd = table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
+        return table_Vd.to(accumulation_dtype(self.g_BTd.dtype))
+
+    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
+        """Each id has its row."""
+        same = self.ids_BT.shape == self.g_BTd.shape[:2] and len(self.ids_BT) == num_samples
+        return same and self.shape == shape and shape[0] * self.g_BTd.shape[2] == math.prod(shape)
 
     @property
     def num_bytes(self) -> int:
@@ -280,6 +328,10 @@ class Tied:
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """The sum of both."""
         return self.gather.weighted_sum(factors_B) + self.outer.weighted_sum(factors_B)
+
+    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
+        """Both do."""
+        return self.gather.fits(num_samples, shape) and self.outer.fits(num_samples, shape)
 
     @property
     def num_bytes(self) -> int:

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpfunc.engines.layout import SHARED, Layout
+from dpfunc.checks import shorten
+from dpfunc.engines.layout import SHARED, UNUSED, Layout
 from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, RULES
+from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.table import Rule, Use
+from dpfunc.engines.taps import Tap, catch_any, leaf
 from dpfunc.errors import UnsupportedModel
 
 Key = tuple[str, str, tuple[int, ...]]
@@ -28,6 +31,14 @@ Key = tuple[str, str, tuple[int, ...]]
 Layouts = dict[Key, Layout | None]
 
 
+NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
+SELECTING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere")
+    if hasattr(owner, name)
+)
+REPEATING = frozenset((torch.repeat_interleave, Tensor.repeat_interleave))
 # The gradient of what these give is that of their argument, in another order or shape.
 TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
 RESHAPING = frozenset(
@@ -50,7 +61,7 @@ RESHAPING = frozenset(
 )
 
 
-class UnknownLayout(Exception):  # noqa: N818
+class UnknownLayout(Exception):
     """A use that was not seen when the layouts were learnt, or not in this shape; never leaves the engines."""
 
 
@@ -106,6 +117,8 @@ class Tracker(TorchFunctionMode):
 
     Args:
         params: leaves that require gradients. num_samples: B. layouts: what is known; None means shared by all samples.
+        tracked: identity -> parameters and derived values. ragged: values whose shape depends on values.
+        canaries: leaves under results that no loss should depend on.
     """
 
     params: Mapping[str, Tensor]
@@ -113,6 +126,8 @@ class Tracker(TorchFunctionMode):
     layouts: Layouts
     recorder: Recorder
     tracked: dict[int, Tracked] = field(default_factory=dict)
+    ragged: dict[int, Tensor] = field(default_factory=dict)
+    canaries: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -131,23 +146,61 @@ class Tracker(TorchFunctionMode):
             args = (args[0], args[1][0])
         if func is Tensor.unflatten:  # a method in Python, which dynamo cannot trace inside of a mode
             func = torch.unflatten
+        if func in NESTED:
+            return self._nested(func, args, kwargs)
+        if self._selects_rows(func, args) or (self.ragged and self._touches_ragged((*args, *kwargs.values()))):
+            return self._ragged(func, args, kwargs)
         if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
             return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
         found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
         if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
             return func(*args, **kwargs)
-        if func is torch.autograd.backward:
-            raise UnsupportedModel(
-                "The loss calls backward() inside of itself, as reentrant gradient checkpointing does: its gradients "
-                "would be lost. Use the non-reentrant kind: use_reentrant=False."
-            )
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
-        if len(found) == len(tensors) and not (func in EXPANDING and self._expands_to_samples(func, args, kwargs)):
+        if len(found) == len(tensors) and not (func in EXPANDING and self._expands(func, args, kwargs)):
             return self._derive(func, args, kwargs, found)
         return self._use(func, args, kwargs, tensors, found)
+
+    def _nested(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+        if func is not torch.autograd.grad or create_graph:
+            raise UnsupportedModel(
+                "The loss differentiates inside of itself, by backward() (as reentrant gradient checkpointing does; use "
+                'use_reentrant=False) or with create_graph=True: such gradients would be lost. Use engine="vmap" with '
+                "torch.func.grad."
+            )
+        with self:  # checkpointing repeats uses inside of it
+            return opened(func)(*args, **kwargs)
+
+    @staticmethod
+    def _selects_rows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether the shape of the result depends on values."""
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+        if func in REPEATING:
+            return any(isinstance(value, Tensor) for value in args[1:])
+        return func in SELECTING or (func is torch.where and len(args) == 1)
+
+    def _touches_ragged(self, values: Iterable[Any]) -> bool:
+        return any(id(tensor) in self.ragged for tensor in tensors_in(tuple(values)))
+
+    def _ragged(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        if self._concerned(args) or self._concerned(kwargs.values()):
+            tensors = tensors_in((*args, *kwargs.values()))
+            names = sorted({self.tracked[id(tensor)].name for tensor in tensors if id(tensor) in self.tracked})
+            raise UnsupportedModel(
+                f"{_name(func)} of parameter {shorten(names)} takes rows that were selected by their values (a mask, "
+                "nonzero, unique): how many belong to which sample cannot be told. Multiply by the mask instead of "
+                'selecting, or use engine="loop".'
+            )
+        result = func(*args, **kwargs)
+        for value in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(value, Tensor):
+                self.ragged[id(value)] = value
+        return result
 
     def _concerned(self, values: Iterable[Any]) -> bool:  # the hot path: called for every torch function
         tracked = self.tracked
@@ -158,15 +211,16 @@ class Tracker(TorchFunctionMode):
                 return True
         return False
 
-    def _expands_to_samples(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    @staticmethod
+    def _expands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         with torch.no_grad():
-            shape, own = func(*args, **kwargs).shape, args[0].shape
-        padded = (1,) * (len(shape) - len(own)) + tuple(own)
-        return any(new != old and new % self.num_samples == 0 for new, old in zip(shape, padded, strict=True))
+            return bool(func(*args, **kwargs).shape != args[0].shape)
 
     def _derive(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[Tracked]
     ) -> Any:  # noqa: ANN401
+        if _name(func) in IN_PLACE:
+            raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
         result = func(*args, **kwargs)
         name, before = found[0].name, len(self.tracked)
         if isinstance(result, Tensor) and func in TRANSPOSING | RESHAPING and id(result) not in self.tracked:
@@ -192,7 +246,13 @@ class Tracker(TorchFunctionMode):
         if key not in self.layouts:
             return self.recorder.unknown(key, self._plainly(func, args, kwargs))
         layout = self.layouts[key]
+        if layout is UNUSED:
+            canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
+            self.canaries[f"{found[0].name} (in {_name(func)})"] = canary
+            return Tap.apply(self._plainly(func, args, kwargs).clone(), catch_any, 0, canary)  # type: ignore[no-untyped-call]
         if layout is SHARED:
+            if any(tensor.requires_grad for tensor in tensors if id(tensor) not in self.tracked):
+                raise no_rule(func, tensors, found)
             return self._derive(func, args, kwargs, found)
         if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST:
             return self._pointwise(func, args, kwargs, found, layout, key)
@@ -290,6 +350,14 @@ KINDS = {
     for kind in ("add", "sub", "mul", "truediv", "matmul")
     for form in ("__{}__", "__r{}__", "__i{}__", "{}_")
 }
+
+
+IN_PLACE = (
+    frozenset(name for name in dir(Tensor) if name in KINDS or (name.endswith("_") and not name.endswith("__")))
+    - frozenset(f"__{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
+    - frozenset(f"__r{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
+    - {"requires_grad_"}
+)
 
 
 def _kind(func: Callable[..., Any]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpfunc.engines.rules.recurrent import RECURRENT
@@ -29,6 +28,5 @@ def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
 
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: opened(F.multi_head_attention_forward),
-    torch.autograd.grad: opened(torch.autograd.grad),  # checkpointing repeats uses inside of it
     **RECURRENT,
 }

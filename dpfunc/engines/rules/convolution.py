@@ -104,6 +104,10 @@ class Convolved:
             return g_BmP.new_zeros(self.args.shape)
         return self.args.weight_grad(scaled.flatten(0, 1), x_BmC.flatten(0, 1))
 
+    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
+        """By shape."""
+        return self.args.shape == shape and self.g_BmP.shape[:2] == self.x_BmC.shape[:2]
+
     @property
     def num_bytes(self) -> int:
         """g and x."""
@@ -112,7 +116,7 @@ class Convolved:
 
 def form(use: Use) -> Form:
     """By time; biases are formed."""
-    if "weight" not in use.shapes:
+    if "weight" not in use.shapes or use.layout.axis != 0 or len(use.output) != len(use.shapes["weight"]):
         return "dense"
     shape = use.shapes["weight"]
     positions = use.output.numel() // max(1, use.num_samples * use.output[use.layout.axis + 1])

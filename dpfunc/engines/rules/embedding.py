@@ -32,7 +32,7 @@ def embedding(
     """Rows of a table; the padding row gets nothing. `sparse` gives the same gradient, not a sparse one."""
     if max_norm is not None or scale_grad_by_freq:
         raise use.refuse("max_norm and scale_grad_by_freq look at the whole batch.")
-    ids_BT = use.split(input).reshape(use.num_samples, -1)
+    ids_BT = use.split(input).reshape(use.num_samples, -1).long()
     g_BTd = use.positions(grad)
     rows, _ = use.shapes["weight"]
     if padding_idx is not None:

@@ -64,7 +64,6 @@ def rms_norm(
     eps: float | None = None,
 ) -> Grads:
     """Over the last axes, without centring."""
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
     return _last_axes(use, grad, F.rms_norm(wide(input), list(normalized_shape), None, eps))
 
 
@@ -125,7 +124,7 @@ def prelu(use: Use, grad: Tensor, input: Tensor, weight: Tensor) -> Grads:
     """`y = max(x, 0) + w min(x, 0)`, with one weight, or one a channel."""
     product = wide(grad) * wide(input).clamp(max=0)
     if use.shapes["weight"].numel() == 1:
-        return {"weight": Dense(use.split(product).flatten(1).sum(1, keepdim=True))}
+        return {"weight": Dense(use.split(product).flatten(1).sum(1).reshape(-1, *use.shapes["weight"]))}
     return {"weight": _per_channel(use, product)}
 
 

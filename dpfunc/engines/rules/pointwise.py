@@ -55,7 +55,7 @@ def copies_for(
     if other == 1:
         leaf = value.expand(*aligned[: layout.axis], num_samples, *aligned[layout.axis + 1 :]).requires_grad_()
         return leaf, leaf, layout.axis
-    axis = layout.axis + int(layout.minor)
+    axis = layout.axis + int(bool(layout.minor))
     value = value.unsqueeze(layout.axis)
     leaf = value.expand(*value.shape[:axis], num_samples, *value.shape[axis + 1 :]).requires_grad_()
     sizes = list(leaf.shape)
