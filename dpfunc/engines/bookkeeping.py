@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dpfunc.checks import whole
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.learning import Memory
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, accumulation_dtype, exact
@@ -195,7 +196,7 @@ def keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts, bo
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
             return _read(tracker, book, leaves, losses_B)
-    with torch.enable_grad(), backward_inside(), tracker:
+    with parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
         book.close()

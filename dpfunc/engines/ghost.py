@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpfunc.engines.bookkeeping import form_grads, read_copies
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.learning import Memory
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad, exact
@@ -189,7 +190,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> G
     tracker = Tracker(leaves, num_samples, known, meter)
     # Checkpointing may draw random numbers in a backward pass: both passes draw the same.
     seed = insecure_key(int(torch.randint(2**31, ())))
-    with torch.enable_grad(), backward_inside() as scope, tracker:
+    with parameters_unchanged(params), torch.enable_grad(), backward_inside() as scope, tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
         meter.close()

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.checks import shorten
 from dpfunc.engines import layout as layouts_of
-from dpfunc.engines.per_sample import accumulation_dtype
+from dpfunc.engines.graphs import refuse_reentrant
+from dpfunc.engines.isolation import check_isolated, shaken, some_rows
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.taps import Tap, as_it_is, leaf
@@ -24,7 +24,6 @@ from dpfunc.tree import signature
 from dpfunc.types import Batch, LossFn, Params
 
 ROUNDS = 20
-SHAKE = 0.02
 
 
 @dataclass
@@ -32,6 +31,11 @@ class Watcher:
     """A recorder that only looks at uses that are not known yet."""
 
     leaves: dict[Key, list[Tensor]] = field(default_factory=dict)
+    closed: bool = False
+
+    def close(self) -> None:
+        """The forward pass is over."""
+        self.closed = True
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Known: passes."""
@@ -46,29 +50,14 @@ class Watcher:
     def unknown(self, key: Key, output: Tensor) -> Tensor:
         """Caught, to see which loss reaches which entry."""
         if not isinstance(output, Tensor):
-            raise UnsupportedModel(f"{key[1]} of parameter {key[0]!r} gives {type(output).__name__}: no rule for it.")
+            raise UnsupportedModel(
+                f"{key[1]} of parameter {key[0]!r} gives {type(output).__name__}: no rule for it. "
+                'Use engine="vmap" or "loop".'
+            )
         caught = leaf(tuple(output.shape), output.dtype, output.device)
-        self.leaves.setdefault(key, []).append(caught)
+        if not self.closed:
+            self.leaves.setdefault(key, []).append(caught)
         return Tap.apply(output.clone(), as_it_is, 0, caught)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def shaken(params: Params) -> dict[str, Tensor]:
-    """Parameters moved a little, so that nothing is zero by initialisation (LoRA) and gradients flow everywhere."""
-    generator = torch.Generator().manual_seed(0)
-    moved = {}
-    for name, param in params.items():
-        noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
-        moved[name] = (param.detach() + (SHAKE * noise).to(param)).detach()
-    return moved
-
-
-def some_rows(batch: Batch, num_rows: int) -> Batch:
-    """The first rows, repeated where there are fewer."""
-
-    def take(value: Tensor) -> Tensor:
-        return value[torch.arange(num_rows, device=value.device) % value.shape[0]]
-
-    return pytree.tree_map(take, batch)
 
 
 def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layouts:
@@ -81,6 +70,7 @@ def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layo
     """
     found = dict(known)
     values = shaken(params)
+    check_isolated(loss_fn, values, batch)
     for _ in range(ROUNDS):
         seen = [_differentiate(loss_fn, values, some_rows(batch, count), count, found) for count in (2, 3)]
         if seen[0].keys() != seen[1].keys():
@@ -109,6 +99,8 @@ def _differentiate(loss_fn: LossFn, params: Params, batch: Batch, num_samples: i
         Tracker(leaves, num_samples, known, watcher),
     ):
         losses_B = loss_fn(leaves, batch)
+        watcher.close()
+        refuse_reentrant((), losses_B)
         every = [caught for group in watcher.leaves.values() for caught in group]
         grads: list[Sequence[Tensor | None]] = [[None] * len(every) for _ in range(num_samples)]
         if every and isinstance(losses_B, Tensor) and losses_B.requires_grad and losses_B.shape == (num_samples,):
@@ -151,8 +143,7 @@ Signature = tuple[object, ...]
 
 @dataclass
 class Memory:
-    """The layouts of each loss function, for as long as the function lives, and for each shape of a row: code may branch
-    on shapes."""
+    """The layouts of each loss function and of each shape of a row, since code may branch on shapes."""
 
     known: MutableMapping[LossFn, dict[Signature, Layouts]] = field(default_factory=WeakIdKeyDictionary)
 

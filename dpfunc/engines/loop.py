@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.collecting import check_differentiable
+from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.scope import backward_inside
 from dpfunc.tree import batch_size, rows
@@ -37,9 +38,10 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         grads_B = {name: param.new_zeros(num_samples, *param.shape) for name, param in params.items()}
         for sample in range(num_samples):
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-            with torch.enable_grad(), backward_inside():
+            with parameters_unchanged(params), torch.enable_grad(), backward_inside():
                 losses_1 = loss_fn(leaves, rows(batch, sample, sample + 1))
                 check_differentiable(losses_1, 1)
+                refuse_reentrant((), losses_1)
                 grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
             losses_B.append(losses_1.detach())
             for name, grad in zip(leaves, grads, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -23,6 +23,8 @@ SCRATCH = 2**22
 LONG = 1024
 # Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
 ROUNDINGS = 4
+# Parts that are this much larger than their sum are added up sample by sample.
+CANCELS = 64
 # Relative error of a squared norm that clipping.bounds.SLACK pays for.
 TOLERATED = 2.0**-13
 
@@ -175,12 +177,41 @@ class Zeros:
 
 
 @dataclass(frozen=True)
+class Cancelling:
+    """Remembers, from the norms, which samples' products cancel.
+
+    A sum over all samples rounds what is large; where a sample's parts are much larger than its gradient (`reach`, the
+    sum of their sizes, against the norm), another sample's presence would change more of it than the bound has room
+    for. Such samples are added up on their own first. What rounding can change in the order of additions is added to
+    the norm.
+    """
+
+    seen: list[Tensor] = field(default_factory=list)
+
+    def measured(self, sq_norms_B: Tensor, reach_B: Tensor) -> Tensor:
+        """The squared norms to clip by."""
+        norms_B = sq_norms_B.sqrt()
+        if not torch.compiler.is_compiling():
+            self.seen[:] = [reach_B > CANCELS * norms_B]
+        return (norms_B + ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
+
+    def rows(self, grads: PerSampleGrad) -> Tensor | None:
+        """The samples (B,) that cancel, or None if there is none."""
+        if torch.compiler.is_compiling():
+            return None
+        if not self.seen:
+            grads.sq_norms()
+        return self.seen[0] if bool(self.seen[0].any()) else None
+
+
+@dataclass(frozen=True)
 class Outer:
     """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: what a matrix gets that is applied at T positions."""
 
     a_BTp: Tensor
     b_BTd: Tensor
     shape: tuple[int, ...]
+    cancelling: Cancelling = field(default_factory=lambda: Cancelling(), repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """B matrix products: 2 B T p d operations."""
@@ -207,8 +238,7 @@ class Outer:
                 sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
             elif bool(doubtful_B.any()):
                 sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._formed(a_BTp[doubtful_B], b_BTd[doubtful_B]))
-        # the weighted sum adds the products in another order: what that can change is added here
-        return sq_norms_B + (ROUNDINGS * eps * reach_B).square()
+        return self.cancelling.measured(sq_norms_B, reach_B)
 
     @staticmethod
     def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
@@ -230,6 +260,12 @@ class Outer:
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
+        apart_B = self.cancelling.rows(self)
+        if apart_B is not None:
+            easy_B, hard_B = torch.where(apart_B, 0, factors_B), torch.where(apart_B, factors_B, 0)
+            formed = Dense(replace(self, a_BTp=self.a_BTp[hard_B != 0], b_BTd=self.b_BTd[hard_B != 0]).dense())
+            rest = replace(self, cancelling=Cancelling([torch.zeros_like(apart_B)]))
+            return rest.weighted_sum(easy_B) + formed.weighted_sum(hard_B[hard_B != 0])
         factors_B, a_BTp, b_BTd = without_dropped(factors_B, wide(self.a_BTp), wide(self.b_BTd))
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
         a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
@@ -254,6 +290,7 @@ class Gather:
     ids_BT: Tensor
     g_BTd: Tensor
     shape: tuple[int, ...]
+    cancelling: Cancelling = field(default_factory=lambda: Cancelling(), repr=False, compare=False)
 
     def _rows(self) -> Tensor:
         """In float64 where so many equal rows may be added one by one that float32 would drift."""
@@ -269,10 +306,17 @@ class Gather:
     def merged(self) -> Tensor:
         """The same numbers with equal ids added into one slot: (B, T, d), zero in slots that are not needed."""
         g_BTd = self._rows()
+        slots_BT = self._slot_of_each()
+        return torch.zeros_like(g_BTd).scatter_add(1, slots_BT[:, :, None].expand_as(g_BTd), g_BTd)
+
+    def slots(self) -> Tensor:
+        """The id of each slot of `merged`: (B, T); slots that are not needed have some id of the sample."""
+        return self.ids_BT[:, :1].expand_as(self.ids_BT).scatter(1, self._slot_of_each(), self.ids_BT)
+
+    def _slot_of_each(self) -> Tensor:
         sorted_BT, order_BT = self.ids_BT.sort(dim=1)
         starts_BT = torch.cat([sorted_BT.new_zeros(len(sorted_BT), 1), (sorted_BT.diff(dim=1) != 0).long()], dim=1)
-        slots_BT = torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
-        return torch.zeros_like(g_BTd).scatter_add(1, slots_BT[:, :, None].expand_as(g_BTd), g_BTd)
+        return torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
 
     def sq_norms(self) -> Tensor:
         """Squares of the merged rows."""
@@ -285,8 +329,11 @@ class Gather:
         )
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """One addition of rows into a table."""
-        factors_B, ids_BT, g_BTd = without_dropped(factors_B, self.ids_BT, self._rows())
+        """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
+        ids_BT, g_BTd = self.ids_BT, self._rows()
+        if self.ids_BT.numel() and self.cancelling.rows(self) is not None:
+            ids_BT, g_BTd = self.slots(), self.merged()
+        factors_B, ids_BT, g_BTd = without_dropped(factors_B, ids_BT, g_BTd)
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
         table_Vd = scaled_BTd.new_zeros(self.shape[0], scaled_BTd.shape[2])
         table_Vd = table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
@@ -309,6 +356,7 @@ class Tied:
 
     gather: Gather
     outer: Outer
+    cancelling: Cancelling = field(default_factory=Cancelling, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """The sum of both."""
@@ -323,10 +371,18 @@ class Tied:
         parts_B, total_B = (gather_B.sqrt() + outer_B.sqrt()).square(), gather_B + outer_B + 2 * cross_B
         rounding_B = ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
         doubtful_B = ~(rounding_B <= TOLERATED * total_B)
-        return torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)
+        safe_B = torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)
+        return self.cancelling.measured(safe_B, parts_B.sqrt())
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """The sum of both."""
+        """The sum of both; samples in which they cancel are formed."""
+        apart_B = self.cancelling.rows(self)
+        if apart_B is not None:
+            easy_B, hard_B = torch.where(apart_B, 0, factors_B), torch.where(apart_B, factors_B, 0)
+            return self._sum(easy_B) + Dense(self.dense()).weighted_sum(hard_B)
+        return self._sum(factors_B)
+
+    def _sum(self, factors_B: Tensor) -> Tensor:
         return self.gather.weighted_sum(factors_B) + self.outer.weighted_sum(factors_B)
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
@@ -373,8 +429,10 @@ class PerSample:
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""
-        return {name: grad.sq_norms() for name, grad in self.grads.items()}
+        with exact(self.losses_B.device):
+            return {name: grad.sq_norms() for name, grad in self.grads.items()}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weighted sums over the samples: name -> parameter shape."""
-        return {name: grad.weighted_sum(factors[name]) for name, grad in self.grads.items()}
+        with exact(self.losses_B.device):
+            return {name: grad.weighted_sum(factors[name]) for name, grad in self.grads.items()}

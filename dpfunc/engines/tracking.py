@@ -167,7 +167,7 @@ class Tracker(TorchFunctionMode):
         create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
         if func is not torch.autograd.grad or create_graph:
             raise UnsupportedModel(
-                "The loss differentiates inside of itself, by backward() (as reentrant gradient checkpointing does; use "
+                "The loss differentiates inside of itself, by backward() (as reentrant checkpointing does: use "
                 'use_reentrant=False) or with create_graph=True: such gradients would be lost. Use engine="vmap" with '
                 "torch.func.grad."
             )

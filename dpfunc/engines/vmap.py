@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.checks import whole
+from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params
@@ -94,7 +96,7 @@ def vmap(chunk_size: int | None = None) -> Engine:
         mapped = torch.func.vmap(differentiate, in_dims=(None, 0), randomness="different", chunk_size=size)
         # Frozen parameters may require gradients: without no_grad an outer graph would be kept for them, several times
         # the memory. The inner differentiation does not mind.
-        with torch.no_grad():
+        with nullcontext() if torch.compiler.is_compiling() else parameters_unchanged(params), torch.no_grad():
             if torch.compiler.is_compiling():  # dynamo cannot trace the translation of errors
                 grads, losses_B = mapped(detached, batch)
             else:

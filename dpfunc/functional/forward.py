@@ -14,10 +14,11 @@ from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc.checks import shorten
+from dpfunc.engines.graphs import refuse_reentrant
 from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.names import check_params, select, storage_places
-from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_reentrant, refuse_unsupported
+from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported
 from dpfunc.types import Params
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from dpfunc.batchnorm import training_batchnorms
 from dpfunc.checks import shorten
@@ -71,23 +70,3 @@ def checkpoint_is_an_error() -> Iterator[None]:
             if message in str(error):
                 raise UnsupportedModel(message) from error
             raise
-
-
-def refuse_reentrant(inputs: object, output: object) -> None:
-    """Reentrant checkpoints in the graph between inputs and output cut the parameters off: an error as well.
-
-    Only for plain autograd; torch itself refuses them under torch.func. About a microsecond for each node of the graph.
-
-    Raises:
-        UnsupportedModel: a part of the module is checkpointed.
-    """
-    seen = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
-    todo = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            raise UnsupportedModel(f"The forward pass uses reentrant gradient checkpointing: {CHECKPOINTED}")
-        seen.add(node)
-        todo.extend(earlier for earlier, _ in node.next_functions)

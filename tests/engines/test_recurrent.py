@@ -10,6 +10,7 @@ from models import Case
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
@@ -223,3 +224,14 @@ def test_auto_takes_the_fast_engine():
     run = engines.auto()
     run(loss_fn, params, batch_of(3, LENGTH))
     assert run.decision(loss_fn).engine == "bookkeeping"
+
+
+@pytest.mark.parametrize("engine", FAST)
+def test_gradient_checkpointing(engine):
+    forward, params = functionalize(made(lambda: Classifier(*LAYERS["LSTM, batch first"])))
+    check(
+        ENGINES[engine](),
+        loss_of(lambda params, ids_BT: checkpoint(lambda ids: forward(params, ids), ids_BT, use_reentrant=False)),
+        params,
+        3,
+    )
