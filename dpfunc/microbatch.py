@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpfunc.engines.scope import backward_inside
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
@@ -46,7 +47,7 @@ def _saved_bytes(loss_fn: LossFn, params: Params, batch: Batch) -> int:
 
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    with torch_seed(insecure_key(0)), torch.enable_grad(), hooks:
+    with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks:
         losses_B = loss_fn(leaves, batch)
     total = sum(seen.values())
     del losses_B  # alive until here: freed storages could be counted twice

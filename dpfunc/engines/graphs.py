@@ -30,7 +30,7 @@ def refuse_reentrant(inputs: object, output: object) -> None:
         if node.name() == "CheckpointFunctionBackward":
             raise UnsupportedModel(
                 "The forward pass uses reentrant gradient checkpointing, which loses gradients of parameters. Use "
-                "use_reentrant=False."
+                "use_reentrant=False, or model.gradient_checkpointing_disable()."
             )
         seen.add(node)
         todo.extend(earlier for earlier, _ in node.next_functions)

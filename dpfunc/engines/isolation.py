@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from dpfunc.checks import shorten
 from dpfunc.engines.per_sample import accumulation_dtype
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
@@ -101,7 +103,9 @@ def check_isolated(loss_fn: LossFn, params: Params, batch: Batch) -> float:
     """
     few = some_rows(batch, min(LOSS_ROWS, max(2, batch_size(batch))))
     count = batch_size(few)
-    with torch_seed(insecure_key(0)), Still() as still, torch.no_grad():
+    params = {name: param.detach().requires_grad_() for name, param in params.items()}
+    with warnings.catch_warnings(), torch_seed(insecure_key(0)), Still() as still:
+        warnings.simplefilter("ignore")  # the engine that is chosen says it again
         together_B = _losses(loss_fn, params, few, count)
         alone_B, again_B = (_alone(loss_fn, params, few, count) for _ in range(2))
     dtypes = {together_B.dtype, *(value.dtype for value in params.values())}
@@ -111,9 +115,10 @@ def check_isolated(loss_fn: LossFn, params: Params, batch: Batch) -> float:
 
 
 def _losses(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int) -> Tensor:
-    losses_B = loss_fn(params, batch)
+    with torch.enable_grad(), backward_inside():
+        losses_B = loss_fn(params, batch)
     check_losses(losses_B, num_samples)
-    return losses_B
+    return losses_B.detach()
 
 
 def _alone(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int) -> Tensor:

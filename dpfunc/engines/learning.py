@@ -38,8 +38,9 @@ class Watcher:
         self.closed = True
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """Known: passes."""
-        return output
+        """Known: passes; like that of an engine, the result requires a gradient."""
+        caught = leaf(tuple(output.shape), output.dtype, output.device)
+        return Tap.apply(output, as_it_is, 0, caught)  # type: ignore[no-untyped-call, no-any-return]
 
     def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """Known: passes."""
@@ -50,9 +51,10 @@ class Watcher:
     def unknown(self, key: Key, output: Tensor) -> Tensor:
         """Caught, to see which loss reaches which entry."""
         if not isinstance(output, Tensor):
+            shapes = [tuple(value.shape) for value in output or () if isinstance(value, Tensor)]
             raise UnsupportedModel(
-                f"{key[1]} of parameter {key[0]!r} gives {type(output).__name__}: no rule for it. "
-                'Use engine="vmap" or "loop".'
+                f"No rule gives per-sample gradients for {key[1]} of parameter {key[0]!r}, whose results have shapes "
+                f'{shapes}. Use engine="vmap" or "loop".'
             )
         caught = leaf(tuple(output.shape), output.dtype, output.device)
         if not self.closed:
@@ -147,22 +149,18 @@ class Memory:
 
     known: MutableMapping[LossFn, dict[Signature, Layouts]] = field(default_factory=WeakIdKeyDictionary)
 
-    def of(self, loss_fn: LossFn, batch: Batch) -> Layouts:
-        """What is known for batches like this one; may be filled."""
-        if loss_fn not in self.known:
-            self.known[loss_fn] = {}
-        return self.known[loss_fn].setdefault(signature(batch), {})
-
     def learnt(self, loss_fn: LossFn, params: Params, batch: Batch) -> Layouts:
         """All layouts for batches like this one, learnt now if they are not known."""
-        known = self.of(loss_fn, batch)
-        if not known:
-            known.update(learn(loss_fn, params, batch, {}))
-        return known
+        if loss_fn not in self.known:
+            self.known[loss_fn] = {}
+        known, shapes = self.known[loss_fn], signature(batch)
+        if shapes not in known:
+            known[shapes] = learn(loss_fn, params, batch, {})
+        return known[shapes]
 
     def retried(self, loss_fn: LossFn, params: Params, batch: Batch, compute: Callable[[Layouts], Result]) -> Result:
-        """Compute with the known layouts; where one is missing, learn and compute again."""
-        known = self.of(loss_fn, batch)
+        """Compute with the layouts; where one is missing after all, learn from these rows and compute again."""
+        known = self.learnt(loss_fn, params, batch)
         try:
             return compute(known)
         except UnknownLayout as error:

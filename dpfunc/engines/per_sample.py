@@ -323,10 +323,7 @@ class Gather:
         if not self.ids_BT.numel():
             return wide(self.g_BTd.new_zeros(len(self.g_BTd)))
         reach_B = lengths(self.g_BTd, 2).sum(1)
-        return (
-            sq_sum(self.merged().flatten(1)).to(reach_B.dtype)
-            + (ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
-        )
+        return self.cancelling.measured(sq_sum(self.merged().flatten(1)).to(reach_B.dtype), reach_B)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table; where rows of a sample cancel, they are added up before."""

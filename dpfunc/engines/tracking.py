@@ -154,6 +154,8 @@ class Tracker(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
         found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
+        if _name(func) in IN_PLACE and args and id(args[0]) in self.tracked:
+            raise no_rule(func, tensors, found)
         if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
             return func(*args, **kwargs)
         if func in COMPOSITES:
@@ -219,8 +221,6 @@ class Tracker(TorchFunctionMode):
     def _derive(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[Tracked]
     ) -> Any:  # noqa: ANN401
-        if _name(func) in IN_PLACE:
-            raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
         result = func(*args, **kwargs)
         name, before = found[0].name, len(self.tracked)
         if isinstance(result, Tensor) and func in TRANSPOSING | RESHAPING and id(result) not in self.tracked:

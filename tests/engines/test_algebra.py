@@ -38,7 +38,7 @@ def outer(draw, p=ROWS, d=WIDTH):
 
 
 def gather(draw):
-    return Gather(draw.ids(), draw.normal(draw.length, WIDTH), ROWS)
+    return Gather(draw.ids(), draw.normal(draw.length, WIDTH), (ROWS, WIDTH))
 
 
 def convolved(draw, axes=2, groups=1, stride=1, padding=1, dilation=1, transposed=False, out=4, channels=2, edge=5):
@@ -188,12 +188,14 @@ def cancelling_outer(draw, p, d, scale):
 
 def cancelling_gather(draw, scale):
     g_BTd, order = cancelling(draw, WIDTH)
-    return Gather(twice(draw.ids(), order), scale * g_BTd, ROWS)
+    return Gather(twice(draw.ids(), order), scale * g_BTd, (ROWS, WIDTH))
 
 
 def cancelling_tied(draw, scale):
     """The look-ups take away what the products add: `outer` is the same table, row by row."""
-    gathered = Gather(draw.ids(), scale * torch.randn(draw.size, draw.length, WIDTH, generator=draw.generator), ROWS)
+    gathered = Gather(
+        draw.ids(), scale * torch.randn(draw.size, draw.length, WIDTH, generator=draw.generator), (ROWS, WIDTH)
+    )
     rows_BTV = torch.nn.functional.one_hot(gathered.ids_BT, ROWS).to(torch.float32)
     nudged = -gathered.g_BTd * (1 + 1e-4 * torch.randn(draw.size, 1, 1, generator=draw.generator))
     return Tied(gathered, Outer(rows_BTV, nudged, (ROWS, WIDTH)))

@@ -37,7 +37,7 @@ def test_a_budget_changes_the_representation_and_not_the_result():
     assert [table.uses[0].representation for table in tables] == ["formed", "factors"]
     assert tables[1].num_bytes < tables[0].num_bytes
     found = [engines.bookkeeping(budget)(loss_fn, params, batch) for budget in (None, 0)]
-    assert torch.allclose(found[0].sq_norms()["w"], found[1].sq_norms()["w"], rtol=1e-5)
+    assert torch.allclose(found[0].sq_norms()["w"], found[1].sq_norms()["w"], rtol=1e-4)
     sums = [grads.weighted_sum({"w": torch.tensor([1.0, 0.3])})["w"] for grads in found]
     assert (sums[0] - sums[1]).norm() < 1e-5 * sums[0].norm()
 

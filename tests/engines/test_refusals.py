@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 import pytest
@@ -166,7 +165,6 @@ USES = {
     "custom Function": (lambda p, b: Double.apply(b["x"], p["b"]), "custom autograd.Function"),
     "custom Function of a product": (lambda p, b: Double.apply(b["x"] @ p["w"], p["b"]), "custom autograd.Function"),
     "several indices": (lambda p, b: p["v"][b["ids"], b["ids"] % D], "getitem"),
-    "a tuple of one index": (lambda p, b: p["v"][(b["ids"],)], "getitem"),
     "index and slice": (lambda p, b: p["v"][b["ids"], 1:], "getitem"),
     "index after a slice": (lambda p, b: p["w"][:, b["ids"] % D].movedim(0, -1), "getitem"),
     "take": (lambda p, b: p["v"].take(b["ids"]), "take"),
@@ -274,7 +272,6 @@ USES = {
     "sample by sample, scaled": (by_sample_scaled, None),
     "sample by sample, chunks": (by_sample_chunks, None),
     "another operation for large batches": (unless_large, None),
-    "another order for large batches": (unless_large_silently, None),
     "checkpointed": (
         lambda p, b: checkpoint(lambda x: torch.tanh(x @ p["w"]) * p["b"], b["x"], use_reentrant=False), None
     ),
@@ -545,7 +542,7 @@ def test_reentrant_checkpoints_are_refused(engine, name):
 
 @pytest.mark.parametrize("engine", ["vmap", "loop", *FAST])
 def test_a_loss_does_not_overwrite_parameters(engine):
-    """A loss that writes into the parameters that it is given is refused, or writes into something else."""
+    """A loss that writes into its parameters is refused; by the fast engines before it happens."""
     parameters, before = params(), params()
 
     def loss_fn(p, b):
@@ -553,9 +550,10 @@ def test_a_loss_does_not_overwrite_parameters(engine):
             p["b"].mul_(0.5)
         return squares(b["x"] * p["b"])
 
-    with contextlib.suppress(DPFuncError, RuntimeError):
+    with pytest.raises((DPFuncError, RuntimeError)):
         (vmap() if engine == "vmap" else ENGINES[engine]())(loss_fn, parameters, batch())
-    assert all(torch.equal(parameters[name], value) for name, value in before.items())
+    if engine in FAST:
+        assert all(torch.equal(parameters[name], value) for name, value in before.items())
 
 
 @every
@@ -601,4 +599,6 @@ def test_layouts_fit_or_not():
     assert not Layout(1).fits((4,), 2)
     assert not Layout(0).fits((5, 2), 2)
     assert not Layout(0).fits((0, 2), 2)
-    assert Layout(0).fits((4, 2), 2)
+    assert Layout(0).fits((2, 2), 2)
+    assert not Layout(0).fits((4, 2), 2)  # the order of samples and positions is not known
+    assert Layout(0, minor=False).fits((4, 2), 2)

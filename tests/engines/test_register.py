@@ -24,7 +24,7 @@ def outer_grad(grad, input, vec2):
     return torch.einsum("bp,b->bp", grad, input)
 
 
-OUTER = {"input": torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64), "vec2": torch.ones(4, dtype=torch.float64)}
+OUTER = {"input": torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64), "vec2": torch.ones(4, dtype=torch.float64)}
 
 
 def outer_loss(p, b):
