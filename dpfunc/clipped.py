@@ -14,7 +14,7 @@ from torch import Tensor
 from dpfunc.checks import one_of, shorten, whole
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.engines.per_sample import accumulation_dtype, exact, wide
+from dpfunc.engines.sums import accumulation_dtype, exact, wide
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.microbatch import automatic_size

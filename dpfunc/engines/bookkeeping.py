@@ -18,9 +18,10 @@ from dpfunc.engines.collecting import check_differentiable, collect, refuse_esca
 from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.learning import Memory
 from dpfunc.engines.loop import loop
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, accumulation_dtype, exact
+from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.taps import Tap, as_it_is, leaf
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.tree import batch_size

@@ -17,9 +17,10 @@ from dpfunc.engines.collecting import check_differentiable, collect, refuse_esca
 from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.learning import Memory
 from dpfunc.engines.loop import loop
-from dpfunc.engines.per_sample import PerSample, PerSampleGrad, exact
+from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
+from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import Tap, leaf
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import InvalidArgument, UnsupportedModel

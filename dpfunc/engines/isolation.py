@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc.checks import shorten
-from dpfunc.engines.per_sample import accumulation_dtype
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.sums import accumulation_dtype
 from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed

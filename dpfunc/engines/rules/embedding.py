@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.per_sample import Gather, wide
+from dpfunc.engines.per_sample import Gather
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
+from dpfunc.engines.sums import wide
 
 
 def form(use: Use) -> Form:

@@ -1,0 +1,110 @@
+"""Sums and norms in float32 or better, and what rounding may do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
+PIECE = 2**12
+# Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
+SCRATCH = 2**22
+# Look-ups of a sample that are added one by one in float32; with more, the drift could exceed what is tolerated.
+LONG = 1024
+# Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
+ROUNDINGS = 4
+# Parts that are this much larger than their sum are added up sample by sample.
+CANCELS = 64
+# Relative error of a squared norm that clipping.bounds.SLACK pays for.
+TOLERATED = 2.0**-13
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of norms and sums: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the dtype of sums."""
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
+    if torch.compiler.is_compiling():
+        with torch.autocast(device.type, enabled=False):
+            yield
+        return
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        with ExitStack() as stack:
+            if torch.is_autocast_enabled(device.type):
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            if device.type == "cuda":
+                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
+            yield
+    finally:
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
+
+
+def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Take the rows with factor 0 out of factors and tensors, since 0 * inf is NaN. Compiled code zeroes them."""
+    kept_B = factors_B != 0
+    if torch.compiler.is_compiling():
+        zeroed = (torch.where(kept_B.reshape(-1, *(1,) * (t.ndim - 1)), t, torch.zeros_like(t)) for t in tensors)
+        return (factors_B, *zeroed)
+    if bool(kept_B.all()):
+        return (factors_B, *tensors)
+    return (factors_B[kept_B], *(tensor[kept_B] for tensor in tensors))
+
+
+def lengths(tensor: Tensor, dim: int) -> Tensor:
+    """Norms along one axis, in the dtype of sums."""
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=accumulation_dtype(tensor.dtype))
+    return norms
+
+
+def sq_sum(flat_BP: Tensor) -> Tensor:
+    """Squared norms of rows, summed in pieces."""
+    whole = flat_BP.shape[1] // PIECE * PIECE
+    rest_B = lengths(flat_BP[:, whole:], 1).square()
+    if not whole:
+        return rest_B
+    pieces_BN = lengths(torch.unflatten(flat_BP[:, :whole], 1, (-1, PIECE)), 2)
+    return rest_B + pieces_BN.square().sum(1)
+
+
+@dataclass(frozen=True)
+class Cancelling:
+    """Remembers, from the norms, which samples' products cancel.
+
+    A sum over all samples rounds what is large; where a sample's parts are much larger than its gradient (`reach`, the
+    sum of their sizes, against the norm), another sample's presence would change more of it than the bound has room
+    for. Such samples are added up on their own first. What rounding can change in the order of additions is added to
+    the norm.
+    """
+
+    seen: list[Tensor] = field(default_factory=list)
+
+    def measured(self, sq_norms_B: Tensor, reach_B: Tensor) -> Tensor:
+        """The squared norms to clip by."""
+        norms_B = sq_norms_B.sqrt()
+        if not torch.compiler.is_compiling():
+            self.seen[:] = [reach_B > CANCELS * norms_B]
+        return (norms_B + ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
+
+    def rows(self, measure: Callable[[], Tensor]) -> Tensor | None:
+        """The samples (B,) that cancel, or None if there is none; `measure` takes the norms if nobody has yet."""
+        if torch.compiler.is_compiling():
+            return None
+        if not self.seen:
+            measure()
+        return self.seen[0] if bool(self.seen[0].any()) else None
