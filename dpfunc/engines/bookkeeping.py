@@ -74,7 +74,7 @@ class Book:
             tapped: Tensor = Tap.apply(output, partial(_formed, use, names), len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
         else:
             leaves = [leaf(tuple(output.shape), output.dtype, output.device)]
-            readers = [partial(_read_factors, use, names, saved, [tensor._version for tensor in saved])]
+            readers = [partial(_read_factors, use, names, saved, _versions(saved))]
             tapped = Tap.apply(output, as_it_is, 0, *leaves)  # type: ignore[no-untyped-call]
         if not self.closed:
             self.leaves += leaves
@@ -120,10 +120,14 @@ def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
     return {target: Dense(grad)}
 
 
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [] if torch.compiler.is_compiling() else [tensor._version for tensor in tensors]
+
+
 def _read_factors(
-    use: Use, names: Sequence[str], saved: Sequence[Tensor], versions: Sequence[int], grad: Tensor
+    use: Use, names: Sequence[str], saved: Sequence[Tensor], versions: list[int], grad: Tensor
 ) -> Mapping[int, PerSampleGrad]:
-    if any(tensor._version != version for tensor, version in zip(saved, versions, strict=True)):
+    if _versions(saved) != versions:
         raise use.refuse("an input was written into in place after it was used.")
     grads = form_grads(use, names, grad, saved)
     return {target: grads[argument] for argument, target in use.targets.items()}

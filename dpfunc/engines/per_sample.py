@@ -19,10 +19,11 @@ from dpfunc.engines.sums import (
     ROUNDINGS,
     SCRATCH,
     TOLERATED,
-    Cancelling,
     accumulation_dtype,
+    cancelling,
     exact,
     lengths,
+    measured,
     sq_sum,
     wide,
     without_dropped,
@@ -124,7 +125,7 @@ class Outer:
     a_BTp: Tensor
     b_BTd: Tensor
     shape: tuple[int, ...]
-    cancelling: Cancelling = field(default_factory=Cancelling, repr=False, compare=False)
+    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """B matrix products: 2 B T p d operations."""
@@ -151,7 +152,7 @@ class Outer:
                 sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
             elif bool(doubtful_B.any()):
                 sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._formed(a_BTp[doubtful_B], b_BTd[doubtful_B]))
-        return self.cancelling.measured(sq_norms_B, reach_B)
+        return measured(sq_norms_B, reach_B, self.seen)
 
     @staticmethod
     def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
@@ -173,11 +174,11 @@ class Outer:
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
-        apart_B = self.cancelling.rows(self.sq_norms)
+        apart_B = cancelling(self.seen, self.sq_norms)
         if apart_B is not None:
             easy_B, hard_B = torch.where(apart_B, 0, factors_B), torch.where(apart_B, factors_B, 0)
             formed = Dense(replace(self, a_BTp=self.a_BTp[hard_B != 0], b_BTd=self.b_BTd[hard_B != 0]).dense())
-            rest = replace(self, cancelling=Cancelling([torch.zeros_like(apart_B)]))
+            rest = replace(self, seen=[torch.zeros_like(apart_B)])
             return rest.weighted_sum(easy_B) + formed.weighted_sum(hard_B[hard_B != 0])
         factors_B, a_BTp, b_BTd = without_dropped(factors_B, wide(self.a_BTp), wide(self.b_BTd))
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
@@ -203,7 +204,7 @@ class Gather:
     ids_BT: Tensor
     g_BTd: Tensor
     shape: tuple[int, ...]
-    cancelling: Cancelling = field(default_factory=Cancelling, repr=False, compare=False)
+    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def _rows(self) -> Tensor:
         """In float64 where so many equal rows may be added one by one that float32 would drift."""
@@ -236,12 +237,12 @@ class Gather:
         if not self.ids_BT.numel():
             return wide(self.g_BTd.new_zeros(len(self.g_BTd)))
         reach_B = lengths(self.g_BTd, 2).sum(1)
-        return self.cancelling.measured(sq_sum(self.merged().flatten(1)).to(reach_B.dtype), reach_B)
+        return measured(sq_sum(self.merged().flatten(1)).to(reach_B.dtype), reach_B, self.seen)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
         ids_BT, g_BTd = self.ids_BT, self._rows()
-        if self.ids_BT.numel() and self.cancelling.rows(self.sq_norms) is not None:
+        if self.ids_BT.numel() and cancelling(self.seen, self.sq_norms) is not None:
             ids_BT, g_BTd = self.slots(), self.merged()
         factors_B, ids_BT, g_BTd = without_dropped(factors_B, ids_BT, g_BTd)
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
@@ -266,7 +267,7 @@ class Tied:
 
     gather: Gather
     outer: Outer
-    cancelling: Cancelling = field(default_factory=Cancelling, repr=False, compare=False)
+    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """The sum of both."""
@@ -282,11 +283,11 @@ class Tied:
         rounding_B = ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
         doubtful_B = ~(rounding_B <= TOLERATED * total_B)
         safe_B = torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)
-        return self.cancelling.measured(safe_B, parts_B.sqrt())
+        return measured(safe_B, parts_B.sqrt(), self.seen)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """The sum of both; samples in which they cancel are formed."""
-        apart_B = self.cancelling.rows(self.sq_norms)
+        apart_B = cancelling(self.seen, self.sq_norms)
         if apart_B is not None:
             easy_B, hard_B = torch.where(apart_B, 0, factors_B), torch.where(apart_B, factors_B, 0)
             return self._sum(easy_B) + Dense(self.dense()).weighted_sum(hard_B)

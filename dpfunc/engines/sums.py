@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -82,29 +81,24 @@ def sq_sum(flat_BP: Tensor) -> Tensor:
     return rest_B + pieces_BN.square().sum(1)
 
 
-@dataclass(frozen=True)
-class Cancelling:
-    """Remembers, from the norms, which samples' products cancel.
+def measured(sq_norms_B: Tensor, reach_B: Tensor, seen: list[Tensor]) -> Tensor:
+    """The squared norms to clip by; notes in `seen` which samples' parts cancel.
 
     A sum over all samples rounds what is large; where a sample's parts are much larger than its gradient (`reach`, the
     sum of their sizes, against the norm), another sample's presence would change more of it than the bound has room
     for. Such samples are added up on their own first. What rounding can change in the order of additions is added to
     the norm.
     """
+    norms_B = sq_norms_B.sqrt()
+    if not torch.compiler.is_compiling():
+        seen[:] = [reach_B > CANCELS * norms_B]
+    return (norms_B + ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
 
-    seen: list[Tensor] = field(default_factory=list)
 
-    def measured(self, sq_norms_B: Tensor, reach_B: Tensor) -> Tensor:
-        """The squared norms to clip by."""
-        norms_B = sq_norms_B.sqrt()
-        if not torch.compiler.is_compiling():
-            self.seen[:] = [reach_B > CANCELS * norms_B]
-        return (norms_B + ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
-
-    def rows(self, measure: Callable[[], Tensor]) -> Tensor | None:
-        """The samples (B,) that cancel, or None if there is none; `measure` takes the norms if nobody has yet."""
-        if torch.compiler.is_compiling():
-            return None
-        if not self.seen:
-            measure()
-        return self.seen[0] if bool(self.seen[0].any()) else None
+def cancelling(seen: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:
+    """The samples (B,) whose parts cancel, or None if there is none; `measure` takes the norms if nobody has yet."""
+    if torch.compiler.is_compiling():
+        return None
+    if not seen:
+        measure()
+    return seen[0] if bool(seen[0].any()) else None

@@ -8,6 +8,7 @@ from models import CASES, build
 from reference import loop_clipped_sum, loop_gradients
 
 from dpfunc import clipping
+from dpfunc import engines as engines_module
 from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
@@ -90,15 +91,50 @@ def test_clipped_sums_equal_the_loop(engine, name):
         assert torch.allclose(got.sums[param], expected[param], atol=1e-10), param
 
 
+COMPILED = [
+    ("vmap", "mlp"),
+    ("vmap", "transformer LoRA"),
+    ("bookkeeping", "mlp"),
+    ("bookkeeping", "cnn"),
+    ("bookkeeping", "transformer LoRA"),
+    ("bookkeeping", "tied weights"),
+    ("auto", "GPT-2 full, tied"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "transformer LoRA"])
-def test_compiled_equals_eager(name):
+@pytest.mark.parametrize(("engine", "name"), COMPILED)
+def test_compiled_equals_eager(engine, name):
+    """The whole clipped sum in one graph, with a last microbatch that is padded."""
+    torch._dynamo.reset()  # it counts compilations of one code object over all tests
     case = build(name, size=5)
-    compiled = make_clipped_grad(case.loss_fn, clipping.Flat(0.5), microbatch_size=3, compile=True)
+    prepared = getattr(engines_module, engine)()
+    compiled = make_clipped_grad(case.loss_fn, clipping.Flat(0.5), engine=prepared, microbatch_size=3, compile=True)
     got, _ = compiled(case.params, case.batch)
     expected, _ = clipped_grad(case.loss_fn, case.params, case.batch, clipping.Flat(0.5))
     for param in case.params:
         assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-5), param
+
+
+def test_the_ghost_engine_is_not_compiled():
+    case = build("mlp")
+    compiled = make_clipped_grad(case.loss_fn, clipping.Flat(0.5), engine=ghost(), microbatch_size=3, compile=True)
+    with pytest.raises(UnsupportedModel, match='engine="bookkeeping"'):
+        compiled(case.params, case.batch)
+
+
+@engines
+@models
+@pytest.mark.parametrize("microbatch_size", [1, 2, "auto"])
+def test_microbatches_change_nothing(engine, name, microbatch_size):
+    case = build(name, size=5, dtype=torch.float64)
+    options = {"engine": ENGINES[engine]}
+    whole, _ = clipped_grad(case.loss_fn, case.params, case.batch, clipping.Flat(0.5), **options)
+    parts, _ = clipped_grad(
+        case.loss_fn, case.params, case.batch, clipping.Flat(0.5), microbatch_size=microbatch_size, **options
+    )
+    for param in case.params:
+        assert torch.allclose(whole.sums[param], parts.sums[param], atol=1e-10), param
 
 
 @models

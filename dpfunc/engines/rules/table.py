@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,14 +81,16 @@ class Rule:
     form: Callable[[Use], Form] = field(default=lambda use: "dense")
     names: tuple[str, ...] | None = None
 
+    _defaults: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        own = list(inspect.signature(self.grads).parameters.values())[2:]
+        if self.names is None:
+            positional = tuple(p.name for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY)
+            object.__setattr__(self, "names", positional)
+        defaults = {p.name: p.default for p in own if p.default is not inspect.Parameter.empty}
+        object.__setattr__(self, "_defaults", defaults)
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The operation's arguments by name, defaults included."""
-        names, defaults = _arguments(self.grads) if self.names is None else (self.names, {})
-        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-
-@functools.cache
-def _arguments(grads: Callable[..., Grads]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    own = list(inspect.signature(grads).parameters.values())[2:]
-    positional = tuple(p.name for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY)
-    return positional, {p.name: p.default for p in own if p.default is not inspect.Parameter.empty}
+        return {**self._defaults, **dict(zip(self.names or (), args, strict=False)), **kwargs}
