@@ -91,7 +91,7 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
 
 
 def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
-    """An upper bound on epsilon, and how far it is above the truth, within a tenth: (epsilon, error).
+    """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error).
 
     Under add_remove and zero_out it is the larger of the two directions; replace_one is symmetric.
 

@@ -142,8 +142,8 @@ def test_never_below_the_truth(events, delta, adjacency):
         except Undecided:
             assume(False)
         assert at_claim <= delta * (1 + 1e-6)
-    if found.method == "prv":  # in the dearer direction it is not far above
-        assert below > delta
+    if found.method == "prv":  # in the dearer direction it is not far above: the grid's error, and a little delta
+        assert below > delta * (1 - 0.002)
 
 
 FEW_STEPS = [
