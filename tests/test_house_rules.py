@@ -21,8 +21,8 @@ LAYERS = {
     "errors": 0, "checks": 1, "types": 2, "tree": 3, "rng": 3,
     "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "batchnorm": 4, "functional": 5, "lora": 6, "microbatch": 6,
     "clipped": 7, "plan": 7, "plan_json": 8, "step": 8,
-    "journal": 9, "checkpoint": 10, "cli": 10,
-    "__init__": 11,
+    "journal": 9, "checkpoint": 10, "integrations": 11, "cli_train": 12, "cli": 13,
+    "__init__": 14,
 }  # fmt: skip
 BANNED_CALLS = {
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_hook",
@@ -79,12 +79,14 @@ def test_bans(path):
 
 @every_file
 def test_no_foreign_attribute_is_written(path):
-    """Attributes are written on self (in the class's own methods) and nowhere else."""
+    """Attributes are written on self (in the class's own methods) and nowhere else; but an optimizer reads `.grad`."""
     for node in ast.walk(tree_of(path)):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
             for target in targets:
                 if isinstance(target, ast.Attribute):
+                    if target.attr == "grad" and layer_of(path) == "integrations":
+                        continue
                     assert ast.unparse(target.value) == "self", f"{path}:{node.lineno} writes {ast.unparse(target)}"
 
 
