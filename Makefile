@@ -39,7 +39,7 @@ check: $(VENV)/dev
 
 test: check $(VENV)/vision
 	$(BIN)/python examples/main_job/fetch.py
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/noise_cost.py
