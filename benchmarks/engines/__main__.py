@@ -93,7 +93,7 @@ def told(progress: Progress, bar: TaskID, case: str, what: str) -> None:
     "--largest", default="", callback=check_cases, help="Cases for which the largest batch is looked for, e.g. vgg19."
 )
 @click.option("--limit-mib", default=2048.0, type=click.FloatRange(0, min_open=True), help="Memory for --largest.")
-@click.option("--patience", default=120.0, help="Seconds: whose first step takes longer is not timed.")
+@click.option("--patience", default=120.0, help="Seconds: whose step takes longer is not timed.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
 @click.option("--append", is_flag=True, help="Keep the other cases that the result file holds.")

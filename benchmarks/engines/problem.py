@@ -39,6 +39,12 @@ class Problem:
         inputs, targets = self.inputs.to(device), self.targets.to(device)
         return replace(self, module=self.module.to(device), inputs=inputs, targets=targets)
 
+    def double(self) -> Problem:
+        """The same problem in float64; integers stay."""
+        inputs = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
+        targets = self.targets.double() if self.targets.is_floating_point() else self.targets
+        return replace(self, module=copy.deepcopy(self.module).double(), inputs=inputs, targets=targets)
+
     def copy(self) -> Problem:
         """The same data, and a module that somebody may change."""
         return replace(self, module=copy.deepcopy(self.module))
