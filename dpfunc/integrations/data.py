@@ -1,0 +1,119 @@
+"""Tables of private records: read, without exact duplicates, split record by record."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpfunc.errors import InvalidArgument
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a table, one a record, with the number of exact duplicates that were left out. Private.
+
+    Args:
+        rows: column -> text. duplicates: rows that were there before.
+    """
+
+    rows: tuple[Row, ...]
+    duplicates: int = 0
+
+
+def read_table(path: Path | str, columns: Sequence[str], *, deduplicate: bool = True) -> Table:
+    """The columns that a job needs, of a .jsonl or .csv file.
+
+    Args:
+        path: .jsonl with one object a line, or .csv with a header; UTF-8.
+        columns: what each row must have; other columns are not read.
+        deduplicate: leave out rows that equal an earlier one in all these columns. A row more or less changes the
+            result by at most one row, so neighbouring tables stay neighbours.
+
+    Raises:
+        InvalidArgument: no such file, another kind of file, a row without a column, or no rows; the row is named by its
+            number, never shown.
+
+    Guarantees:
+        tests/integrations/test_data.py::test_one_row_more_changes_at_most_one_row.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "mails.jsonl"
+    ...     _ = path.write_text('{"text": "hello"}\\n{"text": "hello"}\\n')
+    ...     read_table(path, ["text"])
+    Table(rows=({'text': 'hello'},), duplicates=1)
+    """
+    file = Path(path)
+    rows = [_row(row, columns, number, file) for number, row in _rows(file)]
+    if not rows:
+        raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
+    if not deduplicate:
+        return Table(tuple(rows))
+    unique = {tuple(row.items()): row for row in rows}
+    return Table(tuple(unique.values()), len(rows) - len(unique))
+
+
+def _rows(path: Path) -> list[tuple[int, Any]]:
+    if path.suffix not in (".jsonl", ".csv"):
+        raise InvalidArgument(f"Expected a .jsonl or .csv file, got {str(path)!r}.")
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".csv":
+                return list(enumerate(csv.DictReader(file, strict=True), start=1))
+            return [(number, json.loads(line)) for number, line in enumerate(file, start=1) if line.strip()]
+    except json.JSONDecodeError as error:  # its message does not show the line, which is private
+        raise InvalidArgument(f"Expected one JSON object a line in {str(path)!r}: {error.msg}.") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidArgument(f"Expected a readable table, got {str(path)!r}: {error}.") from error
+
+
+def _row(row: object, columns: Sequence[str], number: int, path: Path) -> Row:
+    if not isinstance(row, dict):
+        raise InvalidArgument(f"Expected an object with names in row {number} of {path.name}.")
+    values: Row = {}
+    for column in columns:
+        value = row.get(column)
+        if value is None or isinstance(value, (list, dict)):
+            there = ", ".join(str(name) for name in row)
+            raise InvalidArgument(
+                f"Expected a text in the column {column!r} in row {number} of {path.name}; its columns are {there}. "
+                f"Name yours in the section data, e.g. text_column."
+            )
+        values[column] = json.dumps(value) if isinstance(value, bool) else str(value)
+    return values
+
+
+def split(rows: Sequence[Row], fraction: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Training and held-out rows. Each row's side is decided by the row alone.
+
+    A shuffle of the whole table would let one row more move all others; here it moves none, so that neighbouring tables
+    have neighbouring training parts. Equal rows go to the same side.
+
+    Args:
+        rows: of one table. fraction: expected share of held-out rows, 0 <= fraction < 1. seed: public.
+
+    Returns:
+        Two tuples of rows, in the order of the table; the number of held-out rows varies as that of coin flips.
+
+    Guarantees:
+        tests/integrations/test_data.py::test_a_row_is_on_the_same_side_whatever_else_is_there.
+
+    >>> train, held_out = split([{"text": str(i)} for i in range(100)], 0.2, seed=0)
+    >>> len(train) + len(held_out), 5 < len(held_out) < 40
+    (100, True)
+    """
+    held_out = [_place(row, seed) < fraction for row in rows]
+    pairs = list(zip(rows, held_out, strict=True))
+    return tuple(row for row, out in pairs if not out), tuple(row for row, out in pairs if out)
+
+
+def _place(row: Row, seed: int) -> float:
+    text = json.dumps([seed, sorted(row.items())])
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64
