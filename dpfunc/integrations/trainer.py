@@ -1,0 +1,366 @@
+"""The Trainer of Transformers with private steps: change the class, add PrivacyArguments."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from dpfunc.accounting import Ledger
+from dpfunc.checks import fail
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.functional.names import select
+from dpfunc.integrations import trainer_data, trainer_state
+from dpfunc.integrations.arguments import PrivacyArguments
+from dpfunc.integrations.trainer_checks import changed, refuse_arguments, refuse_data, refuse_model, refuse_overrides
+from dpfunc.integrations.trainer_run import Loss, Run, Start, begin, mean_loss, metrics, plan_text, warning_step
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, secure_key
+from dpfunc.step import StepState
+
+logger = logging.getLogger(__name__)
+
+
+class DPTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` whose optimizer gets private gradients, and nothing else of the training data.
+
+    Each optimizer step takes one Poisson batch with an expected size of per_device_train_batch_size *
+    gradient_accumulation_steps, clips the gradient of each sample, adds noise, and gives the mean to any optimizer and
+    scheduler. Evaluation is the Trainer's own: metrics on private records are not covered by epsilon.
+
+    Args:
+        model: a model of Transformers or PEFT; the parameters that require gradients are trained.
+        args: `TrainingArguments`. What would break privacy is refused by name.
+        data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
+            optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in `Trainer`. train_dataset needs a length.
+        model_init, compute_loss_func: refused.
+        privacy: what decides privacy.
+        loss: the name of a task, or a function (forward, params, batch) -> one loss a sample. None: from the model.
+        key: root of the randomness, as secret as the data. None takes `secure_key()`. A key starts one run.
+        ledger: what earlier phases on the same records have cost.
+        data_name: a name of the data set (a version, a hash); None reads some records. The same for a resumed run.
+
+    Raises:
+        InvalidArgument: naming what cannot be used under differential privacy; nothing was spent.
+
+    Guarantees:
+        tests/integrations/test_trainer.py: the parameters are those of a plain loop over `dp_step`
+        (test_L19_trainer_equals_a_plain_loop); tests/integrations/test_trainer_resume.py: a killed run goes on bit for
+        bit (test_L21_killed_run_resumes_bit_for_bit).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,  # noqa: ANN401  (Trainer's own types)
+        train_dataset: Any = None,  # noqa: ANN401
+        eval_dataset: Any = None,  # noqa: ANN401
+        processing_class: Any = None,  # noqa: ANN401
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Tensor] | None = None,
+        *,
+        privacy: PrivacyArguments,
+        loss: Loss | None = None,
+        key: Key | None = None,
+        ledger: Ledger | None = None,
+        data_name: str | None = None,
+    ) -> None:
+        if not isinstance(privacy, PrivacyArguments):
+            raise fail("privacy to be PrivacyArguments", "privacy", type(privacy).__name__)
+        if key is not None and not isinstance(key, Key):
+            raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        self.args: Any = args
+        if model_init is not None or not isinstance(model, nn.Module):
+            raise InvalidArgument("Expected model to be a module, and no model_init: each model is a run of its own.")
+        if compute_loss_func is not None:
+            raise InvalidArgument(
+                "Expected no compute_loss_func, which gives one loss for a batch. Pass loss=, a function "
+                "(forward, params, batch) -> one loss a sample."
+            )
+        self.privacy = privacy
+        self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.physical_batch_size = privacy.dp_physical_batch_size or args.per_device_train_batch_size
+        self._task = loss
+        self._given_key = key
+        self._earlier = ledger
+        self._data_name = data_name
+        self._start: Start | None = None
+        self._run: Run | None = None
+        self._plan: Plan | None = None
+        self._warn_at = math.inf
+        if privacy.dp_enabled:
+            refuse_arguments(args)
+            refuse_overrides(self, DPTrainer, Trainer)
+            # One draw is one batch of the Trainer. Its clip of the mean gradient would be no clip of samples.
+            args = changed(
+                args,
+                {
+                    "per_device_train_batch_size": self.logical_batch_size,
+                    "gradient_accumulation_steps": 1,
+                    "max_grad_norm": 0.0,
+                },
+            )
+        elif args.label_smoothing_factor != 0:
+            raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
+        super().__init__(
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
+
+    # What a run is
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the run; found once, before training."""
+        if self._plan is None:
+            n = refuse_data(self.train_dataset)
+            self._plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
+        return self._plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """All that was spent, earlier phases included."""
+        if self._run is not None:
+            return self._run.state.ledger
+        return Ledger(adjacency=self.privacy.adjacency) if self._earlier is None else self._earlier
+
+    def _steps_per_epoch(self, num_records: int) -> int:
+        return -(-num_records // int(self.logical_batch_size))
+
+    def _num_steps(self, num_records: int) -> int:
+        given, epochs = int(self.args.max_steps), float(self.args.num_train_epochs)
+        return given if given > 0 else math.ceil(epochs * self._steps_per_epoch(num_records))
+
+    def _journal(self) -> Path:
+        return Path(self.args.output_dir) / trainer_state.JOURNAL
+
+    # Training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,  # noqa: ANN401
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the end of the plan or of the budget, whichever is first.
+
+        Args:
+            resume_from_checkpoint: True, or the path of a checkpoint: go on with that run, bit for bit.
+            trial: refused. ignore_keys_for_eval: as in `Trainer`.
+
+        Returns:
+            `TrainOutput`, with the privacy spent in its metrics. `training_loss` is NaN: it is not released.
+
+        Raises:
+            InvalidArgument, UnsupportedModel, BudgetExhausted, CheckpointError: before anything is spent.
+        """
+        if not self.privacy.dp_enabled:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if trial is not None:
+            raise InvalidArgument("Expected trial=None: each trial is a run on the private records, with its own cost.")
+        if self.privacy.dp_dry_run:
+            return self._dry_run()
+        self._prepare(resume_from_checkpoint)
+        resumed = None if self._start is None or self._start.resumed is None else self._start.resumed.path.parents[1]
+        try:
+            output = super().train(None if resumed is None else str(resumed), None, ignore_keys_for_eval)
+        finally:
+            if self._run is not None:  # also when training was stopped
+                trainer_state.write_accounting(Path(self.args.output_dir), self._accounting())
+        return output._replace(training_loss=math.nan)
+
+    def _dry_run(self) -> TrainOutput:
+        print(plan_text(self.plan, self.physical_batch_size))
+        epsilon = self.plan.guarantee().epsilon
+        return TrainOutput(0, math.nan, {"privacy/planned_epsilon": epsilon, "privacy/num_steps": self.plan.num_steps})
+
+    def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Look at everything that can be refused, and decide what is trained from where."""
+        plan = self.plan
+        self.model.train()
+        refuse_model(self.model)
+        trainer_data.check_repeatable(self.train_dataset, self._collator())
+        data = self._data_name or trainer_data.data_name(self.train_dataset)
+        if resume_from_checkpoint:
+            start = self._resume(resume_from_checkpoint, data)
+        elif self._run is None:
+            trainer_state.note_earlier_runs(self._journal())
+            start = Start(self._given_key or secure_key(), plan.step_limit(self.ledger), data, self._earlier)
+        else:
+            raise InvalidArgument(
+                "Expected one run for each DPTrainer: the noise was chosen for one. To go on after an interruption use "
+                "train(resume_from_checkpoint=True); for another phase make a new DPTrainer(..., "
+                "ledger=trainer.ledger)."
+            )
+        if start.limit < 1:
+            raise BudgetExhausted(
+                f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} does not allow one more step after the "
+                "given ledger."
+            )
+        if start.limit < self._num_steps(plan.sampler.dataset_size):
+            logger.warning(
+                "The budget allows %d steps: training stops after them, and the schedule is for them.", start.limit
+            )
+        self.args = changed(self.args, {"max_steps": start.limit})
+        self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
+        self._start = start
+
+    def _resume(self, checkpoint: str | bool, data: str) -> Start:
+        path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
+        saved = trainer_state.load_run(
+            path,
+            params=select(self.model, None),
+            plan=self.plan,
+            data=data,
+            journal=self._journal(),
+            key=self._given_key,
+        )
+        return Start(saved.state.key, saved.state.limit, data, self._earlier, saved, not self.args.ignore_data_skip)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The plan's batches, one for each optimizer step. Inside of `train` this starts the run."""
+        if not self.privacy.dp_enabled:
+            return super().get_train_dataloader()  # type: ignore[no-any-return]
+        start = self._start
+        if start is None:  # to look at batches: other draws than those of the run
+            start = Start(secure_key(), self.plan.num_steps, "")
+        else:
+            self._run = begin(
+                self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal()
+            )
+        plan, args, key = self.plan, self.args, start.key
+        sampler = trainer_data.EpochSampler(
+            plan.sampler, key, self._steps_per_epoch(plan.sampler.dataset_size), start.limit, self._first_step
+        )
+        return DataLoader(
+            trainer_data.Records(self.train_dataset, key),
+            batch_sampler=sampler,
+            collate_fn=trainer_data.Collate(self._collator(), key),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _collator(self) -> Callable[[list[Any]], Any]:
+        """The collator without the columns that the model does not take, whatever kind the data set is."""
+        collate: Callable[[list[Any]], Any] = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return collate
+
+    def _first_step(self) -> int:
+        """The step at which the Trainer starts to iterate; after a resume it skips what it saw of the epoch."""
+        if self._run is None or self._start is None:
+            return 0
+        step, resumed = self._run.state.step, self._start.resumed
+        if resumed is None or not self._start.skipping or step != resumed.state.step:
+            return step
+        return step - step % self._steps_per_epoch(self.plan.sampler.dataset_size)
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Leave released gradients in `.grad`. The loss that is returned is 0, unless dp_log_unreleased asks for it."""
+        run = self._run
+        if run is None:
+            twin: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return twin
+        if run.state.step != self.state.global_step:
+            raise CheckpointError(
+                f"Expected the Trainer at step {run.state.step}, where the private state is, got step "
+                f"{self.state.global_step}. Nothing was spent."
+            )
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            self.optimizer.train()
+        batch = dict(self._prepare_inputs(inputs))
+        params = {name: param.detach() for name, param in run.params.items()}
+        grads, state, unreleased = run.dp_step(params, batch, run.state)
+        for name, param in run.params.items():
+            param.grad = grads[name]
+        self._run = replace(run, state=state)
+        if state.step >= self._warn_at:
+            self._warn(state)
+        if self.privacy.dp_log_unreleased and len(unreleased.losses_B):
+            return unreleased.losses_B.mean().detach().float().to(self.args.device)
+        return torch.zeros((), device=self.args.device)
+
+    def _warn(self, state: StepState) -> None:
+        self._warn_at = math.inf  # once
+        plan = self.plan
+        logger.warning(
+            "Privacy budget: epsilon=%.4g of %g at delta=%g is spent after step %d. %d steps are left, and they stay "
+            "within the budget.",
+            state.ledger.epsilon(plan.delta, plan.accountant).epsilon,
+            plan.epsilon,
+            plan.delta,
+            state.step,
+            state.limit - state.step,
+        )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:  # noqa: ANN401  (a loss, or a loss and outputs)
+        """The Trainer's own loss to evaluate; the mean over per-sample losses to train the twin without privacy."""
+        if self.privacy.dp_enabled or return_outputs or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return mean_loss(model, inputs, self._task)
+
+    # What is logged and saved
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; of a private run the training loss is left out or named as unreleased, and privacy metrics are added."""
+        if self._run is not None:
+            for name in ("loss", "train_loss"):
+                if name in logs:
+                    loss = logs.pop(name)
+                    if self.privacy.dp_log_unreleased:
+                        logs[f"unreleased/{name}"] = loss
+                    logs.update(metrics(self._accounting()))
+        super().log(logs, start_time)
+
+    def _accounting(self) -> dict[str, Any]:
+        if self._run is None:
+            raise InvalidArgument("Expected a run under way, got none.")
+        state = self._run.state
+        return trainer_state.accounting(
+            self.plan, state, state.step / self._steps_per_epoch(self.plan.sampler.dataset_size)
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
+        if self._run is not None:
+            run, folder = self._run, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            if not self.args.save_only_model:  # which is also how to get a checkpoint without the key
+                trainer_state.save_run(folder, params=run.params, state=run.state, plan=self.plan, data=run.start.data)
+            trainer_state.write_accounting(folder, self._accounting())
+        super()._save_checkpoint(model, trial)
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """0 in a private run: the number of records in a batch is not released."""
+        return 0 if self._run is not None else int(super().floating_point_ops(inputs))
+
+    def hyperparameter_search(self, *_: object, **__: object) -> None:
+        """Refused: each trial looks at the private records."""
+        raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")

@@ -1,0 +1,167 @@
+"""Batches for the Trainer: one logical draw for each optimizer step, the same again when a step is repeated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, fold_in, insecure_key
+from dpfunc.sampling import Sampler
+from dpfunc.types import Batch
+
+Drawn = tuple[int, int]
+"""A step and the index of a record that was drawn for it."""
+
+# Records that are read to recognise a data set, and to see whether reading it twice gives the same.
+RECOGNISED = 1024
+PROBED = 16
+
+
+@dataclass(frozen=True)
+class EpochSampler:
+    """The draws of one epoch of the Trainer, from where the run stands: lists of (step, index), some of them empty.
+
+    Args:
+        sampler, key: of the run. steps_per_epoch: what the Trainer calls an epoch, a public number.
+        limit: the step at which the run ends. first_step: tells the step at which an iteration starts.
+    """
+
+    sampler: Sampler
+    key: Key = field(repr=False)
+    steps_per_epoch: int
+    limit: int
+    first_step: Callable[[], int] = field(repr=False)
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[Drawn]]:
+        first = self.first_step()
+        for step in range(first, min(first + self.steps_per_epoch, self.limit)):
+            yield [(step, index) for index in self.sampler.indices(self.key, step).tolist()]
+
+
+@dataclass(frozen=True)
+class Records(Dataset[Any]):
+    """A data set whose records are read with torch's randomness fixed by the step: a repeated step reads the same."""
+
+    dataset: Any
+    key: Key = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, drawn: Drawn) -> tuple[int, Any]:
+        return self.__getitems__([drawn])[0]
+
+    def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[int, Any]]:
+        """The records of one step."""
+        if not drawn:
+            return []
+        step, indices = drawn[0][0], [index for _, index in drawn]
+        with repeatable(fold_in(self.key, "records", step)):
+            return [(step, record) for record in read(self.dataset, indices)]
+
+
+@dataclass(frozen=True)
+class Collate:
+    """A collator of records as `Records` gives them; an empty draw becomes a batch without rows.
+
+    A batch without rows is never run through the model, so it needs no example to take its shape from.
+    """
+
+    collate: Callable[[list[Any]], Batch]
+    key: Key = field(repr=False)
+
+    def __call__(self, records: Sequence[tuple[int, Any]]) -> Batch:
+        """The batch of one step."""
+        if not records:
+            return {"labels": torch.zeros(0, dtype=torch.long)}
+        with repeatable(fold_in(self.key, "collate", records[0][0])):
+            return self.collate([record for _, record in records])
+
+
+@contextmanager
+def repeatable(key: Key) -> Iterator[None]:
+    """Drive torch's CPU generator by a key inside; also where a worker process must not touch the accelerator."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(key.secret[:8], "little") >> 1)
+        yield
+
+
+def read(dataset: Any, indices: Sequence[int]) -> list[Any]:  # noqa: ANN401  (any map-style data set)
+    """The records at the indices, at once where the data set can."""
+    at_once = getattr(dataset, "__getitems__", None)
+    return list(at_once(list(indices))) if at_once else [dataset[index] for index in indices]
+
+
+def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
+    """A digest by which a resumed run recognises its data: the length, and up to 1024 records spread over the set.
+
+    It catches another split, order or version, not a change of one record between the records it reads.
+    """
+    indices = spread(len(dataset), RECOGNISED)
+    with repeatable(insecure_key(0)):
+        return f"{len(dataset)} records {digest(read(dataset, indices))}"
+
+
+def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:  # noqa: ANN401
+    """Reading and collating must give the same again, or a resumed run could not repeat the steps it has paid for.
+
+    Raises:
+        InvalidArgument: two readings differ.
+    """
+
+    def once() -> str:
+        with repeatable(insecure_key(0)):
+            return digest(collate(read(dataset, spread(len(dataset), PROBED))))
+
+    if once() != once():
+        raise InvalidArgument(
+            "Expected the data set and the collator to give the same records when they are read twice with torch's "
+            "generator seeded alike, got different ones: they draw from Python's, numpy's or their own generator. A "
+            "run that is resumed repeats steps with the same noise, so the batch must be the same too. Use torch's "
+            "generator for random augmentation and masking."
+        )
+
+
+def spread(length: int, count: int) -> list[int]:
+    """Up to `count` indices from first to last."""
+    return sorted({int(index) for index in np.linspace(0, length - 1, min(length, count))})
+
+
+def digest(value: object) -> str:
+    """A digest of nested records: tensors, arrays, numbers, strings, images. Of anything else only its type counts."""
+    state = hashlib.blake2b(digest_size=16)
+    _update(state, value)
+    return state.hexdigest()
+
+
+def _update(state: hashlib.blake2b, value: object) -> None:
+    state.update(type(value).__name__.encode() + b";")
+    if isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            state.update(f"{name}:".encode())
+            _update(state, value[name])
+    elif isinstance(value, (list, tuple)):
+        state.update(f"{len(value)}:".encode())
+        for item in value:
+            _update(state, item)
+    elif isinstance(value, Tensor):
+        _update(state, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+    elif isinstance(value, np.ndarray):
+        state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        state.update(repr(value).encode())
+    elif callable(getattr(value, "tobytes", None)):  # images, numpy scalars
+        state.update(value.tobytes())  # type: ignore[attr-defined]

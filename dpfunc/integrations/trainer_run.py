@@ -1,0 +1,134 @@
+"""A private run of the Trainer: how it starts, and what is said about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.checkpoint import Checkpoint
+from dpfunc.functional import functionalize
+from dpfunc.functional.names import select
+from dpfunc.integrations.arguments import PrivacyArguments
+from dpfunc.integrations.tasks import infer_task, make_loss_fn
+from dpfunc.journal import Journal
+from dpfunc.plan import Plan
+from dpfunc.rng import Key
+from dpfunc.step import DPStep, StepState, make_dp_step
+from dpfunc.types import schedule_at
+
+Loss = str | Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What was decided before the Trainer begins: a new run, or the one of a checkpoint.
+
+    Args:
+        key: of the run. limit: the step at which it ends. data: the name of the data set.
+        ledger: what earlier phases have cost. resumed: what was loaded.
+        skipping: the Trainer skips the batches of a resumed epoch that it has seen.
+    """
+
+    key: Key = field(repr=False)
+    limit: int
+    data: str
+    ledger: Ledger | None = None
+    resumed: Checkpoint | None = None
+    skipping: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run under way. `params` are the model's own parameters, which the optimizer changes in place."""
+
+    dp_step: DPStep
+    params: dict[str, Tensor]
+    state: StepState
+    start: Start
+
+
+def begin(
+    model: nn.Module,
+    plan: Plan,
+    start: Start,
+    privacy: PrivacyArguments,
+    task: Loss | None,
+    microbatch: int,
+    journal: Path,
+) -> Run:
+    """The run, once the model is where it is trained; a resumed one gets its parameters back."""
+    params = select(model, None)
+    if start.resumed is not None:
+        with torch.no_grad():
+            for name, value in start.resumed.params.items():
+                params[name].copy_(value)
+    model.eval()  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
+    forward, _ = functionalize(model)
+    model.train()
+    dp_step = make_dp_step(
+        make_loss_fn(forward, infer_task(model) if task is None else task),
+        plan,
+        engine=privacy.dp_engine,
+        microbatch_size=microbatch,
+        noise_source="secure" if privacy.dp_secure_mode else "device",
+        journal=Journal(journal, plan),
+    )
+    state = dp_step.init(params, start.key, start.ledger) if start.resumed is None else start.resumed.state
+    return Run(dp_step, params, state, start)
+
+
+def mean_loss(model: nn.Module, batch: Mapping[str, Any], task: Loss | None) -> Tensor:
+    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
+
+    def forward(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+        return model(*args, **kwargs)
+
+    losses_B: Tensor = make_loss_fn(forward, infer_task(model) if task is None else task)({}, dict(batch))
+    return losses_B.mean()
+
+
+def warning_step(plan: Plan, start: Start, share: float) -> float:
+    """The first step after which this share of the budget is spent; infinity without a budget."""
+    if plan.epsilon is None:
+        return math.inf
+    before = Ledger(adjacency=plan.adjacency) if start.ledger is None else start.ledger
+    within = affordable_steps(
+        lambda steps: before.compose(plan.ledger(steps)),
+        epsilon=share * plan.epsilon,
+        delta=plan.delta,
+        limit=start.limit,
+        method=plan.accountant,
+    )
+    return 1 + within
+
+
+def plan_text(plan: Plan, microbatch: int) -> str:
+    """The plan in words."""
+    n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(0)
+    return (
+        f"Plan: {plan.num_steps} steps, expected batch {size:g} of {n} records ({type(plan.sampler).__name__}, "
+        f"sampling probability {size / n:.4g}), {microbatch} at once, noise multiplier "
+        f"{schedule_at(plan.noise_multiplier, 0):.4g}.\n{plan.guarantee()}\nNothing was trained and nothing was spent."
+    )
+
+
+def metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """Privacy metrics for loggers, from the accounting of a state."""
+    values = {
+        "privacy/epsilon": record["epsilon"],
+        "privacy/epsilon_rdp": record["epsilon_rdp"],
+        "privacy/delta": record["delta"],
+        "privacy/max_grad_norm": record["max_grad_norm"],
+        "privacy/noise_multiplier": record["noise_multiplier"],
+        "privacy/steps_left": record["num_steps"] - record["global_step"],
+    }
+    if record["target_epsilon"] is not None:
+        values["privacy/remaining_epsilon"] = max(0.0, record["target_epsilon"] - record["epsilon"])
+    return values

@@ -1,0 +1,130 @@
+"""What a private Trainer run keeps on disk besides the Trainer's own files: its state, and its accounting."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from dpfunc.checkpoint import MANIFEST, PREFIX, Checkpoint, load, save
+from dpfunc.errors import CheckpointError
+from dpfunc.journal import read_steps
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint
+from dpfunc.step import StepState
+from dpfunc.types import Params, schedule_at
+
+logger = logging.getLogger(__name__)
+
+ACCOUNTING = "privacy_accounting.json"
+JOURNAL = "privacy_journal.jsonl"
+FOLDER = "dpfunc"
+TRAINER_STATE = "trainer_state.json"
+
+
+def save_run(checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str) -> None:
+    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
+    (checkpoint / TRAINER_STATE).unlink(missing_ok=True)  # of an earlier run: the Trainer writes it last
+    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, keep=1)
+
+
+def load_run(checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None) -> Checkpoint:
+    """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
+
+    Raises:
+        CheckpointError: not whole, or of another plan, data set, parameter set or key.
+    """
+    if not is_whole(checkpoint):
+        raise CheckpointError(
+            f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
+            f"{FOLDER}/; with save_only_model nothing can be resumed."
+        )
+    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal)
+    if key is not None and key != saved.state.key:
+        raise CheckpointError(
+            f"The checkpoint {checkpoint} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
+            f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
+        )
+    return saved
+
+
+def newest(output_dir: Path) -> Path:
+    """The newest whole checkpoint of a run; one that a kill left half-written is passed over.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _numbered(path))]
+    for _, path in sorted(found, reverse=True):
+        if is_whole(path):
+            return path
+        logger.warning("The checkpoint %s is not whole and is passed over.", path)
+    steps = count_steps(output_dir / JOURNAL)
+    more = f" The journal counts {steps} steps: if they were kept, pass ledger=journal_ledger(path)." if steps else ""
+    raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run.{more}")
+
+
+def _numbered(path: Path) -> re.Match[str] | None:
+    return re.fullmatch(r"checkpoint-(\d+)", path.name)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether all of a checkpoint is there: `trainer_state.json` is written last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return any((path / MANIFEST).exists() for path in (checkpoint / FOLDER).glob(f"{PREFIX}*"))
+
+
+def note_earlier_runs(journal: Path) -> None:
+    """Say it when the journal holds runs that a new run does not count."""
+    steps = count_steps(journal)
+    if steps:
+        logger.warning(
+            "The journal %s has %d steps of earlier runs. If they saw the same records and anything of them was kept, "
+            "they count too: resume_from_checkpoint=True, or DPTrainer(..., ledger=journal_ledger(path)).",
+            journal,
+            steps,
+        )
+
+
+def count_steps(journal: Path) -> int:
+    """The number of steps of all runs in a journal."""
+    return sum(len(taken) for taken in read_steps(journal).values())
+
+
+def accounting(plan: Plan, state: StepState, epoch: float) -> dict[str, Any]:
+    """What a run has spent up to a state, earlier phases included, and what is needed to check it. Public facts."""
+    answer = state.ledger.epsilon(plan.delta, plan.accountant)
+    size = plan.sampler.expected_batch_size(state.step)
+    return {
+        "epsilon": answer.epsilon,
+        "delta": plan.delta,
+        "target_epsilon": plan.epsilon,
+        "max_grad_norm": plan.clip.clip_norm,
+        "noise_multiplier": schedule_at(plan.noise_multiplier, state.step),
+        "global_step": state.step,
+        "epoch": epoch,
+        "num_steps": state.limit,
+        "sampler": type(plan.sampler).__name__,
+        "sampling_prob": size / plan.sampler.dataset_size,
+        "expected_batch_size": size,
+        "dataset_size": plan.sampler.dataset_size,
+        "adjacency": plan.adjacency,
+        "clip": type(plan.clip).__name__,
+        "accountant": answer.method,
+        "note": answer.note,
+        "epsilon_rdp": state.ledger.epsilon(plan.delta, "rdp").epsilon,
+        "ledger": json.loads(state.ledger.to_json()),
+    }
+
+
+def write_accounting(folder: Path, record: dict[str, Any]) -> Path:
+    """Write `privacy_accounting.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ACCOUNTING
+    path.write_text(json.dumps(record, indent=1))
+    return path
