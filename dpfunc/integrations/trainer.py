@@ -17,12 +17,12 @@ from transformers.trainer_utils import TrainOutput
 
 from dpfunc.accounting import Ledger
 from dpfunc.checks import fail
-from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.functional.names import select
 from dpfunc.integrations import trainer_data, trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.trainer_checks import changed, refuse_arguments, refuse_data, refuse_model, refuse_overrides
-from dpfunc.integrations.trainer_run import Loss, Run, Start, begin, mean_loss, metrics, plan_text, warning_step
+from dpfunc.integrations.trainer_run import Loss, Run, Start, begin, metrics, plan_text, twin_loss, warning_step
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, secure_key
 from dpfunc.step import StepState
@@ -103,6 +103,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._start: Start | None = None
         self._run: Run | None = None
         self._plan: Plan | None = None
+        self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         if privacy.dp_enabled:
             refuse_arguments(args)
@@ -259,6 +260,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
     def _collator(self) -> Callable[[list[Any]], Any]:
@@ -283,20 +285,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if run is None:
             twin: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return twin
-        if run.state.step != self.state.global_step:
-            raise CheckpointError(
-                f"Expected the Trainer at step {run.state.step}, where the private state is, got step "
-                f"{self.state.global_step}. Nothing was spent."
-            )
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
+        before = run.at(self.state.global_step)
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        grads, state, unreleased = run.dp_step(params, batch, run.state)
+        grads, state, unreleased = run.dp_step(params, batch, before)
         for name, param in run.params.items():
             param.grad = grads[name]
-        self._run = replace(run, state=state)
+        self._run = replace(run, state=state, previous=before)
         if state.step >= self._warn_at:
             self._warn(state)
         if self.privacy.dp_log_unreleased and len(unreleased.losses_B):
@@ -326,7 +324,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         """The Trainer's own loss to evaluate; the mean over per-sample losses to train the twin without privacy."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return mean_loss(model, inputs, self._task)
+        if self._twin is None:
+            self._twin = twin_loss(model, self._task)
+        return self._twin(inputs)
 
     # What is logged and saved
 
@@ -353,7 +353,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if self._run is not None:
             run, folder = self._run, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             if not self.args.save_only_model:  # which is also how to get a checkpoint without the key
-                trainer_state.save_run(folder, params=run.params, state=run.state, plan=self.plan, data=run.start.data)
+                trainer_state.save_run(
+                    folder, params=run.params, state=run.at(self.state.global_step), plan=self.plan, data=run.start.data
+                )
             trainer_state.write_accounting(folder, self._accounting())
         super()._save_checkpoint(model, trial)
 

@@ -122,16 +122,16 @@ def _devices(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
 
 
 def _leaks(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     return (
         (
             getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False), "include_num_input_tokens_seen",
             "How many tokens were drawn is private: the number of drawn records is not released.",
         ),
         (
-            args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in KEY_SHARING,
-            "hub_strategy",
+            args.push_to_hub and not args.save_only_model and strategy in KEY_SHARING, "hub_strategy",
             "A checkpoint holds the key of the run, which undoes the noise. Use 'end' or 'every_save', or "
-            "save_only_model with a strategy that pushes no checkpoints.",
+            "save_only_model=True.",
         ),
     )  # fmt: skip
 

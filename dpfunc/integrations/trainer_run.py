@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint import Checkpoint
+from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
 from dpfunc.functional.names import select
 from dpfunc.integrations.arguments import PrivacyArguments
@@ -21,7 +22,7 @@ from dpfunc.journal import Journal
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.step import DPStep, StepState, make_dp_step
-from dpfunc.types import schedule_at
+from dpfunc.types import Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
@@ -46,12 +47,30 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run under way. `params` are the model's own parameters, which the optimizer changes in place."""
+    """A run under way. `params` are the model's own parameters, which the optimizer changes in place.
+
+    A checkpoint between a private step and the optimizer's is one of the state before both.
+    """
 
     dp_step: DPStep
     params: dict[str, Tensor]
     state: StepState
+    previous: StepState
     start: Start
+
+    def at(self, step: int) -> StepState:
+        """The state before this step: the present one, or the one before where the optimizer has not stepped yet.
+
+        Raises:
+            CheckpointError: the Trainer is somewhere else.
+        """
+        for state in (self.state, self.previous):
+            if state.step == step:
+                return state
+        raise CheckpointError(
+            f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing was "
+            "spent."
+        )
 
 
 def begin(
@@ -72,26 +91,34 @@ def begin(
     model.eval()  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
     forward, _ = functionalize(model)
     model.train()
+    on_cuda = all(param.is_cuda for param in params.values())
     dp_step = make_dp_step(
         make_loss_fn(forward, infer_task(model) if task is None else task),
         plan,
         engine=privacy.dp_engine,
         microbatch_size=microbatch,
-        noise_source="secure" if privacy.dp_secure_mode else "device",
+        noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
         journal=Journal(journal, plan),
     )
     state = dp_step.init(params, start.key, start.ledger) if start.resumed is None else start.resumed.state
-    return Run(dp_step, params, state, start)
+    return Run(dp_step, params, state, state, start)
 
 
-def mean_loss(model: nn.Module, batch: Mapping[str, Any], task: Loss | None) -> Tensor:
+@dataclass(frozen=True)
+class Native:
+    """The model itself as a forward function; its own parameters, and gradients of a whole batch."""
+
+    module: nn.Module = field(repr=False)
+
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+        """The model's output."""
+        return self.module(*args, **kwargs)
+
+
+def twin_loss(model: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
     """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
-
-    def forward(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
-        return model(*args, **kwargs)
-
-    losses_B: Tensor = make_loss_fn(forward, infer_task(model) if task is None else task)({}, dict(batch))
-    return losses_B.mean()
+    loss_fn = make_loss_fn(Native(model), infer_task(model) if task is None else task)
+    return lambda batch: loss_fn({}, dict(batch)).mean()
 
 
 def warning_step(plan: Plan, start: Start, share: float) -> float:
