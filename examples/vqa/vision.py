@@ -38,7 +38,7 @@ class Conv(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """Expand, convolve each channel, project; with a shortcut where the shape stays. The names are those of the file."""
+    """Expand, convolve each channel, project; a shortcut where the shape stays. The names are those of the file."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, expansion: int, stride: int) -> None:
         super().__init__()

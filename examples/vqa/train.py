@@ -1,0 +1,210 @@
+"""Questions about images under differential privacy: LLaVA in small, in a plain loop over dp_step.
+
+    python examples/vqa/train.py                    easy-VQA, epsilon 8, delta 1e-5
+    python examples/vqa/train.py --smoke            a few steps on a few images
+
+One record is one image with all its questions. See README.md.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import downloads
+import torch
+import vision
+from fetch import FetchError
+from learn import Run, Task, accuracy, make_plan, train_plain, train_private
+from model import load_encoder
+from questions import ImageQuestions, Part, load
+from report import PeakMemory, Row, print_table, write_json, write_metrics
+from vlm import VisionLanguage
+
+import dpfunc
+from dpfunc.journal import journal_ledger
+
+TARGETS = r"attention\.self\.(query|value)$"
+TRAINED = r"^(projector|head)\."
+
+
+def cached_features(part: Part, name: str, network: vision.EfficientNetLite0, *, keep: bool) -> torch.Tensor:
+    """Features of the images, from .cache/ where they are already: they depend on no parameter that is trained."""
+    settings = f"{vision.FEATURE_BLOCK}-{vision.INPUT_SIZE}-{vision.GRID}"
+    path = downloads.QUESTIONS.with_name(f"easy-vqa-features-{settings}") / f"{name}.pt"
+    if keep and path.exists():
+        return torch.load(path, weights_only=True)
+    features = vision.image_features(network, part.pixels)
+    if keep:
+        path.parent.mkdir(exist_ok=True)
+        torch.save(features, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+    return features
+
+
+def rows_of(data: ImageQuestions, *, keep: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """What the model is trained on and tested with: features, questions and answers of the three parts."""
+    network = vision.load_vision(downloads.fetch_vision())
+    parts = {"train": data.train, "validation": data.validation, "test": data.test}
+    return {
+        name: {
+            "features": cached_features(part, name, network, keep=keep),
+            "question": part.question, "answer": part.answer, "asked": part.asked,
+        }
+        for name, part in parts.items()
+    }  # fmt: skip
+
+
+def blind(task: Task) -> Task:
+    """The same task without images: what the questions alone give away."""
+    parts = (
+        {**rows, "features": torch.zeros_like(rows["features"])} for rows in (task.train, task.validation, task.test)
+    )
+    return Task(task.forward, task.params, *parts)
+
+
+def write_accounting(path: Path, plan: dpfunc.Plan, state: dpfunc.StepState) -> None:
+    """privacy_accounting.json: what was spent, and what is needed to check it."""
+    answer = state.ledger.epsilon(plan.delta)
+    sampling_prob = plan.sampler.expected_batch_size(0) / plan.sampler.dataset_size
+    write_json(
+        path,
+        {
+            "epsilon": answer.epsilon, "delta": plan.delta, "target_epsilon": plan.epsilon,
+            "max_grad_norm": math.hypot(*plan.clip.clip_norm.values()), "noise_multiplier": plan.noise_multiplier,
+            "global_step": state.step, "epoch": state.step * sampling_prob, "sampling_prob": sampling_prob,
+            "expected_batch_size": plan.sampler.expected_batch_size(0), "adjacency": plan.adjacency,
+            "accountant": answer.method, "epsilon_rdp": state.ledger.epsilon(plan.delta, "rdp").epsilon,
+            "unit": "one image with all its questions",
+        },
+    )  # fmt: skip
+
+
+def notes(data: ImageQuestions, journalled: dpfunc.Ledger) -> list[str]:
+    """What a reader of the table must know."""
+    return [
+        "the unit of privacy is one image with all its questions; neighbours differ by one image added or removed",
+        f"the journal of this folder counts {journalled.num_steps} private steps",
+        f"the {len(data.validation.pixels)} validation images are not protected; settings were chosen on them",
+        "image features and lower layers are frozen functions of each image or question alone: they cost no privacy",
+        "the images are synthetic: one plain shape (3 forms, 8 colours) on a light ground; photographs are harder",
+    ]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--epsilon", default=8.0, help="Privacy budget.")
+@click.option("--delta", default=1e-5, help="Must be below 1 / number of training images.")
+@click.option("--steps", default=60, help="Private steps.")
+@click.option("--batch-size", default=900, help="Expected number of images in a batch.")
+@click.option("--rank", default=4, help="Rank of the adapters.")
+@click.option("--lr", default=0.1, help="Private learning rate of the head; less of it for projector and adapters.")
+@click.option("--plain-lr", default=0.03, help="The same without privacy.")
+@click.option("--epochs", default=4, help="Epochs without privacy.")
+@click.option("--seed", default=0, help="Starting point and non-private order. Public: not the privacy key.")
+@click.option("--insecure-seed", default=None, type=int, help="A guessable privacy key, to repeat a run exactly.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run folder; runs/<time> by default.")
+@click.option("--resume", type=click.Path(path_type=Path, exists=True), help="Go on with the private run of a folder.")
+@click.option("--smoke", is_flag=True, help="Two steps on a few images, to see that everything works.")
+def main(
+    epsilon: float, delta: float, steps: int, batch_size: int, rank: int, lr: float, plain_lr: float, epochs: int,
+    seed: int, insecure_seed: int | None, out: Path | None, resume: Path | None, smoke: bool,
+) -> None:  # fmt: skip
+    """Answer questions about images, privately, and print what privacy cost."""
+    settings = dict(click.get_current_context().params)
+    if smoke:
+        steps, batch_size, epochs = min(steps, 2), 24, 1
+    start = time.perf_counter()
+    try:
+        data = load(downloads.fetch_questions(), 60 if smoke else None)
+        encoder = load_encoder(downloads.fetch_model())
+        rows = rows_of(data, keep=not smoke)
+    except (FetchError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    model = VisionLanguage(encoder, data.texts, rows["train"]["features"].shape[-1], len(data.answers), seed).eval()
+    adapter = dpfunc.lora.attach(
+        model, dpfunc.insecure_key(seed), targets=TARGETS, rank=rank, alpha=rank, train="B", also_train=TRAINED
+    )
+    task = Task(adapter.forward, adapter.params, **rows)
+    n = len(data.train.pixels)
+    try:
+        plan = make_plan(adapter.params, epsilon=epsilon, delta=delta, n=n, batch=batch_size, steps=steps)
+    except dpfunc.DPFuncError as error:
+        raise click.ClickException(str(error)) from error
+    describe(data, plan, time.perf_counter() - start)
+    folder = resume or out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    num_test = int(data.test.asked.sum())
+    table = [Row("majority answer", data.majority_accuracy, num_test, None, None, 0, 0.0, 0.0)]
+    key = dpfunc.secure_key() if insecure_seed is None else dpfunc.insecure_key(insecure_seed)
+    memory, run = PeakMemory(), None
+    try:
+        for name, trained, params, found, seconds in phases(
+            task, plan, lr, key, folder, plain_lr=plain_lr, epochs=epochs, seed=seed, resume=resume is not None
+        ):
+            run = found or run
+            spent = epsilons(found, delta)
+            count = sum(p.numel() for p in params.values())
+            score = accuracy(trained, params, trained.test)
+            table.append(Row(name, score, num_test, *spent, count, seconds, memory.mib()))
+            memory.reset()
+    except dpfunc.DPFuncError as error:
+        raise click.ClickException(str(error)) from error
+    settings["seconds"] = time.perf_counter() - start
+    write_all(folder, table, settings, plan, adapter, run)
+    print_table(table, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
+    print(f"Written to {folder}. Whole command: {settings['seconds']:.0f} s.")
+
+
+def describe(data: ImageQuestions, plan: dpfunc.Plan, seconds: float) -> None:
+    """What will be done."""
+    sizes = ", ".join(
+        f"{len(part.pixels)} {name} images with {int(part.asked.sum())} questions"
+        for name, part in (("training", data.train), ("validation", data.validation), ("test", data.test))
+    )
+    print(f"easy-VQA: {sizes}; {len(data.texts)} distinct questions, {len(data.answers)} answers.")
+    print(f"Image features and lower layers are ready, once and for all ({seconds:.0f} s).")
+    share = plan.sampler.expected_batch_size(0) / plan.sampler.dataset_size
+    print(f"Plan: {plan.num_steps} steps, sampling probability {share:.3f}, noise {plan.noise_multiplier:.3f}.")
+    print(plan.guarantee())
+
+
+def epsilons(run: Run | None, delta: float) -> tuple[float, float]:
+    """Epsilon by two accountants."""
+    if run is None:
+        return math.inf, math.inf
+    return run.state.ledger.epsilon(delta).epsilon, run.state.ledger.epsilon(delta, "rdp").epsilon
+
+
+def phases(
+    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, *, plain_lr: float, epochs: int,
+    seed: int, resume: bool,
+) -> Iterator[tuple[str, Task, dict[str, torch.Tensor], Run | None, float]]:  # fmt: skip
+    """The trainings of the table, in order; the last one is the result. Each with its time."""
+    if not resume:
+        for name, variant in (("question only (not private)", blind(task)), ("non-private twin", task)):
+            since = time.perf_counter()
+            params = train_plain(variant, plain_lr, epochs, seed)
+            yield name, variant, params, None, time.perf_counter() - since
+    since = time.perf_counter()
+    run = train_private(task, plan, lr, key, folder, resume)
+    yield "DP projector + LoRA", task, run.params, run, time.perf_counter() - since
+
+
+def write_all(
+    folder: Path, table: list[Row], settings: dict[str, Any], plan: dpfunc.Plan, adapter: dpfunc.lora.LoRA, run: Run
+) -> None:
+    """The run folder, besides the journal and the checkpoints, which are there already."""
+    write_accounting(folder / "privacy_accounting.json", plan, run.state)
+    (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
+    dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
+    write_metrics(folder, table, {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
