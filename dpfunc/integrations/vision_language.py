@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpfunc.checks import fail, one_of, shorten, whole
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
+from dpfunc.integrations.images import flatten_images
 from dpfunc.integrations.parts import (
     image_features,
     image_size,
@@ -21,6 +22,7 @@ from dpfunc.integrations.parts import (
     takes_pixels_alone,
     without_values,
 )
+from dpfunc.integrations.tasks import causal_lm
 from dpfunc.lora import LoRA, attach
 from dpfunc.rng import Key
 from dpfunc.types import Params
@@ -289,3 +291,30 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
         features = image_features(structure, torch.empty((1, 3, *image_size(model)), device="meta", dtype=dtype))
         grads = torch.autograd.grad(features.sum(), list(vision.values()), allow_unused=True)
     return tuple(name for name, grad in zip(vision, grads, strict=True) if grad is None)
+
+
+def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of the answers in batches of an `ImageTextCollator`: one or several images a sample, or none.
+
+    For `make_loss_fn(forward, image_text_loss)` and `DPTrainer(loss=image_text_loss)`; the task `"vqa"` is the same for
+    one image a sample.
+
+    Args:
+        forward: of the model. params: its parameters.
+        batch: input_ids, attention_mask, labels, and pixel_values (B, C, H, W) or (B, I, C, H, W).
+
+    Returns:
+        (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.
+
+    >>> from dpfunc.integrations.images import image_text_collator
+    >>> from dpfunc.integrations.tiny import draw, tiny_llava, tiny_processor
+    >>> collate = image_text_collator(tiny_processor(), max_length=24, max_images=2)
+    >>> batch = collate([{"images": [draw("red", "circle", 24, 0)], "prompt": "what ?", "answer": "red"}])
+    >>> projector = strategy(tiny_llava(), "projector")
+    >>> image_text_loss(projector.forward, projector.params, batch).shape
+    torch.Size([1])
+    """
+    inputs: dict[str, Any] = {**batch, "use_cache": False}  # a cache is for generation: here it only takes memory
+    if "pixel_values" in batch:
+        inputs["pixel_values"] = flatten_images(batch["pixel_values"])
+    return causal_lm(forward, params, inputs)

@@ -19,9 +19,10 @@ from dpfunc import clipping, engines, sampling
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.integrations import vision_language
-from dpfunc.integrations.images import IGNORED, flatten_images, image_text_collator
+from dpfunc.integrations.images import IGNORED, image_text_collator
 from dpfunc.integrations.parts import language_layers, parts, quantised_layers
 from dpfunc.integrations.strategy_costs import strategy_costs, strategy_table
+from dpfunc.integrations.tasks import make_loss_fn
 from dpfunc.integrations.tiny import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.integrations.vision_language import STRATEGIES, prepare, strategy, trained_parameters, unused_parameters
 from dpfunc.rng import insecure_key
@@ -60,18 +61,7 @@ def batch_of(processor, images, counts, side="right", dtype=torch.float32, **opt
 
 
 def answer_loss(forward):
-    """Cross entropy of the answer, mean over its own tokens."""
-
-    def loss_fn(params, batch):
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        if "pixel_values" in inputs:
-            inputs["pixel_values"] = flatten_images(inputs["pixel_values"])
-        logits = forward(params, **inputs, use_cache=False).logits[:, :-1]
-        labels = batch["labels"][:, 1:]
-        loss = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
-        return loss.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
-
-    return loss_fn
+    return make_loss_fn(forward, vision_language.image_text_loss)
 
 
 def built(name, model):
