@@ -50,6 +50,14 @@ def accuracy(task: Task, params: dict[str, Tensor], part: Rows) -> float:
     return right / asked
 
 
+def blind(task: Task) -> Task:
+    """The same task without images: what the questions alone give away."""
+    parts = (
+        {**rows, "features": torch.zeros_like(rows["features"])} for rows in (task.train, task.validation, task.test)
+    )
+    return Task(task.forward, task.params, *parts)
+
+
 def kind(name: str) -> str:
     """Head, projector or adapters."""
     return "adapters" if "lora" in name else name.partition(".")[0]

@@ -21,7 +21,7 @@ import downloads
 import torch
 import vision
 from fetch import FetchError
-from learn import Run, Task, accuracy, make_plan, train_plain, train_private
+from learn import Run, Task, accuracy, blind, make_plan, train_plain, train_private
 from model import load_encoder
 from questions import ImageQuestions, Part, load
 from report import PeakMemory, Row, print_table, write_json, write_metrics
@@ -30,7 +30,8 @@ from vlm import VisionLanguage
 import dpfunc
 from dpfunc.journal import journal_ledger
 
-TARGETS = r"attention\.self\.(query|value)$"
+# At the place where the answer is read: keys and values of words stay frozen, and are kept.
+TARGETS = r"attention\.(self\.query|output\.dense)$"
 TRAINED = r"^(projector|head)\."
 
 
@@ -59,14 +60,6 @@ def rows_of(data: ImageQuestions, *, keep: bool) -> dict[str, dict[str, torch.Te
         }
         for name, part in parts.items()
     }  # fmt: skip
-
-
-def blind(task: Task) -> Task:
-    """The same task without images: what the questions alone give away."""
-    parts = (
-        {**rows, "features": torch.zeros_like(rows["features"])} for rows in (task.train, task.validation, task.test)
-    )
-    return Task(task.forward, task.params, *parts)
 
 
 def write_accounting(path: Path, plan: dpfunc.Plan, state: dpfunc.StepState) -> None:

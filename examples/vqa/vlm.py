@@ -6,6 +6,8 @@ computed where the answer is read and nowhere else: nothing uses its other outpu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import downloads  # noqa: F401  (puts the main job on the path)
 import torch
 from model import Encoder, run_layers, tokenize
@@ -37,6 +39,19 @@ def orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return torch.linalg.qr(torch.randn(rows, columns, generator=generator))[0]
 
 
+class Words(NamedTuple):
+    """What the last layer needs of the words of questions (...): nothing below it is trained, so it is kept.
+
+    Args:
+        first: (..., d) hidden state of the first word. keys, values: (..., T, h, e) of h attention heads. mask: (..., T).
+    """
+
+    first: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+
+
 class VisionLanguage(nn.Module):
     """Logits (B, K, answers) of the K questions about each of B images.
 
@@ -57,15 +72,15 @@ class VisionLanguage(nn.Module):
         self.head = nn.Linear((TEXT_RANK + 1) * (features + 1), num_answers)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        hidden, mask = lower_layers(encoder, texts)
-        self.register_buffer("hidden_QTd", hidden)
-        self.register_buffer("mask_QT", mask)
+        hidden_QTd, mask_QT = lower_layers(encoder, texts)
+        for name, value in self.words(hidden_QTd, mask_QT)._asdict().items():
+            self.register_buffer(f"words_{name}", value)
         with torch.no_grad():
-            length = float(hidden[mask].norm(dim=-1).mean())
+            length = float(hidden_QTd[mask_QT].norm(dim=-1).mean())
             basis_dc = orthonormal(width, features, generator)
             self.projector.weight.copy_(length * basis_dc)  # features of length 1 become tokens as long as words
-            public = [x[None] for x in lower_layers(encoder, PUBLIC_QUESTIONS)]
-            said_Kd = self.read(torch.zeros(1, 1, width), *public)[0]
+            public = Words(*(x[None] for x in self.words(*lower_layers(encoder, PUBLIC_QUESTIONS))))
+            said_Kd = self.read(torch.zeros(1, 1, width), public)[0]
             centred_Kr = (said_Kd - said_Kd.mean(0)) @ (basis_dr := orthonormal(width, TEXT_RANK, generator))
             spread = float(centred_Kr.square().sum(1).mean().sqrt())
         self.register_buffer("image_basis_dc", basis_dc / length)
@@ -75,25 +90,36 @@ class VisionLanguage(nn.Module):
     def forward(self, features_BVc: Tensor, question_BK: Tensor) -> Tensor:
         """Answer."""
         tokens_BVd = self.projector(features_BVc.float())
-        said_BKd = self.read(tokens_BVd, self.hidden_QTd[question_BK], self.mask_QT[question_BK])
+        said_BKd = self.read(tokens_BVd, self.asked(question_BK))
         text_BKr = F.pad((said_BKd - self.centre_d) @ self.text_basis_dr, (0, 1), value=1.0)
         image_Br = F.pad(tokens_BVd.mean(1) @ self.image_basis_dc, (0, 1), value=1.0)
         return self.head((text_BKr[..., :, None] * image_Br[:, None, None, :]).flatten(-2))
 
-    def read(self, tokens_BVd: Tensor, hidden_BKTd: Tensor, mask_BKT: Tensor) -> Tensor:
+    @torch.no_grad()
+    def words(self, hidden: Tensor, mask: Tensor) -> Words:
+        """Of hidden states (n, T, d) before the last layer."""
+        own = self.layer.attention.self
+        return Words(hidden[:, 0], self.split(own.key(hidden)), self.split(own.value(hidden)), mask)
+
+    def asked(self, question_BK: Tensor) -> Words:
+        """The words of questions."""
+        return Words(*(getattr(self, f"words_{name}")[question_BK] for name in Words._fields))
+
+    def split(self, x: Tensor) -> Tensor:
+        """(..., d) as (..., h, e)."""
+        return x.unflatten(-1, (self.heads, -1))
+
+    def read(self, tokens_BVd: Tensor, words: Words) -> Tensor:
         """Output (B, K, d) of the last layer at the first word of each question, over visual tokens and words."""
         attention = self.layer.attention
-        own = attention.self
-        first_BKd = hidden_BKTd[:, :, 0]
-        query = own.query(first_BKd).unflatten(-1, (self.heads, -1))
-        of_image = torch.einsum("bkhe,bvhe->bkhv", query, own.key(tokens_BVd).unflatten(-1, (self.heads, -1)))
-        of_words = torch.einsum("bkhe,bkthe->bkht", query, own.key(hidden_BKTd).unflatten(-1, (self.heads, -1)))
-        of_words = of_words.masked_fill(~mask_BKT[:, :, None, :], -1e9)
+        query = self.split(attention.self.query(words.first))
+        of_image = torch.einsum("bkhe,bvhe->bkhv", query, self.split(attention.self.key(tokens_BVd)))
+        of_words = torch.einsum("bkhe,bkthe->bkht", query, words.keys).masked_fill(~words.mask[:, :, None, :], -1e9)
         weights = (torch.cat([of_image, of_words], -1) / query.shape[-1] ** 0.5).softmax(-1)
-        seen, read = weights.split([tokens_BVd.shape[1], hidden_BKTd.shape[2]], -1)
-        mixed = torch.einsum("bkhv,bvhe->bkhe", seen, own.value(tokens_BVd).unflatten(-1, (self.heads, -1)))
-        mixed = mixed + torch.einsum("bkht,bkthe->bkhe", read, own.value(hidden_BKTd).unflatten(-1, (self.heads, -1)))
-        x_BKd = attention.output(mixed.flatten(-2), first_BKd)
+        seen, read = weights.split([of_image.shape[-1], of_words.shape[-1]], -1)
+        mixed = torch.einsum("bkhv,bvhe->bkhe", seen, self.split(attention.self.value(tokens_BVd)))
+        mixed = mixed + torch.einsum("bkht,bkthe->bkhe", read, words.values)
+        x_BKd = attention.output(mixed.flatten(-2), words.first)
         return self.layer.output(self.layer.intermediate(x_BKd), x_BKd)
 
 

@@ -1,0 +1,195 @@
+"""Visual question answering in small: it runs, can be resumed, and its parts are what they are said to be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dpfunc.accounting import Ledger
+from dpfunc.journal import journal_ledger
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "vqa"
+sys.path.insert(0, str(FOLDER))
+
+
+def train(*arguments):
+    command = [sys.executable, str(FOLDER / "train.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    result = train("--smoke", "--insecure-seed", 5, "--out", folder)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return folder, result.stdout
+
+
+@pytest.fixture(scope="module")
+def data():
+    import downloads
+    from questions import load
+
+    return load(downloads.fetch_questions(), 20)
+
+
+@pytest.fixture(scope="module")
+def network():
+    import downloads
+    from vision import load_vision
+
+    return load_vision(downloads.fetch_vision())
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    import downloads
+    from model import load_encoder
+
+    return load_encoder(downloads.fetch_model())
+
+
+@pytest.fixture(scope="module")
+def model(encoder, data):
+    from vlm import VisionLanguage
+
+    return VisionLanguage(encoder, data.texts, 80, len(data.answers), seed=0).eval()
+
+
+@pytest.mark.slow
+def test_the_four_lines_are_printed(finished):
+    _, output = finished
+    for line in ("majority answer", "question only", "non-private twin", "DP projector + LoRA", "one image with all"):
+        assert line in output
+
+
+@pytest.mark.slow
+def test_what_was_spent_is_written(finished):
+    folder, _ = finished
+    values = json.loads((folder / "privacy_accounting.json").read_text())
+    ledger = Ledger.from_json((folder / "ledger.json").read_text())
+    assert values["epsilon"] == ledger.epsilon(values["delta"]).epsilon <= values["target_epsilon"] == 8.0
+    assert values["global_step"] == ledger.num_steps == 2
+    assert journal_ledger(folder / "journal.jsonl") == ledger
+    assert len(json.loads((folder / "metrics.json").read_text())["results"]) == 4
+
+
+@pytest.mark.slow
+def test_a_finished_vqa_run_resumes_to_the_same_result(finished):
+    folder, _ = finished
+    names = ("ledger.json", "privacy_accounting.json")
+    adapter, texts = load_file(folder / "adapter.safetensors"), [(folder / name).read_text() for name in names]
+    result = train("--smoke", "--insecure-seed", 5, "--resume", folder)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Resumed at step 2; 2 steps are in the ledger." in result.stdout
+    again = load_file(folder / "adapter.safetensors")
+    assert adapter.keys() == again.keys()
+    assert all(torch.equal(adapter[name], again[name]) for name in adapter)
+    assert texts == [(folder / name).read_text() for name in names]
+
+
+@pytest.mark.slow
+def test_a_bad_delta_is_explained(tmp_path):
+    result = train("--smoke", "--delta", "0.5", "--out", tmp_path / "out")
+    assert result.returncode != 0
+    assert "Expected delta < 1 / dataset_size" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_vision_network_knows_a_photograph(network):
+    # A portrait in uniform: class 652 of ImageNet. Wrong padding, normalisation or order of layers would lose it.
+    import matplotlib as mpl
+    from PIL import Image
+
+    with Image.open(Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg") as file:
+        image = file.convert("RGB").crop((0, 0, 512, 512)).resize((224, 224), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+    with torch.no_grad():
+        probabilities = network(pixels).softmax(1)[0]
+    assert probabilities.argmax() == 652
+    assert probabilities[652] > 0.25
+
+
+def test_features_are_a_function_of_each_image_alone(network, data):
+    from vision import image_features
+
+    together, alone = (image_features(network, pixels) for pixels in (data.train.pixels[:5], data.train.pixels[:1]))
+    torch.testing.assert_close(together[:1].float(), alone.float(), rtol=2e-3, atol=5e-3)
+    torch.testing.assert_close(together.float().mean(1).norm(dim=1), torch.ones(5), rtol=1e-2, atol=1e-2)
+
+
+def test_the_last_layer_is_that_of_the_language_model(model, encoder, data):
+    # Computed at one position only, it is the layer's own output over visual tokens and words.
+    from model import run_layers
+    from vlm import lower_layers
+
+    question = torch.tensor([[0, 7, 50]])
+    features = torch.randn(1, 4, 80, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        tokens = model.projector(features)
+        got = model.read(tokens, model.asked(question))
+        words, mask = lower_layers(encoder, [data.texts[number] for number in question[0]])
+        mask = torch.cat([mask, torch.ones(3, 4, dtype=torch.bool)], 1)
+        expected = run_layers([model.layer], torch.cat([words, tokens.expand(3, -1, -1)], 1), mask)[:, 0]
+    torch.testing.assert_close(got[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_image_changes_what_is_said_about_it(model):
+    question = torch.tensor([[3]])
+    with torch.no_grad():
+        said = [
+            model.read(model.projector(features), model.asked(question))
+            for features in (torch.zeros(1, 4, 80), torch.ones(1, 4, 80) / 9)
+        ]
+    assert (said[0] - said[1]).norm() > 0.01
+
+
+def test_the_loss_of_an_image_is_the_mean_over_its_questions():
+    from vlm import per_image_loss
+
+    generator = torch.Generator().manual_seed(0)
+    logits, answer = torch.randn(2, 3, 5, generator=generator), torch.tensor([[1, 2, 0], [4, 0, 0]])
+    asked = torch.tensor([[True, True, True], [True, False, False]])
+    losses = per_image_loss(logits, answer, asked)
+    expected = -logits.log_softmax(-1).gather(-1, answer[..., None])[..., 0]
+    torch.testing.assert_close(losses, torch.stack([expected[0].mean(), expected[1, 0]]))
+    changed = logits.clone()
+    changed[1, 1:] = 9.0
+    torch.testing.assert_close(per_image_loss(changed, answer, asked), losses)
+
+
+def test_a_record_is_an_image_with_its_questions(data):
+    import downloads
+    from questions import NUM_VALIDATION, PER_IMAGE, by_image, load
+
+    whole = load(downloads.fetch_questions())
+    assert (len(whole.train.pixels), len(whole.validation.pixels)) == (4000 - NUM_VALIDATION, NUM_VALIDATION)
+    assert (len(whole.test.pixels), int(whole.test.asked.sum()), len(whole.answers)) == (1000, 9673, 13)
+    assert round(whole.majority_accuracy, 3) in (0.364, 0.373)
+    asked = by_image(downloads.fetch_questions() / "test" / "questions.json")[0]
+    row = [
+        (whole.texts[q], whole.answers[a])
+        for q, a, is_asked in zip(whole.test.question[0], whole.test.answer[0], whole.test.asked[0], strict=True)
+        if is_asked
+    ]
+    assert row == asked
+    assert data.train.question.shape == (20, PER_IMAGE)
+    train, held_out = ({image.numpy().tobytes() for image in part.pixels} for part in (whole.train, whole.validation))
+    assert not train & held_out
+
+
+def test_without_images_nothing_of_them_is_left(data):
+    from learn import Task, blind
+
+    rows = {"features": torch.ones(2, 4, 80), "question": data.train.question[:2]}
+    hidden = blind(Task(lambda params, features, question: features, {}, rows, rows, rows))
+    assert not hidden.train["features"].any()
+    assert torch.equal(hidden.test["question"], rows["question"])
