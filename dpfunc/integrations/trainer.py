@@ -18,11 +18,20 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc.accounting import Ledger
 from dpfunc.checks import fail
 from dpfunc.errors import BudgetExhausted, InvalidArgument
-from dpfunc.functional.names import select
 from dpfunc.integrations import trainer_data, trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.trainer_checks import changed, refuse_arguments, refuse_data, refuse_model, refuse_overrides
-from dpfunc.integrations.trainer_run import Loss, Run, Start, begin, metrics, plan_text, twin_loss, warning_step
+from dpfunc.integrations.trainer_run import (
+    Loss,
+    Run,
+    Start,
+    begin,
+    metrics,
+    plan_text,
+    trainable,
+    twin_loss,
+    warning_step,
+)
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, secure_key
 from dpfunc.step import StepState
@@ -229,7 +238,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
         saved = trainer_state.load_run(
             path,
-            params=select(self.model, None),
+            params=trainable(self.model),
             plan=self.plan,
             data=data,
             journal=self._journal(),

@@ -16,6 +16,7 @@ from dpfunc.checkpoint import Checkpoint
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
 from dpfunc.functional.names import select
+from dpfunc.integrations import peft
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.tasks import infer_task, make_loss_fn
 from dpfunc.journal import Journal
@@ -73,6 +74,12 @@ class Run:
         )
 
 
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own parameters that are trained: which require gradients; in PEFT of the active adapter."""
+    adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return select(model, peft.trainable(model) if adapters else None)
+
+
 def begin(
     model: nn.Module,
     plan: Plan,
@@ -83,13 +90,13 @@ def begin(
     journal: Path,
 ) -> Run:
     """The run, once the model is where it is trained; a resumed one gets its parameters back."""
-    params = select(model, None)
+    params = trainable(model)
     if start.resumed is not None:
         with torch.no_grad():
             for name, value in start.resumed.params.items():
                 params[name].copy_(value)
     model.eval()  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
-    forward, _ = functionalize(model)
+    forward, _ = functionalize(model, list(params))
     model.train()
     on_cuda = all(param.is_cuda for param in params.values())
     dp_step = make_dp_step(

@@ -16,6 +16,7 @@ import dpfunc
 from dpfunc.functional import functionalize
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.tasks import infer_task, make_loss_fn
+from dpfunc.step import replay
 
 NUM_RECORDS = 60
 PRIVACY = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
@@ -30,9 +31,12 @@ def classifier(seed=0):
     return BertForSequenceClassification(config)
 
 
-def language_model(seed=0):
+def language_model(seed=0, dropout=0.1):
     torch.manual_seed(seed)
-    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
@@ -92,7 +96,7 @@ def plain_loop(model, data, collate, plan, key, make_optimizer, microbatch_size=
     optimizer, scheduler = make_optimizer(list(params.values()))
     loss_fn = make_loss_fn(forward, infer_task(model))
     dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=microbatch_size)
-    state = dp_step.init(params, key)
+    state = replay(dp_step.init(params, key))
     for indices in plan.batches(state):
         records = [data[int(index)] for index in indices]
         batch = collate(records) if records else {"labels": torch.zeros(0)}
@@ -102,6 +106,11 @@ def plain_loop(model, data, collate, plan, key, make_optimizer, microbatch_size=
         optimizer.step()
         scheduler.step()
     return {name: p.detach() for name, p in params.items()}
+
+
+def again(key):
+    """The same run once more in this process, on the same data."""
+    replay(dpfunc.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
 
 
 def trained(model):

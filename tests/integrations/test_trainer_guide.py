@@ -1,0 +1,74 @@
+"""The guide to the Trainer: both of its scripts run, and the second is the first with its diffs applied."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "trainer.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def patched(script):
+    for diff in blocks("diff"):
+        before = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " -")
+        after = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " +")
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    return script
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a tiny model under the guide's name, and two tables."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "cheap", "offer", "win", "lunch", "with", "you", "tomorrow", "now"]
+    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = tmp_path / "distilbert" / "distilbert-base-uncased"
+    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(model)
+    torch.manual_seed(0)
+    config = DistilBertConfig(vocab_size=len(words), dim=8, n_layers=1, n_heads=2, hidden_dim=16)
+    DistilBertForSequenceClassification(config).save_pretrained(model)
+    for name, size in (("train.csv", 300), ("public.csv", 20)):
+        with open(tmp_path / name, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["text", "label"])
+            writer.writerows([("cheap offer now", 1) if i % 2 else ("lunch with you", 0) for i in range(size)])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def execute(script):
+    names = {}
+    exec(compile(script.replace("num_train_epochs=10", "num_train_epochs=1"), "trainer.md", "exec"), names)
+    return names
+
+
+def test_the_ordinary_script_of_the_guide_runs(place):
+    trainer = execute(blocks("python")[0])["trainer"]
+    assert trainer.state.global_step == 2
+    assert (place / "model" / "model.safetensors").exists()
+
+
+def test_T1_the_ordinary_script_becomes_private_by_the_diff(place):
+    names = execute(patched(blocks("python")[0]))
+    trainer = names["trainer"]
+    assert type(trainer).__name__ == "DPTrainer"
+    assert trainer.plan.sampler.expected_batch_size(0) == 256
+    record = json.loads((place / "run" / "privacy_accounting.json").read_text())
+    assert 7.9 < record["epsilon"] <= 8.0
+    assert record["global_step"] == 2
+    assert (place / "model" / "model.safetensors").exists()
+    assert all(math.isfinite(logs["eval_loss"]) for logs in trainer.state.log_history if "eval_loss" in logs)

@@ -1,0 +1,262 @@
+"""A killed or stopped Trainer run goes on bit for bit, pays for each step once, and only with what it was started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_cases import (
+    PRIVACY,
+    again,
+    classifier,
+    labelled,
+    language_model,
+    pad,
+    same,
+    texts,
+    trained,
+    training_arguments,
+)
+from transformers import TrainerCallback
+
+import dpfunc
+from dpfunc.errors import CheckpointError
+from dpfunc.integrations.arguments import PrivacyArguments
+from dpfunc.integrations.trainer import DPTrainer
+from dpfunc.journal import journal_ledger
+from dpfunc.rng import fingerprint
+
+KEY = dpfunc.insecure_key(11)
+DATA = labelled()
+CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+
+
+class KillAt(TrainerCallback):
+    """SIGKILL when the private gradients of a step are there and the optimizer has not stepped."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def masked(records):
+    """`pad` with tokens masked at random, by torch's generator."""
+    batch = pad(records)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 39)}
+
+
+def run(folder, *, data=DATA, key=None, privacy=PRIVACY, changes=None, **options):
+    arguments = training_arguments(folder, **{**CHANGES, **(changes or {})})
+    return DPTrainer(classifier(), arguments, privacy=privacy, key=key, train_dataset=data, **options)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    again(KEY)
+    trainer = run(tmp_path_factory.mktemp("uninterrupted"), key=KEY)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A folder that a process left when it was killed in its step 7 (from 0), after checkpoint 6."""
+    folder = tmp_path_factory.mktemp("killed")
+    code = (
+        "from test_trainer_resume import KEY, KillAt, run\n"
+        f"run({str(folder)!r}, key=KEY, callbacks=[KillAt(7)]).train()\n"
+    )
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), str(here.parents[1])])
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    return folder
+
+
+def copy_of(folder, target):
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    return target
+
+
+def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
+    """Step 7 was journalled and may have been seen: it is repeated with the same noise, and paid for once."""
+    folder = copy_of(killed, tmp_path)
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-6"]  # save_total_limit
+    plan = uninterrupted.plan
+    assert journal_ledger(folder / "privacy_journal.jsonl") == plan.ledger(8)  # all that was released, and no less
+    trainer = run(folder)
+    output = trainer.train(resume_from_checkpoint=True)
+    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert output.global_step == 10
+    assert trainer.ledger == plan.ledger()
+    assert journal_ledger(folder / "privacy_journal.jsonl") == plan.ledger()
+    logged = [logs["privacy/epsilon"] for logs in trainer.state.log_history if "privacy/epsilon" in logs]
+    assert logged[3] == plan.guarantee(8).epsilon  # step 8 was taken in the killed process
+    assert json.loads((folder / "privacy_accounting.json").read_text())["epsilon"] == plan.guarantee().epsilon
+
+
+def test_L21_epochs_and_logs_go_on_where_they_were(uninterrupted, killed, tmp_path):
+    trainer = run(copy_of(killed, tmp_path))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    epochs = [[logs["epoch"] for logs in one.state.log_history] for one in (trainer, uninterrupted)]
+    rates = [[logs.get("learning_rate") for logs in one.state.log_history] for one in (trainer, uninterrupted)]
+    assert epochs[0] == epochs[1]
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path, workers):
+    """Dropout, random masking in the collator, workers, and an epoch that is resumed in its middle."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        base = language_model()
+        torch.manual_seed(5)
+        config = LoraConfig(
+            r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True, lora_dropout=0.2
+        )
+        return get_peft_model(base, config)
+
+    def start(folder, **options):
+        arguments = training_arguments(
+            folder, **CHANGES, max_steps=7, dataloader_num_workers=workers, adam_beta1=0.5, learning_rate=0.1
+        )
+        privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+        return DPTrainer(adapted(), arguments, privacy=privacy, train_dataset=texts(), data_collator=masked, **options)
+
+    key = dpfunc.insecure_key(12 + workers)
+    whole = start(tmp_path / "whole", key=key)
+    whole.train()
+    again(key)
+    start(tmp_path / "parts", key=key, callbacks=[StopAt(4)]).train()
+    resumed = start(tmp_path / "parts")
+    torch.manual_seed(99)  # nothing may depend on it
+    resumed.train(resume_from_checkpoint=True)
+    assert same(trained(resumed.model), trained(whole.model))
+    assert not same(trained(resumed.model), trained(adapted()))
+    assert resumed.ledger == whole.ledger
+
+
+def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_path):
+    class InterruptAt(StopAt):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == self.step:
+                self.step = None
+                raise KeyboardInterrupt
+
+    again(KEY)
+    trainer = run(tmp_path, key=KEY, callbacks=[InterruptAt(5)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert json.loads((tmp_path / "privacy_accounting.json").read_text())["global_step"] == 5
+    trainer.train(resume_from_checkpoint=True)
+    assert same(trained(trainer.model), trained(uninterrupted.model))
+
+
+def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterrupted, tmp_path):
+    class SaveInside(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                self.trainer._save_checkpoint(self.trainer.model, trial=None)
+                raise KeyboardInterrupt
+
+    again(KEY)
+    callback = SaveInside()
+    trainer = run(tmp_path, key=KEY, callbacks=[callback])
+    callback.trainer = trainer
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert same(trained(resumed.model), trained(uninterrupted.model))
+    assert resumed.ledger == uninterrupted.plan.ledger()
+
+
+def other_records():
+    return [{**record, "labels": 1 - record["labels"]} for record in DATA]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": dpfunc.insecure_key(999)}, "another key"),
+        ({"data": other_records()}, "another data set"),
+        ({"data": list(reversed(DATA))}, "another data set"),
+        ({"data_name": "mails-2026-02"}, "another data set"),
+        ({"changes": {"num_train_epochs": 3}}, "another plan.*num_steps"),
+        ({"changes": {"per_device_train_batch_size": 8}}, "another plan.*sampling_prob"),
+        ({"privacy": PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=0.5)}, "another plan.*clip_norm"),
+    ],
+    ids=["key", "labels", "order", "name", "steps", "batch", "bound"],
+)
+def test_L21_another_run_is_refused(killed, tmp_path, options, message):
+    folder = copy_of(killed, tmp_path)
+    before = (folder / "privacy_journal.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=message):
+        run(folder, **options).train(resume_from_checkpoint=True)
+    assert (folder / "privacy_journal.jsonl").read_bytes() == before
+
+
+def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_path, caplog):
+    folder = copy_of(killed, tmp_path)
+    for name in ("checkpoint-7", "checkpoint-8"):
+        shutil.copytree(folder / "checkpoint-6", folder / name)
+    (folder / "checkpoint-7" / "trainer_state.json").unlink()
+    (folder / "checkpoint-8" / "trainer_state.json").write_text('{"global')
+    trainer = run(folder)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-8 is not whole" in caplog.text
+    assert same(trained(trainer.model), trained(uninterrupted.model))
+    with pytest.raises(CheckpointError, match="Expected a whole checkpoint"):
+        run(folder).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+
+
+def test_nothing_to_resume(killed, tmp_path):
+    shutil.copy(killed / "privacy_journal.jsonl", tmp_path)
+    with pytest.raises(CheckpointError, match="found none.*The journal counts 8 steps"):
+        run(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_new_run_beside_an_old_journal_is_told(killed, tmp_path, caplog):
+    """An earlier run whose model may have been kept is not forgotten: it is named, and can be counted."""
+    shutil.copy(killed / "privacy_journal.jsonl", tmp_path)
+    earlier = journal_ledger(tmp_path / "privacy_journal.jsonl")
+    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+    trainer = run(tmp_path, privacy=privacy, ledger=earlier, changes={"max_steps": 1, "save_strategy": "no"})
+    trainer.train()
+    assert "has 8 steps of earlier runs" in caplog.text
+    assert trainer.ledger.num_steps == 9
+
+
+def test_the_key_is_readable_by_its_owner_alone(killed):
+    (state,) = (killed / "checkpoint-6" / "dpfunc").glob("step-*/state.json")
+    assert state.stat().st_mode & 0o077 == 0
+    assert KEY.secret.hex() in state.read_text()
+    told = [path for path in killed.rglob("*") if path.is_file() and path != state]
+    assert not any(KEY.secret.hex().encode() in path.read_bytes() for path in told)
+    assert fingerprint(KEY) in (killed / "privacy_journal.jsonl").read_text()
