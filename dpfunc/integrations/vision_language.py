@@ -81,6 +81,7 @@ def strategy(
 
     Args:
         model: LLaVA, or another model that has a vision tower, a projector and a language model. It is not changed.
+            With gradient checkpointing it is in evaluation mode here; `model.train()` after it switches that on.
         name: `"full"`, `"lora"`, `"qlora"` or `"projector"`.
         key: from which A of the adapters is drawn; needed by `"lora"` and `"qlora"`, and by them only.
         rank, alpha: of the adapters, see `lora.LoRAConfig`; the same.
