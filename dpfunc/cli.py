@@ -16,6 +16,7 @@ from rich.table import Table
 from dpfunc import accounting
 from dpfunc.accounting import Guarantee, Ledger
 from dpfunc.checks import fail, whole
+from dpfunc.cli_train import generate, train
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.journal import journal_ledger
 from dpfunc.sampling import Poisson
@@ -230,6 +231,9 @@ def show_ledger(path: Path, delta: float, method: str, as_json: bool) -> None:
     print_rows(f"{spent.num_steps} steps, {spent.adjacency}", ("sampling prob", "noise multiplier", "steps"), rows)
     click.echo(str(guarantee))
 
+
+main.add_command(train)
+main.add_command(generate)
 
 if __name__ == "__main__":
     main()

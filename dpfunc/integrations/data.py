@@ -20,10 +20,11 @@ class Table:
     """Rows of a table, one a record, with the number of exact duplicates that were left out. Private.
 
     Args:
-        rows: column -> text. duplicates: rows that were there before.
+        rows: column -> text. numbers: where each row was in the file, from 1. duplicates: rows that were there before.
     """
 
     rows: tuple[Row, ...]
+    numbers: tuple[int, ...]
     duplicates: int = 0
 
 
@@ -48,16 +49,19 @@ def read_table(path: Path | str, columns: Sequence[str], *, deduplicate: bool = 
     ...     path = Path(folder) / "mails.jsonl"
     ...     _ = path.write_text('{"text": "hello"}\\n{"text": "hello"}\\n')
     ...     read_table(path, ["text"])
-    Table(rows=({'text': 'hello'},), duplicates=1)
+    Table(rows=({'text': 'hello'},), numbers=(1,), duplicates=1)
     """
     file = Path(path)
-    rows = [_row(row, columns, number, file) for number, row in _rows(file)]
-    if not rows:
+    numbered = [(number, _row(row, columns, number, file)) for number, row in _rows(file)]
+    if not numbered:
         raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
-    if not deduplicate:
-        return Table(tuple(rows))
-    unique = {tuple(row.items()): row for row in rows}
-    return Table(tuple(unique.values()), len(rows) - len(unique))
+    kept = numbered
+    if deduplicate:
+        first: dict[tuple[tuple[str, str], ...], tuple[int, Row]] = {}
+        for number, row in numbered:
+            first.setdefault(tuple(row.items()), (number, row))
+        kept = list(first.values())
+    return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept), len(numbered) - len(kept))
 
 
 def _rows(path: Path) -> list[tuple[int, Any]]:

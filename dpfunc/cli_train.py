@@ -1,0 +1,111 @@
+"""The commands `dpfunc train` and `dpfunc generate`; what they need is imported when they run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from dpfunc.errors import InvalidArgument
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Without a warning that tells the user nothing: peft calls what transformers has renamed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.argument("config", type=FILE)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
+@click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
+@click.option("--resume", is_flag=True, help="Go on with the run in output_dir after an interruption, bit for bit.")
+@click.option(
+    "--insecure-seed", "--insecure_seed", type=int, help="A guessable key, to repeat a run: for tests and public data."
+)
+def train(
+    config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None
+) -> None:
+    """Fine-tune a model with differential privacy, as CONFIG (YAML) says.
+
+    Every key of CONFIG is a flag as well: --training.learning_rate 1e-3, or --learning-rate 1e-3 where the name is
+    unique. Flags win. Unknown keys and flags are errors.
+
+    Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
+    """
+    from dpfunc.integrations import job_file
+    from dpfunc.integrations.job import job_from_dict
+
+    try:
+        given = job_file.parse_flags(flags)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
+    values = job_file.read_yaml(config)
+    if no_dp:  # before the arguments are checked: the twin needs none of them
+        values = job_file.override(values, {("privacy", "dp_enabled"): "false"})
+    job = job_from_dict(job_file.override(values, given))
+    if insecure_seed is not None and insecure_seed < 0:
+        raise click.UsageError(f"Expected --insecure-seed >= 0, got {insecure_seed}.")
+    from dpfunc.integrations.train_job import run_job, twin
+
+    if no_dp:
+        job = twin(job)
+    if dry_run or job.privacy.dp_dry_run:
+        from dpfunc.integrations.dry_run import dry_run as lines_of
+
+        with without_noise():
+            for line in lines_of(job):
+                click.echo(line)
+        return
+    with without_noise():
+        run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
+@click.option("--prompt", help="What each text continues; nothing by default.")
+@click.option("--prompts", type=FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
+@click.option("--max-new-tokens", default=128, show_default=True, help="Longest text.")
+@click.option("--temperature", default=1.0, show_default=True, help="Below 1: likelier words.")
+@click.option("--top-p", default=1.0, show_default=True, help="Only the likeliest words that make up this share.")
+@click.option("--seed", default=0, show_default=True, help="The same texts again. Public.")
+@click.option("--batch-size", default=16, show_default=True, help="Texts drawn at once; memory only.")
+@click.option("--allow-non-private", is_flag=True, help="Also from a model that was trained without privacy.")
+def generate(
+    run_dir: Path, num: int, prompt: str | None, prompts: Path | None, out: Path, max_new_tokens: int,
+    temperature: float, top_p: float, seed: int, batch_size: int, allow_non_private: bool,
+) -> None:  # fmt: skip
+    """Draw synthetic texts from the language model that `dpfunc train` left in RUN_DIR.
+
+    They cost no privacy beyond the training. Each line holds its text, the fields of its prompt, epsilon and delta.
+
+    Example: dpfunc generate runs/mails --num 100 --prompt "Subject:" --out texts.jsonl
+    """
+    from dpfunc.integrations import generate as generation
+
+    how = generation.Sampling(num, max_new_tokens, temperature, top_p, seed, batch_size)
+    rows = generation.read_prompts(prompt, prompts)
+    if out.exists():
+        raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
+    with without_noise():
+        writer = generation.load_writer(run_dir, allow_non_private=allow_non_private)
+    from rich.console import Console
+    from rich.progress import track
+
+    texts = track(generation.sample(writer, rows, how), "generate", total=num, console=Console(stderr=True))
+    count = generation.write_texts(out, iter(texts))
+    spent = (
+        "nothing protects the training records" if writer.epsilon is None else
+        f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
+    )  # fmt: skip
+    click.echo(f"{count} texts in {out}: {spent}.")

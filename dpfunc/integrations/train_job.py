@@ -1,0 +1,262 @@
+"""Run a job: load, plan, train with DPTrainer, save, and say what was spent and what is not covered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpfunc.checks import shorten
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.integrations.job import Job, job_from_dict, job_to_dict
+from dpfunc.integrations.job_model import choose_parameters, load_base, load_processing, one_line
+from dpfunc.integrations.job_records import Records, collator, read_records
+from dpfunc.plan import Plan
+from dpfunc.rng import insecure_key
+
+JOB_FILE, MODEL, ACCOUNTING = "job.json", "model", "privacy_accounting.json"
+LOSSES = {"text_classification": "sequence_classification", "causal_lm": "causal_lm", "vqa": "vqa"}
+# A resumed run may differ in these: they change nothing that is trained.
+FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to")
+NOT_COVERED = (
+    "Not covered by epsilon: metrics on the evaluation records, a choice between runs made with them, the number of "
+    "records, and what you read off the table yourself (labels, lengths, settings)."
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that a job needs in memory.
+
+    Args:
+        model: with what is trained requiring gradients. processing: tokenizer or processor. records: private.
+        plan: None for the twin without privacy. num_steps: of the optimizer.
+    """
+
+    model: nn.Module = field(repr=False)
+    processing: Any = field(repr=False)
+    records: Records = field(repr=False)
+    plan: Plan | None
+    num_steps: int
+
+    @property
+    def num_trained(self) -> int:
+        """Trained parameters."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def prepare(job: Job) -> Prepared:
+    """Read the tables, find the plan, load the model; in this order, so that what is cheap is refused first.
+
+    Raises:
+        InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job cannot be used. Nothing is written.
+    """
+    processing = load_processing(job)
+    records = read_records(job, processing)
+    num_steps = job.training.num_steps(len(records.train))
+    private = job.privacy.dp_enabled
+    plan = job.privacy.plan(len(records.train), job.training.batch_size, num_steps) if private else None
+    model = choose_parameters(load_base(job, processing), job)
+    return Prepared(model, processing, records, plan, num_steps if plan is None else plan.num_steps)
+
+
+def twin(job: Job) -> Job:
+    """The same job without privacy, into a folder of its own."""
+    privacy = dataclasses.replace(job.privacy, dp_enabled=False)
+    return dataclasses.replace(job, privacy=privacy, output_dir=f"{job.output_dir.rstrip('/')}-no-dp")
+
+
+def run_job(
+    job: Job, *, resume: bool = False, insecure_seed: int | None = None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Train, save, and say what was spent.
+
+    Args:
+        job: what to do. resume: go on with the run in its output_dir after an interruption, bit for bit.
+        insecure_seed: a key that anybody can guess, to repeat a run exactly: for tests and public data.
+        say: gets each line of the report.
+
+    Returns:
+        What `privacy_accounting.json` holds; {} for the twin without privacy.
+
+    Raises:
+        InvalidArgument: the job cannot be run, or output_dir is not empty.
+        CheckpointError: resume without a checkpoint of this very job.
+
+    Guarantees:
+        tests/integrations/test_train_command.py::test_L21_killed_command_resumes_bit_for_bit.
+    """
+    folder = Path(job.output_dir)
+    check_folder(job, folder, resume, insecure_seed)
+    prepared = prepare(job)
+    if prepared.records.duplicates:
+        say(f"{prepared.records.duplicates} exact duplicates were left out (a private number).")
+    trainer = make_trainer(job, prepared, insecure_seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
+        (folder / JOB_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    trainer.train(resume_from_checkpoint=True if resume else None)
+    trainer.model.save_pretrained(folder / MODEL)
+    prepared.processing.save_pretrained(folder / MODEL)
+    measured = trainer.evaluate() if prepared.records.evaluation else {}
+    accounting = json.loads((folder / ACCOUNTING).read_text()) if job.privacy.dp_enabled else {}
+    for line in report(job, folder, accounting, measured, insecure_seed):
+        say(line)
+    return accounting
+
+
+def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None) -> None:
+    """The output folder is empty, or holds the run to go on with.
+
+    Raises:
+        InvalidArgument: a new run in a folder with files. CheckpointError: nothing to resume, or another job.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidArgument(
+            f"Expected one process for now, got WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun --nproc-per-node 1."
+        )
+    if not resume:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InvalidArgument(
+                f"Expected an empty output_dir, got {str(folder)!r}, which is not. Go on with the run there: --resume; "
+                "or name another folder: --output_dir."
+            )
+        return
+    if not (folder / JOB_FILE).is_file():
+        raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
+    saved = json.loads((folder / JOB_FILE).read_text())
+    changed = difference(saved["job"], job_to_dict(job))
+    if saved["insecure_seed"] != insecure_seed:
+        changed.append(f"--insecure-seed was {saved['insecure_seed']}, now {insecure_seed}")
+    if changed:
+        raise CheckpointError(
+            f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
+            "repeats steps with the same noise, so nothing else may change."
+        )
+
+
+def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two jobs as `job_to_dict` gives them, but for what changes nothing that is trained."""
+    changed = []
+    for name in sorted({*saved, *now} - {"output_dir"}):
+        one, two = saved.get(name), now.get(name)
+        if not (isinstance(one, Mapping) and isinstance(two, Mapping)):
+            one, two = {name: one}, {name: two}
+        changed += [
+            f"{key} was {one.get(key)!r}, now {two.get(key)!r}"
+            for key in {**one, **two}
+            if key not in FREE and key != "dp_dry_run" and one.get(key) != two.get(key)
+        ]
+    return changed
+
+
+def make_trainer(job: Job, prepared: Prepared, insecure_seed: int | None) -> Any:  # noqa: ANN401  (a DPTrainer)
+    """The DPTrainer of a job."""
+    from dpfunc.integrations.trainer import DPTrainer
+
+    records = prepared.records
+    return DPTrainer(
+        model=prepared.model,
+        args=training_arguments(job, prepared),
+        privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=job.physical_batch_size, dp_dry_run=False),
+        loss=LOSSES[job.task],
+        key=None if insecure_seed is None else insecure_key(insecure_seed),
+        train_dataset=records.train,
+        eval_dataset=records.evaluation or None,
+        data_collator=collator(job, prepared.processing),
+        processing_class=prepared.processing,
+        compute_metrics=_accuracy if job.task == "text_classification" else None,
+    )
+
+
+def _accuracy(prediction: Any) -> dict[str, float]:  # noqa: ANN401  (an EvalPrediction)
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def training_arguments(job: Job, prepared: Prepared) -> Any:  # noqa: ANN401  (TrainingArguments)
+    """The `TrainingArguments` of a job.
+
+    Raises:
+        InvalidArgument: an optimizer, scheduler or logger that Transformers does not know.
+    """
+    from transformers import TrainingArguments
+
+    training, physical = job.training, job.physical_batch_size
+    batch = training.batch_size
+    if prepared.plan is None:  # the twin: as many at once as divide the logical batch evenly
+        batch = next(size for size in range(physical, 0, -1) if training.batch_size % size == 0)
+    checkpointing: dict[str, Any] = {}
+    if training.gradient_checkpointing:
+        name = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
+        checkpointing = {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+    evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
+    with one_line("settings (optimizer, scheduler, report_to, bf16) that the Trainer takes"):
+        return TrainingArguments(
+            output_dir=job.output_dir,
+            max_steps=prepared.num_steps,
+            learning_rate=training.learning_rate,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=training.batch_size // batch,
+            per_device_eval_batch_size=physical,
+            optim=training.optimizer,
+            weight_decay=training.weight_decay,
+            lr_scheduler_type=training.scheduler,
+            warmup_steps=training.warmup_steps,
+            seed=training.seed,
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=training.eval_steps if evaluates else None,
+            save_strategy="steps",
+            save_steps=training.save_steps,
+            save_total_limit=training.keep_checkpoints,
+            logging_steps=training.logging_steps,
+            report_to="none" if training.report_to is None else list(training.report_to),
+            bf16=training.bf16,
+            **checkpointing,
+            remove_unused_columns=False,
+            use_cpu=not torch.accelerator.is_available(),
+            dataloader_pin_memory=torch.cuda.is_available(),
+        )
+
+
+def report(
+    job: Job, folder: Path, accounting: Mapping[str, Any], measured: Mapping[str, float], insecure_seed: int | None
+) -> list[str]:
+    """What to say at the end of a run."""
+    if job.privacy.dp_enabled:
+        lines = [
+            f"Spent: epsilon={accounting['epsilon']:.4g} at delta={accounting['delta']:g} "
+            f"({accounting['accountant']}; rdp says {accounting['epsilon_rdp']:.4g}), {accounting['global_step']} "
+            f"steps, {accounting['adjacency']}, one record protected.",
+        ]
+        if insecure_seed is not None:
+            lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
+    else:
+        lines = ["Spent: epsilon=inf. This is the twin without privacy."]
+    how = "PeftModel.from_pretrained(base model, path)" if job.strategy == "lora" else "from_pretrained(path)"
+    lines.append(f"Saved: {folder / MODEL}, for {how}.")
+    lines += [f"{name}: {measured[name]:.4g}" for name in ("eval_loss", "eval_accuracy") if name in measured]
+    if job.privacy.dp_enabled:
+        lines.append(f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data.")
+        lines.append(NOT_COVERED)
+    return lines
+
+
+def saved_job(folder: Path) -> tuple[Job, int | None]:
+    """The job of a run folder, and its insecure seed.
+
+    Raises:
+        CheckpointError: not a folder of `dpfunc train`.
+    """
+    path = folder / JOB_FILE
+    if not path.is_file():
+        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {JOB_FILE}.")
+    content = json.loads(path.read_text())
+    return job_from_dict(content["job"]), content["insecure_seed"]

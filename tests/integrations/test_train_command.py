@@ -1,0 +1,418 @@
+"""`dpfunc train`: dry run, resume after a kill, the twin, refusals, and what is said at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from text_job import write_job, write_model, write_table
+
+from dpfunc.cli import main
+from dpfunc.errors import InvalidArgument
+from dpfunc.integrations.job_file import read_job
+from dpfunc.integrations.job_model import choose_parameters, load_base, load_processing
+from dpfunc.integrations.job_records import PadRight, language_record, prompt_ids, read_records
+from dpfunc.journal import read_steps
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def train(*arguments):
+    return run("train", "job.yaml", *arguments)
+
+
+def files(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a job, and its finished run."""
+    place = tmp_path_factory.mktemp("job")
+    write_job(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        result = train()
+    assert result.exit_code == 0, result.output
+    return place, result.stdout
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder[0])
+    return folder[0]
+
+
+def test_T9_the_end_says_what_was_spent_and_what_is_not_covered(folder):
+    _, output = folder
+    assert "Spent: epsilon=7.99" in output
+    assert "at delta=0.001 (prv; rdp says" in output
+    assert "Not covered by epsilon: metrics on the evaluation records, a choice between runs" in output
+    assert "Saved: run/model" in output
+
+
+def test_T12_the_run_folder_is_complete(here):
+    values = json.loads((here / "run" / "privacy_accounting.json").read_text())
+    assert values["epsilon"] <= 8.0
+    assert (values["target_epsilon"], values["global_step"], values["delta"]) == (8.0, 4, 1e-3)
+    assert json.loads((here / "run" / "job.json").read_text())["insecure_seed"] is None
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (here / "run" / "model").iterdir()
+    }
+
+
+def test_T8_the_adapter_opens_with_peft(here):
+    from peft import PeftModel
+
+    job = read_job("job.yaml")
+    base = load_base(job, load_processing(job))
+    before = base.state_dict()["model.layers.0.self_attn.q_proj.weight"].clone()
+    model = PeftModel.from_pretrained(base, here / "run" / "model")
+    trained = [value for name, value in model.named_parameters() if "lora_B" in name]
+    assert any(value.abs().max() > 0 for value in trained)
+    saved = load_file(here / "run" / "model" / "adapter_model.safetensors")
+    assert len(saved) == 2 * len(trained)
+    assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
+
+
+def test_a_used_folder_is_refused(here):
+    before = files(here)
+    result = train()
+    assert result.exit_code == 1
+    assert "Expected an empty output_dir, got 'run'" in result.stderr
+    assert "--resume" in result.stderr
+    assert files(here) == before
+
+
+def test_dry_run_writes_nothing(here):
+    before = files(here)
+    result = train("--dry-run", "--output_dir", "other")
+    assert result.exit_code == 0, result.output
+    assert files(here) == before
+    for line in (
+        "records: 120 to train on, 0 to evaluate on",
+        "steps: 4",
+        "logical batch: 32 expected, physical batch: 16",
+        "sampling probability: 0.2667 (Poisson)",
+        "noise multiplier: 0.549",
+        "at delta = 0.001, add_remove",
+        "trained parameters: 512 of 3,504 (lora)",
+        "memory: about",
+        "one forward pass of 2 records",
+        "Nothing was trained, written or spent.",
+    ):
+        assert line in result.stdout
+    epsilon = result.stdout.split("epsilon: ")[1].split(" (prv), ")
+    assert 7.9 < float(epsilon[0]) <= 8.0 < float(epsilon[1].split(" ")[0])
+    activations = float(result.stdout.split("activations ")[1].split(",")[0])
+    assert 0 < activations < 1
+
+
+def test_dp_dry_run_is_a_dry_run_too(here):
+    before = files(here)
+    for flags in (["--dp_dry_run"], ["--dry_run"]):
+        assert "Nothing was trained" in train(*flags, "--output_dir", "other").stdout
+    assert files(here) == before
+
+
+def test_memory_grows_with_the_physical_batch_only(here):
+    def activations(*flags):
+        output = train("--dry-run", "--output_dir", "other", *flags).stdout
+        return float(output.split("activations ")[1].split(",")[0])
+
+    small, large = activations("--physical_batch_size", 8), activations("--physical_batch_size", 32)
+    assert 3.8 < large / small < 4.2
+    assert activations("--physical_batch_size", 8, "--batch_size", 64) == small
+
+
+def test_T15_the_twin_has_a_folder_of_its_own(here):
+    result = train("--no-dp")
+    assert result.exit_code == 0, result.output
+    assert "epsilon=inf. This is the twin without privacy" in result.stdout
+    assert not (here / "run-no-dp" / "privacy_accounting.json").exists()
+    assert (here / "run-no-dp" / "model" / "adapter_model.safetensors").exists()
+    again = train("--no-dp")
+    assert again.exit_code == 1
+    assert "run-no-dp" in again.stderr
+
+
+def test_the_twin_needs_no_privacy_arguments(here):
+    text = Path("job.yaml").read_text().replace("dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0", "dp_clip: flat")
+    Path("bare.yaml").write_text(text)
+    assert run("train", "bare.yaml", "--dry-run").exit_code == 1
+    result = run("train", "bare.yaml", "--no-dp", "--dry-run", "--output_dir", "other")
+    assert "epsilon: inf (the twin without privacy)" in result.stdout
+
+
+def test_L21_killed_command_resumes_bit_for_bit(here):
+    flags = ["--steps", "60", "--save_steps", "5", "--insecure-seed", "7"]
+    whole = train(*flags, "--output_dir", "whole")
+    assert whole.exit_code == 0, whole.output
+    assert "anybody can guess the noise" in whole.stdout
+    command = [sys.executable, "-m", "dpfunc.cli", "train", "job.yaml", *flags, "--output_dir", "killed"]
+    process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(Path("killed").glob("checkpoint-*/trainer_state.json")):
+        assert process.poll() is None, "finished before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not Path("killed/model").exists()
+    taken = {run: len(steps) for run, steps in read_steps(Path("killed/privacy_journal.jsonl")).items()}
+    resumed = train(*flags, "--output_dir", "killed", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    one, two = (load_file(f"{name}/model/adapter_model.safetensors") for name in ("whole", "killed"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    after = {run: len(steps) for run, steps in read_steps(Path("killed/privacy_journal.jsonl")).items()}
+    assert sum(taken.values()) >= 5
+    assert list(after) == list(taken)
+    assert list(after.values()) == [60]
+    spent = [json.loads(Path(name, "privacy_accounting.json").read_text())["epsilon"] for name in ("whole", "killed")]
+    assert spent[0] == spent[1]
+
+
+RESUMES = {
+    "no run": (["--resume", "--output_dir", "nowhere"], "Expected a run in 'nowhere' to resume, found none"),
+    "another rate": (["--resume", "--learning_rate", "0.1"], "learning_rate was 0.01, now 0.1"),
+    "another budget": (["--resume", "--dp_epsilon", "9"], "dp_epsilon was 8.0, now 9.0"),
+    "another key": (["--resume", "--insecure-seed", "1"], "--insecure-seed was None, now 1"),
+    "without privacy": (["--resume", "--dp_enabled", "false"], "dp_enabled was True, now False"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_what_cannot_be_resumed(here, name):
+    flags, message = RESUMES[name]
+    before = files(here)
+    result = train(*flags)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert files(here) == before
+
+
+def test_a_finished_run_resumes_to_itself(here):
+    before = load_file("run/model/adapter_model.safetensors")
+    result = train("--resume", "--logging_steps", 1)
+    assert result.exit_code == 0, result.output
+    after = load_file("run/model/adapter_model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+REFUSED = {  # flags, exit code, message
+    "misspelt flag": (["--dp_epsilom", "3"], 2, "No such flag: --dp_epsilom. Did you mean 'dp_epsilon'?"),
+    "no value": (["--steps"], 2, "Expected a value after --steps"),
+    "bad value": (["--dp_delta", "2"], 1, "0 < dp_delta < 1"),
+    "text for a number": (["--steps", "ten"], 1, "Expected an integer, got --steps='ten'"),
+    "optimizer": (["--optimizer", "adamm"], 1, "adamm is not a valid OptimizerNames"),
+    "scheduler": (["--scheduler", "x"], 1, "x is not a valid SchedulerType"),
+    "no model": (["--model.path", "nowhere"], 1, "Expected a tokenizer in 'nowhere', without download"),
+    "no weights": (["--init", "pretrained"], 1, "Expected a model for causal_lm in 'tiny'"),
+    "targets": (["--lora.targets", "nix"], 1, "Target modules {'nix'} not found"),
+    "no table": (["--data.train", "nowhere.jsonl"], 1, "nowhere.jsonl"),
+    "no column": (["--text_column", "body"], 1, "Expected a text in the column 'body' in row 1 of mails.jsonl"),
+    "batch above the data": (["--batch_size", "500"], 1, "expected_batch_size <= dataset_size"),
+    "delta 1/n": (["--dp_delta", "0.01"], 1, "Expected delta < 1 / dataset_size"),
+    "no labels": (["--task", "text_classification", "--prompt_template", "null"], 1, "Expected data.labels"),
+    "unknown label": (
+        ["--task", "text_classification", "--prompt_template", "null", "--labels", "sport,art"], 1,
+        "Expected one of data.labels (sport, art) in row 2 of mails.jsonl, got another",
+    ),
+    "no biases": (["--strategy", "bitfit"], 1, "Expected parameters for strategy='bitfit', LlamaForCausalLM has none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_are_messages_and_write_nothing(here, name):
+    flags, code, message = REFUSED[name]
+    before = files(here)
+    result = train("--output_dir", "other", *flags)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert code == 2 or result.stderr.rstrip().rpartition("\n")[2].startswith("Error: ")
+    assert "Traceback" not in result.output
+    assert files(here) == before
+
+
+def test_several_processes_are_refused(here, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for flags in ([], ["--no-dp", "--output_dir", "other"]):
+        result = train(*flags)
+        assert result.exit_code == 1
+        assert "Expected one process for now, got WORLD_SIZE=2" in result.stderr
+
+
+@pytest.mark.slow
+def test_L9_T5_torchrun_with_one_process(here):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "dpfunc.cli", "train"]
+    options = ["job.yaml", "--output_dir", "launched", "--steps", "2", "--save_steps", "2", "--dp-epsilon", "3"]
+    result = subprocess.run([*command, *options], cwd=here, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Spent: epsilon=" in result.stdout
+    assert json.loads(Path("launched/privacy_accounting.json").read_text())["epsilon"] <= 3.0
+    assert Path("launched/model/adapter_model.safetensors").exists()
+
+
+def test_text_classification(tmp_path, monkeypatch):
+    write_job(tmp_path, "text_classification", "gpt2")
+    monkeypatch.chdir(tmp_path)
+    result = train("--strategy", "head", "--eval_steps", 2)
+    assert result.exit_code == 0, result.output
+    assert "eval_accuracy: 0." in result.stdout
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained("run/model")
+    assert model.config.id2label == {0: "sport", 1: "money"}
+
+
+def test_L7_L8_vqa(tmp_path, monkeypatch):
+    from dpfunc.integrations.tiny import write
+
+    write(tmp_path, 24)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(
+        "task: vqa\nstrategy: projector\noutput_dir: run\nmodel: {path: llava}\n"
+        "data: {train: data.jsonl, max_length: 24, eval_fraction: 0.2}\n"
+        "privacy: {dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0}\n"
+        "training: {learning_rate: 1e-2, batch_size: 8, steps: 2, physical_batch_size: 4}\n"
+    )
+    assert "(lora)" in train("--strategy", "lora", "--dry-run").stdout
+    result = train()
+    assert result.exit_code == 0, result.output
+    assert "eval_loss" in result.stdout
+    Path("images/003.png").unlink()
+    missing = train("--output_dir", "other")
+    assert missing.exit_code == 1
+    assert "Expected an image file for row 4 of data.jsonl" in missing.stderr
+
+
+# Parts
+
+
+TRAINED = {
+    ("text_classification", "head"): lambda name: name == "score.weight",
+    ("text_classification", "bitfit"): lambda name: name.endswith("bias") or name == "score.weight",
+    ("text_classification", "full"): lambda name: True,
+    ("text_classification", "lora"): lambda name: "lora_" in name or "score.modules_to_save" in name,
+    ("causal_lm", "lora"): lambda name: "lora_" in name,
+    ("causal_lm", "bitfit"): lambda name: name.endswith("bias"),
+    ("causal_lm", "full"): lambda name: True,
+}
+
+
+@pytest.mark.parametrize("case", TRAINED, ids="-".join)
+def test_strategies_train_what_they_say(tmp_path, monkeypatch, case):
+    task, strategy = case
+    write_job(tmp_path, task, "gpt2")
+    monkeypatch.chdir(tmp_path)
+    job = read_job("job.yaml", ["--strategy", strategy])
+    model = choose_parameters(load_base(job, load_processing(job)), job)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if TRAINED[case](name)}
+    assert trained
+
+
+def test_the_start_is_drawn_from_the_public_seed(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def start(seed):
+        job = read_job("job.yaml", ["--seed", str(seed)])
+        model = choose_parameters(load_base(job, load_processing(job)), job)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    torch.manual_seed(1)
+    one = start(0)
+    before = torch.get_rng_state()
+    assert torch.equal(one, start(0))
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(one, start(1))
+
+
+def test_prompts_are_not_learnt_and_ends_are(tmp_path):
+    tokenizer = load_tokenizer(write_model(tmp_path))
+    from dpfunc.integrations.job import DataSection
+
+    record = language_record(tokenizer, "label : sport", "the goal", DataSection("t.jsonl", max_length=16))
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert words == ["<s>", "label", ":", "sport", "the", "goal", "</s>"]
+    assert record["labels"] == [-100] * 4 + record["input_ids"][4:]
+    everything = language_record(tokenizer, "a", "b", DataSection("t.jsonl", loss_on="all"))
+    assert everything["labels"] == [-100, *everything["input_ids"][1:]]
+
+
+def test_long_prompts_leave_room_for_the_response(tmp_path):
+    tokenizer = load_tokenizer(write_model(tmp_path))
+    from dpfunc.integrations.job import DataSection
+
+    record = language_record(tokenizer, "a " * 50 + "sport", "goal " * 50, DataSection("t.jsonl", max_length=16))
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert len(words) == 16
+    assert words[7:9] == ["sport", "goal"]
+    assert prompt_ids(tokenizer, "a " * 50 + "sport", 8) == record["input_ids"][:8]
+
+
+def load_tokenizer(path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def test_batches_have_few_lengths():
+    collate = PadRight(pad=9, max_length=40, multiple=8)
+    batch = collate([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": list(range(9)), "labels": 0}])
+    assert batch["input_ids"].shape == (2, 16)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 9]
+    assert batch["labels"].tolist() == [1, 0]
+    assert batch["input_ids"][0, 3:].unique().tolist() == [9]
+    assert collate([{"input_ids": [1] * 39, "labels": 1}])["input_ids"].shape == (1, 40)
+
+
+def test_prompt_and_response_columns(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--prompt_template", "null", "--prompt_column", "label", "--response_column", "text"]
+    job = read_job("job.yaml", flags)
+    tokenizer = load_processing(job)
+    first = read_records(job, tokenizer).train[0]
+    assert tokenizer.convert_ids_to_tokens(first["input_ids"])[:2] == ["<s>", "sport"]
+    assert first["labels"][:2] == [-100, -100]
+    plain = read_job("job.yaml", ["--prompt_template", "null"])
+    assert read_records(plain, tokenizer).train[0]["labels"][0] == -100
+    assert read_records(plain, tokenizer).train[0]["labels"][1] != -100
+
+
+def test_evaluation_from_a_table_of_its_own(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_table(Path("more.jsonl"), 10, seed=1)
+    job = read_job("job.yaml", ["--data.eval", "more.jsonl"])
+    records = read_records(job, load_processing(job))
+    assert (len(records.train), len(records.evaluation)) == (120, 10)
+    both = read_job("job.yaml", ["--eval_fraction", "0.5"])
+    records = read_records(both, load_processing(both))
+    assert len(records.train) + len(records.evaluation) == 120
+    assert 30 < len(records.train) < 90
+    with pytest.raises(InvalidArgument, match="data.eval or data.eval_fraction"):
+        read_job("job.yaml", ["--eval_fraction", "0.5", "--eval", "more.jsonl"])
+
+
+def test_importing_the_commands_is_light():
+    code = "import sys, dpfunc.cli; print(sorted(m for m in ('opacus', 'transformers', 'peft', 'scipy', 'yaml') if m in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,76 @@
+"""A tiny language model with a tokenizer of words, a table of labelled texts, and a job over them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+TOPICS = {
+    "sport": ["goal", "match", "team", "coach"],
+    "money": ["bank", "shares", "profit", "market"],
+}
+COMMON = ["the", "a", "was", "today", "and", "big", "new", "label", ":", "text"]
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+
+JOB = """
+task: {task}
+output_dir: run
+model: {{path: tiny, init: random}}
+data: {{train: mails.jsonl, max_length: 16, {data}}}
+privacy: {{dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0}}
+training: {{learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2, logging_steps: 2}}
+"""
+DATA = {
+    "causal_lm": 'prompt_template: "label : {label} text : "',
+    "text_classification": "labels: [sport, money], eval_fraction: 0.2",
+}
+
+
+def write_model(folder: Path, kind: str = "llama") -> Path:
+    """The configuration of a tiny model, and a tokenizer that knows the words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *COMMON, *(word for words in TOPICS.values() for word in words), *TOPICS]
+    known = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=known, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder)
+    ids = {"vocab_size": len(words), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "llama":
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = LlamaConfig(**ids, **sizes, max_position_embeddings=64, tie_word_embeddings=False)
+    else:
+        config = GPT2Config(**ids, n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0)
+    config.save_pretrained(folder)
+    return folder
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Texts of six words, three of them from the topic."""
+    draw = random.Random(seed)
+    out = []
+    for i in range(count):
+        label = list(TOPICS)[i % 2]
+        words = [*draw.choices(TOPICS[label], k=3), *draw.choices(COMMON[:7], k=3), f"mail{i}"]
+        draw.shuffle(words)
+        out.append({"label": label, "text": " ".join(words)})
+    return out
+
+
+def write_table(path: Path, count: int = 120, seed: int = 0) -> Path:
+    """The rows as .jsonl."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed)))
+    return path
+
+
+def write_job(folder: Path, task: str = "causal_lm", kind: str = "llama", extra: str = "") -> Path:
+    """A folder with a model, a table and a job; its paths are relative to the folder."""
+    write_model(folder / "tiny", kind)
+    write_table(folder / "mails.jsonl")
+    path = folder / "job.yaml"
+    path.write_text(JOB.format(task=task, data=DATA[task]) + extra)
+    return path
