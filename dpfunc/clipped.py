@@ -19,7 +19,7 @@ from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.microbatch import automatic_size
 from dpfunc.rng import Key, fold_in, torch_seed
-from dpfunc.tree import batch_size, pad_rows, rows, signature
+from dpfunc.tree import batch_size, pad_rows, rows, signature, tree_map
 from dpfunc.types import ADJACENCIES, Adjacency, Batch, ClippedSum, ClipRule, Engine, LossFn, Params, Unreleased
 
 Core = Callable[[Params, Batch, Tensor], tuple[dict[str, Tensor], Tensor, Tensor]]
@@ -114,6 +114,8 @@ class ClippedGrad:
             engine = getattr(engine, "prepare", lambda *args: engine)(self.loss_fn, params, batch)
 
         def core(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+            if self.compile:  # engines tell tensors apart by identity, and an input's would be compiled in
+                microbatch = tree_map(torch.detach, microbatch)
             per_sample = engine(self.loss_fn, params, microbatch)
             with exact(mask_B.device):
                 norms_BG = parts.norms(per_sample.sq_norms())

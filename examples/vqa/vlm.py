@@ -43,7 +43,7 @@ class Words(NamedTuple):
     """What the last layer needs of the words of questions (...): nothing below it is trained, so it is kept.
 
     Args:
-        first: (..., d) hidden state of the first word. keys, values: (..., T, h, e) of h attention heads. mask: (..., T).
+        first: (..., d) state of the first word. keys, values: (..., T, h, e) of h attention heads. mask: (..., T).
     """
 
     first: Tensor

@@ -116,6 +116,24 @@ def test_compiled_equals_eager(engine, name):
         assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-5), param
 
 
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+def test_one_compilation_serves_all_steps(engine):
+    """New batches and new parameters, whole microbatches and padded ones."""
+    torch._dynamo.reset()
+    case = build("mlp", size=5)
+    prepared = getattr(engines_module, engine)()
+    compiled = make_clipped_grad(case.loss_fn, clipping.Flat(0.5), engine=prepared, microbatch_size=3, compile=True)
+    compiled(case.params, case.batch)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for scale in (1.1, 1.2):
+            params = {name: scale * param for name, param in case.params.items()}
+            batch = {name: value.clone() for name, value in case.batch.items()}
+            got, _ = compiled(params, batch)
+            expected, _ = clipped_grad(case.loss_fn, params, batch, clipping.Flat(0.5))
+            for param in params:
+                assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-5), param
+
+
 def test_the_ghost_engine_is_not_compiled():
     case = build("mlp")
     compiled = make_clipped_grad(case.loss_fn, clipping.Flat(0.5), engine=ghost(), microbatch_size=3, compile=True)

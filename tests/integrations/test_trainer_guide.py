@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# The Trainer's own loaders ask for pinned memory on a machine without an accelerator.
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "trainer.md").read_text()
 
 

@@ -129,7 +129,7 @@ def test_L21_epochs_and_logs_go_on_where_they_were(uninterrupted, killed, tmp_pa
     assert rates[0] == rates[1]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path, workers):
     """Dropout, random masking in the collator, workers, and an epoch that is resumed in its middle."""
     from peft import LoraConfig, get_peft_model
