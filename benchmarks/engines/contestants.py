@@ -15,9 +15,11 @@ from dpfunc.clipping import Flat
 from dpfunc.clipping.bounds import SLACK
 
 PLAIN = "plain"
-ENGINES = ("vmap", "loop", "bookkeeping", "ghost", "auto")
+PLAIN_COMPILED = "plain-compiled"
+COMPILED = "bookkeeping-compiled"
+ENGINES = ("vmap", "loop", "bookkeeping", "ghost", "auto", COMPILED)
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-functorch")
-NAMES = (PLAIN, *ENGINES, *OPACUS)
+NAMES = (PLAIN, PLAIN_COMPILED, *ENGINES, *OPACUS)
 
 
 class Contestant(NamedTuple):
@@ -33,16 +35,17 @@ class Contestant(NamedTuple):
     bound: float
 
 
-def plain(problem: Problem) -> Contestant:
-    """Forward, mean loss, backward into `.grad`; no optimizer."""
+def plain(problem: Problem, *, compiled: bool = False) -> Contestant:
+    """Forward, mean loss, backward into `.grad`; no optimizer. torch.compile takes the module, as is usual."""
     module = problem.module
+    forward = torch.compile(module) if compiled else module
 
     def clear() -> None:
         module.zero_grad(set_to_none=True)
 
     def step() -> None:
         clear()
-        problem.losses(module(problem.inputs), problem.targets).mean().backward()
+        problem.losses(forward(problem.inputs), problem.targets).mean().backward()
 
     return Contestant(step, clear, problem.clip_norm)
 
@@ -53,8 +56,9 @@ def microbatch(text: str) -> int | str | None:
 
 
 def ours(problem: Problem, engine_name: str, microbatch_size: str) -> Contestant:
-    """One of dpfunc's engines with flat clipping."""
-    make_engine = getattr(dpfunc.engines, engine_name, None)
+    """One of dpfunc's engines with flat clipping; compiled, it takes the whole batch at once unless told otherwise."""
+    compiled = engine_name == COMPILED
+    make_engine = getattr(dpfunc.engines, engine_name.partition("-")[0], None)
     if make_engine is None:
         raise NotImplementedError(f"dpfunc has no engine {engine_name}")
     forward, params = dpfunc.functionalize(problem.module)
@@ -63,7 +67,8 @@ def ours(problem: Problem, engine_name: str, microbatch_size: str) -> Contestant
         inputs, targets = batch
         return problem.losses(forward(params, inputs), targets)
 
-    options: dict[str, Any] = {"engine": make_engine(), "microbatch_size": microbatch(microbatch_size)}
+    size = problem.batch_size if compiled and microbatch_size == "none" else microbatch(microbatch_size)
+    options: dict[str, Any] = {"engine": make_engine(), "microbatch_size": size, "compile": compiled}
     clipped_grad = make_clipped_grad(loss_fn, Flat(clip_norm=problem.clip_norm), **options)
     batch = (problem.inputs, problem.targets)
 
@@ -148,8 +153,8 @@ def prepare(name: str, problem: Problem, microbatch_size: str = "none") -> Conte
         whatever the contestant raises when it does not take the module.
     """
     base = name.partition("/")[0]
-    if name == PLAIN:
-        return plain(problem)
+    if name in (PLAIN, PLAIN_COMPILED):
+        return plain(problem, compiled=name == PLAIN_COMPILED)
     if base in ENGINES:
         return ours(problem, base, microbatch_of(name, microbatch_size))
     if name == "opacus-ghost":

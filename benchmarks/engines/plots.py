@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.engines.contestants import PLAIN
+from benchmarks.engines.contestants import PLAIN, PLAIN_COMPILED
 from benchmarks.engines.report import problems
 
 if TYPE_CHECKING:
@@ -96,10 +96,11 @@ def ratio_rows(report: Record, cases: Sequence[str], kind: str) -> list[list[str
         unit = f"{1e3 * base['median_seconds']:.1f} ms" if "median_seconds" in base else ""
         if "peak_mib" in base:
             unit = f"{base['peak_mib']:.1f} MiB"
-        private = [name for name in contestants(report, cases) if name != PLAIN]
+        others = [name for name in contestants(report, cases) if name != PLAIN]
+        private = [name for name in others if name != PLAIN_COMPILED]
         ratios = [value for name in private if (value := ratio(report, case, name, kind)) is not None]
         best = min(ratios, default=None)
-        rows.append([case, unit, *(cell(found.get(name), kind, best) for name in private)])
+        rows.append([case, unit, *(cell(found.get(name), kind, best if name in private else None) for name in others)])
     return rows
 
 
