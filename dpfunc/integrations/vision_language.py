@@ -234,8 +234,8 @@ def check_base(model: nn.Module, name: str, train_projector: bool) -> None:
     if packed and (name == "projector" or train_projector):
         raise UnsupportedModel(
             f"Expected a projector in float to train it, got quantised weights in {shorten(packed)}. Leave it out of "
-            "the quantization: BitsAndBytesConfig(..., llm_int8_skip_modules=['multi_modal_projector', 'lm_head']), or "
-            "modules_to_not_convert of TorchAoConfig."
+            "the quantization: BitsAndBytesConfig(..., llm_int8_skip_modules=['model.multi_modal_projector', "
+            "'lm_head']), or modules_to_not_convert of TorchAoConfig."
         )
 
 

@@ -78,6 +78,8 @@ def run_command(line):
         main = cli.main if registered else getattr(cli_train, words[1])
         result = CliRunner().invoke(main, words[1:] if registered else words[2:])
     assert (result.exit_code != 0) == refused, f"{line}: {result.output} {result.exception!r}"
+    if "steps:" in comment:
+        assert f"\n{comment.strip()}\n" in result.output
     expected = re.search(r"(epsilon|noise_multiplier) ([\d.]+)", comment)
     if expected:
         check_number(result.output, *expected.groups())

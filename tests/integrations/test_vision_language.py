@@ -79,16 +79,14 @@ def case_of(processor, name, layout, side, dtype=torch.float32, **options):
     )
 
 
-@pytest.mark.parametrize(
-    ("layout", "side"), [("one", "right"), ("one or none", "left"), ("up to two", "right"), ("up to two", "left")]
-)
+@pytest.mark.parametrize(("layout", "side"), [("one", "right"), ("one or none", "left"), ("up to two", "left")])
 @pytest.mark.parametrize("name", FLOAT)
 def test_L8_parity(processor, name, layout, side):
     """Every engine gives what single samples give, and the default one does not fall back."""
     case = case_of(processor, name, layout, side)
     truth = truth_of(case)
     assert not without_gradient(truth)
-    for engine in (engines.loop(), engines.bookkeeping(), engines.ghost(), auto := engines.auto()):
+    for engine in (engines.bookkeeping(), engines.ghost(), auto := engines.auto()):
         assert max(differences(engine, case, truth).values()) < 1e-5
     assert auto.decision(case.loss_fn).engine == "bookkeeping"
 
@@ -297,8 +295,7 @@ def test_L8_table():
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(STRATEGIES)
 
 
-@pytest.mark.parametrize("name", FLOAT)
-@pytest.mark.parametrize("engine", ["bookkeeping", "ghost", "loop"])
+@pytest.mark.parametrize(("name", "engine"), [("full", "bookkeeping"), ("lora", "ghost"), ("projector", "loop")])
 def test_L8_gradient_checkpointing(processor, name, engine):
     def norms(checkpointed):
         model = model_of()
