@@ -57,7 +57,7 @@ def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
         **ids,
     )
     with torch_seed(insecure_key(seed)):
-        model: nn.Module = LlavaForConditionalGeneration(config).eval()
+        model: nn.Module = LlavaForConditionalGeneration(config).train(False)
     return model
 
 
@@ -67,13 +67,23 @@ def tiny_processor() -> Any:  # noqa: ANN401  (a LlavaProcessor)
     >>> tiny_processor().tokenizer.tokenize("USER: what colour")
     ['USER:', 'what', 'colour']
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer
     from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    words = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=Tokenizer.from_str(json.dumps(words)),
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
