@@ -32,12 +32,14 @@ class Facts:
 
     Args:
         options: arguments that every call gets, e.g. no cache. soft_prompt: positions that PEFT's prompt tuning puts
-            before the tokens. decoder_start, pad: token ids of an encoder-decoder. problem: "regression",
+            before the tokens. counts_padding: whether the model numbers positions from the start of the padding.
+        decoder_start, pad: token ids of an encoder-decoder. problem: "regression",
             "single_label_classification", "multi_label_classification", or None for what the labels say.
     """
 
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     soft_prompt: int = 0
+    counts_padding: bool = False
     decoder_start: int | None = None
     pad: int | None = None
     problem: str | None = None
@@ -51,7 +53,10 @@ class Caller:
     facts: Facts
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
-        """The model's output."""
+        """The model's output, the same for a sample whatever padding the batch has on its left."""
+        mask_BT = kwargs.get("attention_mask")
+        if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
+            kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)
         return self.forward(params, *args, **{**self.facts.options, **kwargs})
 
 
@@ -70,10 +75,17 @@ class TaskLoss:
 def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """Next-token loss, mean over the sample's own labelled tokens; "labels" (B, T) are the ids or -100.
 
+    A token after padding is not predicted: with padding on the left, how much of it there is depends on the longest
+    sample of the batch, and the loss of the others must not.
+
     Args:
         forward: of a model with `.logits`. params: its parameters. batch: model inputs and "labels".
     """
     inputs, labels_BT = _split(batch)
+    mask_BT = inputs.get("attention_mask")
+    if mask_BT is not None and mask_BT.shape == labels_BT.shape:
+        before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
+        labels_BT = torch.where(before_BT == 0, losses.IGNORED, labels_BT)
     logits_BTV = _logits(forward(params, **inputs))
     soft_prompt = facts_of(forward).soft_prompt
     if soft_prompt and logits_BTV.shape[1] == labels_BT.shape[1] + soft_prompt:
@@ -186,6 +198,10 @@ ENDINGS = {
 }
 
 
+COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
+"""Decoders with a table of positions that is looked up from the start of the row, padding or not."""
+
+
 def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
     """A loss function `(params, batch) -> (B,)` for `dpfunc.make_dp_step`. Make it once: engines know it by identity.
 
@@ -269,7 +285,7 @@ def facts_of(forward: AnyForward) -> Facts:
     """What a loss must know of the model behind a forward function; nothing is known of an ordinary function.
 
     >>> facts_of(lambda params, x: x)
-    Facts(options=mappingproxy({}), soft_prompt=0, decoder_start=None, pad=None, problem=None)
+    Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, decoder_start=None, pad=None, problem=None)
     """
     if isinstance(forward, Caller):
         return forward.facts
@@ -279,9 +295,11 @@ def facts_of(forward: AnyForward) -> Facts:
     base = base_model(module)
     config = getattr(base, "config", None)
     caches = "use_cache" in inspect.signature(base.forward).parameters
+    soft_prompt = _soft_prompt(module)
     return Facts(
         options=MappingProxyType({"use_cache": False} if caches else {}),
-        soft_prompt=_soft_prompt(module),
+        soft_prompt=soft_prompt,
+        counts_padding=getattr(config, "model_type", "") in COUNT_PADDING and not soft_prompt,
         decoder_start=getattr(config, "decoder_start_token_id", None),
         pad=getattr(config, "pad_token_id", None),
         problem=getattr(config, "problem_type", None),

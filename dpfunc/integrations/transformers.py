@@ -94,7 +94,7 @@ def _reentrant(model: nn.Module) -> list[str]:
         if switched_on and isinstance(function, partial) and function.keywords.get("use_reentrant"):
             return [
                 "Gradient checkpointing is of the reentrant kind, which loses track of the parameters. Call "
-                'model.gradient_checkpointing_enable({"use_reentrant": False}).'
+                'model.activation_checkpointing_enable({"use_reentrant": False}).'
             ]
     return []
 
