@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from text_job import write_job, write_model, write_table
 
 from dpfunc.cli import main
 from dpfunc.errors import InvalidArgument
+from dpfunc.integrations.job import SECTIONS, STRATEGIES
 from dpfunc.integrations.job_file import read_job
 from dpfunc.integrations.job_model import choose_parameters, load_base, load_processing
 from dpfunc.integrations.job_records import PadRight, language_record, prompt_ids, read_records
@@ -416,3 +420,55 @@ def test_importing_the_commands_is_light():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert result.stdout.strip() == "[]"
+
+
+# The guide
+
+GUIDE = ROOT / "docs" / "guides" / "train.md"
+
+
+def blocks(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+
+
+def test_T12_T13_commands_of_the_guide_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path)  # for its tokenizer and its configuration
+    job = read_job("job.yaml")
+    processing = load_processing(job)
+    load_base(job, processing).save_pretrained("my-model")
+    processing.save_pretrained("my-model")
+    write_table(Path("mails.jsonl"), 600)
+    Path("job.yaml").write_text(blocks("yaml")[0])
+    Path("prompts.jsonl").write_text(blocks("json")[0])
+    commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
+    assert [command[0] for command in commands].count("dpfunc") == 8
+    for command in commands:
+        if command[0] == "torchrun":  # test_L9_T5_torchrun_with_one_process starts it
+            assert command[1:5] == ["--nproc-per-node", "1", "-m", "dpfunc.cli"]
+            command = command[4:]
+        result = run(*command[1:])
+        assert result.exit_code == 0, (command, result.output)
+    names = {path.name for path in Path("runs/mails").iterdir()}
+    assert {"model", "privacy_accounting.json", "privacy_journal.jsonl", "job.json"} <= names
+    assert {"mails", "mails-3", "mails-launched", "mails-no-dp"} == {path.name for path in Path("runs").iterdir()}
+    assert len(Path("texts.jsonl").read_text().splitlines()) == 20
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_is_in_the_guide_as_it_is(section):
+    guide = GUIDE.read_text()
+    for key in dataclasses.fields(SECTIONS[section]):
+        default = "required" if key.default is dataclasses.MISSING else key.default
+        shown = {None: "", True: "`true`", False: "`false`", "required": "required"}.get(default, f"`{default}`")
+        if default in (0, 1) and not isinstance(default, bool):
+            shown = f"`{default}`"
+        assert f"| `{key.name}` | {shown} | {key.metadata['help']} |" in guide, f"{section}.{key.name}"
+
+
+def test_every_flag_and_strategy_is_in_the_guide():
+    guide = GUIDE.read_text()
+    for flag in ("--dry-run", "--no-dp", "--resume", "--insecure-seed", "--allow-non-private", *STRATEGIES):
+        assert flag in guide
+    for strategies in STRATEGIES.values():
+        assert all(f"`{strategy}`" in guide for strategy in strategies)
