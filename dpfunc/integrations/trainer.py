@@ -16,11 +16,18 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from dpfunc.accounting import Ledger
-from dpfunc.checks import fail
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.integrations import trainer_data, trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
-from dpfunc.integrations.trainer_checks import changed, refuse_arguments, refuse_data, refuse_model, refuse_overrides
+from dpfunc.integrations.trainer_checks import (
+    changed,
+    one_draw_a_step,
+    refuse_arguments,
+    refuse_data,
+    refuse_model,
+    refuse_overrides,
+    refuse_values,
+)
 from dpfunc.integrations.trainer_run import (
     Loss,
     Run,
@@ -89,19 +96,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         ledger: Ledger | None = None,
         data_name: str | None = None,
     ) -> None:
-        if not isinstance(privacy, PrivacyArguments):
-            raise fail("privacy to be PrivacyArguments", "privacy", type(privacy).__name__)
-        if key is not None and not isinstance(key, Key):
-            raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+        refuse_values(model, privacy, key, model_init, compute_loss_func)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
-        if model_init is not None or not isinstance(model, nn.Module):
-            raise InvalidArgument("Expected model to be a module, and no model_init: each model is a run of its own.")
-        if compute_loss_func is not None:
-            raise InvalidArgument(
-                "Expected no compute_loss_func, which gives one loss for a batch. Pass loss=, a function "
-                "(forward, params, batch) -> one loss a sample."
-            )
         self.privacy = privacy
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.physical_batch_size = privacy.dp_physical_batch_size or args.per_device_train_batch_size
@@ -117,15 +114,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if privacy.dp_enabled:
             refuse_arguments(args)
             refuse_overrides(self, DPTrainer, Trainer)
-            # One draw is one batch of the Trainer. Its clip of the mean gradient would be no clip of samples.
-            args = changed(
-                args,
-                {
-                    "per_device_train_batch_size": self.logical_batch_size,
-                    "gradient_accumulation_steps": 1,
-                    "max_grad_norm": 0.0,
-                },
-            )
+            args = changed(args, one_draw_a_step(self.logical_batch_size))
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
         super().__init__(
@@ -372,6 +361,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         """0 in a private run: the number of records in a batch is not released."""
         return 0 if self._run is not None else int(super().floating_point_ops(inputs))
 
-    def hyperparameter_search(self, *_: object, **__: object) -> None:
+    def hyperparameter_search(
+        self,
+        hp_space: object = None,
+        compute_objective: object = None,
+        n_trials: int = 20,
+        direction: object = "minimize",
+        backend: object = None,
+        hp_name: object = None,
+    ) -> None:
         """Refused: each trial looks at the private records."""
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")

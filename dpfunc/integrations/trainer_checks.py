@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from dpfunc.checks import fail
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.refuse import refuse_unsupported
+from dpfunc.integrations.arguments import PrivacyArguments
+from dpfunc.rng import Key
 
 # How transformers names them; a default that does no harm is the first value.
 DEFAULT_MAX_GRAD_NORM = 1.0
@@ -185,6 +188,34 @@ def refuse_model(model: nn.Module) -> None:
     if hasattr(model, "_orig_mod") or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UnsupportedModel(f"Expected the model itself, got it wrapped in {type(model).__name__}.")
     refuse_unsupported(model, checkpointing=True)
+
+
+def refuse_values(model: object, privacy: object, key: object, model_init: object, compute_loss_func: object) -> None:
+    """Look at the values that `DPTrainer` is made of.
+
+    Raises:
+        InvalidArgument: naming the first that is not what it should be.
+    """
+    if not isinstance(privacy, PrivacyArguments):
+        raise fail("privacy to be PrivacyArguments", "privacy", type(privacy).__name__)
+    if key is not None and not isinstance(key, Key):
+        raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+    if model_init is not None or not isinstance(model, nn.Module):
+        raise InvalidArgument("Expected model to be a module, and no model_init: each model is a run of its own.")
+    if compute_loss_func is not None:
+        raise InvalidArgument(
+            "Expected no compute_loss_func, which gives one loss for a batch. Pass loss=, a function "
+            "(forward, params, batch) -> one loss a sample."
+        )
+
+
+def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:
+    """Arguments with which the Trainer takes one logical batch a step, and clips no mean of gradients."""
+    return {
+        "per_device_train_batch_size": logical_batch_size,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 0.0,
+    }
 
 
 def changed(args: Any, values: Mapping[str, object]) -> Any:  # noqa: ANN401  (TrainingArguments)

@@ -95,7 +95,7 @@ def begin(
         with torch.no_grad():
             for name, value in start.resumed.params.items():
                 params[name].copy_(value)
-    model.eval()  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
+    model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
     forward, _ = functionalize(model, list(params))
     model.train()
     on_cuda = all(param.is_cuda for param in params.values())
