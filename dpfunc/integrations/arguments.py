@@ -48,7 +48,7 @@ class PrivacyArguments:
         dp_noise_multiplier: noise / sensitivity, > 0, used as it is.
         dp_max_epsilon: with dp_noise_multiplier: the run has no more steps than this allows.
         dp_poisson_sampling: False shuffles the records each epoch and claims no amplification.
-        dp_secure_mode: noise from a keyed AES stream; False takes the generator of the CUDA device.
+        dp_secure_mode: noise from a keyed AES stream, as always on a CPU; False takes the generator of a CUDA device.
         dp_physical_batch_size: samples differentiated at once, for memory only; None is the Trainer's batch size.
         dp_clip: `flat` or `automatic`.
         dp_engine: see `make_dp_step`. dp_accountant: `auto`, `prv` or `rdp`.
