@@ -39,6 +39,8 @@ check: $(VENV)/dev
 
 test: check $(VENV)/vision
 	$(BIN)/python examples/main_job/fetch.py
+	$(BIN)/python examples/language_model/fetch_smollm.py
+	$(BIN)/python examples/vqa/downloads.py
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 bench: $(VENV)/dev
