@@ -96,8 +96,8 @@ def notes(data: ImageQuestions, journalled: dpfunc.Ledger) -> list[str]:
 @click.option("--steps", default=60, help="Private steps.")
 @click.option("--batch-size", default=900, help="Expected number of images in a batch.")
 @click.option("--rank", default=4, help="Rank of the adapters.")
-@click.option("--lr", default=0.1, help="Private learning rate of the head; less of it for projector and adapters.")
-@click.option("--plain-lr", default=0.03, help="The same without privacy.")
+@click.option("--lr", default=0.3, help="Private learning rate of the head; less of it for projector and adapters.")
+@click.option("--plain-lr", default=0.1, help="The same without privacy.")
 @click.option("--epochs", default=4, help="Epochs without privacy.")
 @click.option("--seed", default=0, help="Starting point and non-private order. Public: not the privacy key.")
 @click.option("--insecure-seed", default=None, type=int, help="A guessable privacy key, to repeat a run exactly.")
@@ -119,7 +119,7 @@ def main(
         rows = rows_of(data, keep=not smoke)
     except (FetchError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    model = VisionLanguage(encoder, data.texts, rows["train"]["features"].shape[-1], len(data.answers), seed).eval()
+    model = VisionLanguage(encoder, data.texts, data.answers, rows["train"]["features"].shape[-1], seed).eval()
     adapter = dpfunc.lora.attach(
         model, dpfunc.insecure_key(seed), targets=TARGETS, rank=rank, alpha=rank, train="B", also_train=TRAINED
     )

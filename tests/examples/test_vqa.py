@@ -61,7 +61,7 @@ def encoder():
 def model(encoder, data):
     from vlm import VisionLanguage
 
-    return VisionLanguage(encoder, data.texts, 80, len(data.answers), seed=0).eval()
+    return VisionLanguage(encoder, data.texts, data.answers, 80, seed=0).eval()
 
 
 @pytest.mark.slow
@@ -137,8 +137,9 @@ def test_the_last_layer_is_that_of_the_language_model(model, encoder, data):
         tokens = model.projector(features)
         got = model.read(tokens, model.asked(question))
         words, mask = lower_layers(encoder, [data.texts[number] for number in question[0]])
-        mask = torch.cat([mask, torch.ones(3, 4, dtype=torch.bool)], 1)
-        expected = run_layers([model.layer], torch.cat([words, tokens.expand(3, -1, -1)], 1), mask)[:, 0]
+        start = torch.stack([row[real].mean(0) for row, real in zip(words, mask, strict=True)])[:, None]
+        mask = torch.cat([torch.ones(3, 5, dtype=torch.bool), mask], 1)
+        expected = run_layers([model.layer], torch.cat([start, tokens.expand(3, -1, -1), words], 1), mask)[:, 0]
     torch.testing.assert_close(got[0], expected, rtol=1e-4, atol=1e-4)
 
 
