@@ -165,3 +165,15 @@ def test_the_committed_results_of_authors_are_within_budget():
     assert 0.9 * 3 < by_author["epsilon_of_the_unit"] <= 3
     assert by_mail["epsilon_of_a_person_with_texts"]["8"] > 5 * by_author["epsilon_of_a_person_with_texts"]["8"]
     assert by_author["accuracy_of_mails"] > values["majority"]
+
+
+def test_the_table_of_authors_is_the_committed_result():
+    values = json.loads((ROOT / "docs" / "results" / "authors.json").read_text())
+    text = (JOB / "README.md").read_text()
+    for row in values["results"]:
+        scores = [f"{row[name]:.3f}".lstrip("0") for name in ("accuracy_of_mails", "accuracy_of_authors")]
+        epsilons = list(row["epsilon_of_a_person_with_texts"].values())
+        shown = [f"{value:.1f}" if value < 10 else f"{value:,.0f}" for value in epsilons]
+        assert f"| a {row['unit'].replace('author', 'sender')} | {' | '.join([*scores, *shown])} |" in text
+    assert f"{values['train_authors']:,} senders with" in text
+    assert f"{values['train_mails']:,} mails" in text
