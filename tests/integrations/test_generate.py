@@ -15,6 +15,26 @@ from dpfunc.cli import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.integrations.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
 
+# Hardly any noise: these tests are about what is drawn, and the model shall have learnt something whatever the key.
+LEARNS = [
+    "--strategy",
+    "full",
+    "--learning_rate",
+    "0.05",
+    "--scheduler",
+    "constant",
+    "--steps",
+    "30",
+    "--batch_size",
+    "120",
+    "--physical_batch_size",
+    "120",
+    "--dp_noise_multiplier",
+    "0.1",
+    "--save_steps",
+    "30",
+]
+
 
 def run(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -37,18 +57,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         for flags in (
-            [
-                "--strategy",
-                "full",
-                "--learning_rate",
-                "0.1",
-                "--scheduler",
-                "constant",
-                "--steps",
-                "30",
-                "--dp_epsilon",
-                "50",
-            ],
+            LEARNS,
             ["--no-dp", "--steps", "1"],
             ["--steps", "1", "--insecure-seed", "3", "--output_dir", "guessable"],
         ):
