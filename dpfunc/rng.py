@@ -98,12 +98,17 @@ def stream(key: Key) -> np.random.Generator:
 
 
 @contextmanager
-def torch_seed(key: Key) -> Iterator[None]:
+def torch_seed(key: Key, *, accelerators: bool = True) -> Iterator[None]:
     """Drive torch's global generators (dropout) by a key inside the block, and restore them after it.
 
-    Only 32 bits of the seed count on the CPU: for dropout, never for noise.
+    Only 32 bits of the seed count on the CPU: for dropout, never for noise. Without accelerators it leaves them alone,
+    as the worker processes of a data loader must.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    devices = list(range(torch.cuda.device_count())) if accelerators and torch.cuda.is_available() else []
+    seed = int.from_bytes(key.secret[:8], "little") >> 1
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(key.secret[:8], "little") >> 1)
+        if accelerators:
+            torch.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
         yield

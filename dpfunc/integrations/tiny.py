@@ -71,7 +71,7 @@ def tiny_processor() -> Any:  # noqa: ANN401  (a LlavaProcessor)
     from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
     vocabulary = {word: i for i, word in enumerate(WORDS)}
-    words = {
+    words: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.rng import Key, fold_in, insecure_key
+from dpfunc.rng import Key, fold_in, insecure_key, torch_seed
 from dpfunc.sampling import Sampler
 from dpfunc.types import Batch
 
@@ -68,7 +67,7 @@ class Records(Dataset[Any]):
         if not drawn:
             return []
         step, indices = drawn[0][0], [index for _, index in drawn]
-        with repeatable(fold_in(self.key, "records", step)):
+        with torch_seed(fold_in(self.key, "records", step), accelerators=False):
             return [(step, record) for record in read(self.dataset, indices)]
 
 
@@ -86,16 +85,8 @@ class Collate:
         """The batch of one step."""
         if not records:
             return {"labels": torch.zeros(0, dtype=torch.long)}
-        with repeatable(fold_in(self.key, "collate", records[0][0])):
+        with torch_seed(fold_in(self.key, "collate", records[0][0]), accelerators=False):
             return self.collate([record for _, record in records])
-
-
-@contextmanager
-def repeatable(key: Key) -> Iterator[None]:
-    """Drive torch's CPU generator by a key inside; also where a worker process must not touch the accelerator."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(key.secret[:8], "little") >> 1)
-        yield
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:  # noqa: ANN401  (any map-style data set)
@@ -110,7 +101,7 @@ def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
     It catches another split, order or version, not a change of one record between the records it reads.
     """
     indices = spread(len(dataset), RECOGNISED)
-    with repeatable(insecure_key(0)):
+    with torch_seed(insecure_key(0), accelerators=False):
         return f"{len(dataset)} records {digest(read(dataset, indices))}"
 
 
@@ -122,7 +113,7 @@ def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> Non
     """
 
     def once() -> str:
-        with repeatable(insecure_key(0)):
+        with torch_seed(insecure_key(0), accelerators=False):
             return digest(collate(read(dataset, spread(len(dataset), PROBED))))
 
     if once() != once():

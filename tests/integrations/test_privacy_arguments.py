@@ -116,7 +116,9 @@ def test_T2_names_of_other_libraries():
     assert PrivacyArguments.from_names(names) == ours
     assert PrivacyArguments.from_names({**names, "disable_dp": False, "dp_epsilon": 8.0}) == ours
     assert not PrivacyArguments.from_names({"disable_dp": True}).dp_enabled
-    assert PrivacyArguments.from_names({**GUIDE, "dp_epsilon": None, "noise_multiplier": 2.0}).dp_noise_multiplier == 2.0
+    assert (
+        PrivacyArguments.from_names({**GUIDE, "dp_epsilon": None, "noise_multiplier": 2.0}).dp_noise_multiplier == 2.0
+    )
 
 
 @pytest.mark.parametrize(
