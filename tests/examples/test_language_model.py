@@ -123,3 +123,25 @@ def test_the_tokenizer_gives_texts_back_and_keeps_digits_apart():
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == ids[-1] == tokenizer.eos_token_id == 2
     assert {"7", "6"} <= set(tokenizer.convert_ids_to_tokens(ids))
+
+
+def test_the_committed_results_are_within_budget():
+    values = json.loads((ROOT / "docs" / "results" / "language_model.json").read_text())
+    before, twin, *private = values["results"]
+    assert [row["name"] for row in private] == ["DP-LoRA, epsilon 8", "DP-LoRA, epsilon 3"]
+    for row, budget in zip(private, (8, 3), strict=True):
+        assert 0.9 * budget < row["epsilon"] <= budget
+        assert row["perplexity"] < before["perplexity"]
+        assert row["loss_change"][2] < 0  # the interval lies below zero
+    assert twin["perplexity"] < private[0]["perplexity"]
+
+
+def test_the_table_of_the_language_model_is_the_committed_result():
+    values = json.loads((ROOT / "docs" / "results" / "language_model.json").read_text())
+    text = (JOB / "README.md").read_text()
+    for row in values["results"]:
+        epsilon = "-" if row["epsilon"] is None else f"{row['epsilon']:.2f}"
+        assert f"| {row['name']} | {epsilon} | {row['perplexity']:.2f} |" in text
+        if "loss_change" in row:
+            assert "{1:+.3f} ({0:+.3f} to {2:+.3f})".format(*row["loss_change"]) in text
+    assert f"learning rate {values['settings']['lr']:g}." in text
