@@ -1,0 +1,67 @@
+"""Each capability of the guides and trainers that this project replaces, and the test that shows it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+HERE = "integrations/"
+ROWS = {
+    "L1 configuration names": (HERE + "test_privacy_arguments.py", "test_L1_flags_of_a_command_line"),
+    "L2 noise from the budget": (HERE + "test_privacy_arguments.py", "test_L2_noise_is_computed_from_the_budget"),
+    "L3 a given noise multiplier": (HERE + "test_privacy_arguments.py", "test_L3_a_noise_multiplier_is_used_as_it_is"),
+    "L4 Poisson on and off": (HERE + "test_trainer.py", "test_L4_shuffled_batches"),
+    "L5 secure mode": (HERE + "test_trainer.py", "test_L5_secure_mode_runs"),
+    "L6 physical and logical batch": (HERE + "test_trainer.py", "test_L6_T6_memory_and_speed_change_no_result"),
+    "L7 image and text": (HERE + "test_vision_language.py", "test_L7_keys_shapes_and_labels"),
+    "L8 strategies": (HERE + "test_vision_language.py", "test_L8_parity"),
+    "L9 one command, under torchrun": (HERE + "test_train_command.py", "test_L9_T5_torchrun_with_one_process"),
+    "L10 metrics": (HERE + "test_trainer.py", "test_L10_T9_metrics_reach_every_logger"),
+    "L11 accounting at each checkpoint": (
+        HERE + "test_trainer.py", "test_L11_accounting_in_each_checkpoint_and_at_the_end",
+    ),
+    "L12 warning, stop before the breach": (HERE + "test_trainer.py", "test_L12_T10_training_stops_before_the_breach"),
+    "L13 requirements": ("accounting/test_requirements.py", "test_the_numbers_belong_together"),
+    "L14 reading epsilon and delta": ("accounting/test_requirements.py", "test_tables"),
+    "L15 model check, BatchNorm": (HERE + "test_hf_models.py", "test_L15_batchnorms_are_counted"),
+    "L16 several processes: refused until they are private": (
+        HERE + "test_trainer.py", "test_several_processes_are_refused",
+    ),
+    "L17 length grouping": (HERE + "test_trainer.py", "test_L17_length_grouping_is_refused"),
+    "L18 bf16": (HERE + "test_trainer.py", "test_L18_bfloat16"),
+    "L19 Trainer": (HERE + "test_trainer.py", "test_L19_trainer_equals_a_plain_loop"),
+    "L20 the guide": (HERE + "test_llava_guide.py", "test_L20_the_whole_guide_runs"),
+    "L21 resume": (HERE + "test_trainer_resume.py", "test_L21_killed_run_resumes_bit_for_bit"),
+    "T1 Trainer": (HERE + "test_trainer_guide.py", "test_T1_the_ordinary_script_becomes_private_by_the_diff"),
+    "T2 arguments": (HERE + "test_privacy_arguments.py", "test_T2_incomplete_and_contradicting_values_are_refused"),
+    "T3 no position_ids": (HERE + "test_tasks.py", "test_T3_position_ids_are_not_needed_and_are_passed_on"),
+    "T4 Conv1D and rules of users": ("engines/test_register.py", "test_a_registered_rule_is_used"),
+    "T5 launch": (HERE + "test_train_command.py", "test_L9_T5_torchrun_with_one_process"),
+    "T6 accumulation": (HERE + "test_trainer.py", "test_L6_T6_memory_and_speed_change_no_result"),
+    "T7 author level": ("examples/test_authors.py", "test_T7_both_units_are_reported_side_by_side"),
+    "T8 full and adapters": (HERE + "test_train_command.py", "test_T8_the_adapter_opens_with_peft"),
+    "T9 epsilon logged, final epsilon": (
+        HERE + "test_train_command.py", "test_T9_the_end_says_what_was_spent_and_what_is_not_covered",
+    ),
+    "T10 stop at max epsilon": (HERE + "test_privacy_arguments.py", "test_T10_a_ceiling_leaves_fewer_steps"),
+    "T11 synthetic text": ("examples/test_synthetic_text.py", "test_T11_synthetic_text_trains_a_classifier"),
+    "T12 YAML jobs": (HERE + "test_train_command.py", "test_T12_the_run_folder_is_complete"),
+    "T13 tips": (HERE + "test_train_command.py", "test_T12_T13_commands_of_the_guide_work"),
+    "T14 causal attention": (HERE + "test_hf_models.py", "test_T14_causal_attention"),
+    "T15 the twin": (HERE + "test_trainer.py", "test_T15_twin_is_an_ordinary_trainer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_has_its_test(row):
+    file, name = ROWS[row]
+    functions = {node.name for node in ast.walk(ast.parse((TESTS / file).read_text())) if hasattr(node, "name")}
+    assert name in functions, f"{file} has no {name}"
+
+
+def test_no_row_is_left_out():
+    rows = {row.split()[0] for row in ROWS}
+    assert rows == {f"L{i}" for i in range(1, 22)} | {f"T{i}" for i in range(1, 16)}
