@@ -17,7 +17,7 @@ from dpfunc import clipping
 from dpfunc.journal import Journal
 
 # Learning rates and shares of the clip norm by kind of parameter. Chosen on the validation images.
-RATES = {"head": 1.0, "projector": 0.03, "adapters": 0.03}
+RATES = {"head": 1.0, "projector": 0.003, "adapters": 0.01}
 BOUNDS = {"head": 1.0, "projector": 0.3, "adapters": 0.3}
 Rows = dict[str, Tensor]
 

@@ -98,7 +98,7 @@ def notes(data: ImageQuestions, journalled: dpfunc.Ledger) -> list[str]:
 @click.option("--rank", default=4, help="Rank of the adapters.")
 @click.option("--lr", default=0.3, help="Private learning rate of the head; less of it for projector and adapters.")
 @click.option("--plain-lr", default=0.1, help="The same without privacy.")
-@click.option("--epochs", default=4, help="Epochs without privacy.")
+@click.option("--epochs", default=2, help="Epochs without privacy.")
 @click.option("--seed", default=0, help="Starting point and non-private order. Public: not the privacy key.")
 @click.option("--insecure-seed", default=None, type=int, help="A guessable privacy key, to repeat a run exactly.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder; runs/<time> by default.")
@@ -186,7 +186,7 @@ def phases(
             yield name, variant, params, None, time.perf_counter() - since
     since = time.perf_counter()
     run = train_private(task, plan, lr, key, folder, resume)
-    yield "DP projector + LoRA", task, run.params, run, time.perf_counter() - since
+    yield "DP LoRA + projector", task, run.params, run, time.perf_counter() - since
 
 
 def write_all(

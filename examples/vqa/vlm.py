@@ -18,6 +18,7 @@ MAX_TOKENS = 14  # the longest question of easy-VQA has 11
 TEXT_FEATURES = 128
 FREQUENCY = 3.0  # of the cosines, for inputs of length 1
 SHRINKAGE = 1e-3
+TOKEN_LENGTH = 0.1  # of visual tokens at the start, for words of length 1: at first they hardly disturb the question
 # Questions that anybody could write who knows the task and its answers, which are public as the classes of a classifier
 # are. They centre and whiten what the language model says; no question of the data set has a part in it.
 WORDS = (
@@ -73,10 +74,10 @@ class VisionLanguage(nn.Module):
         hidden_QTd, mask_QT = lower_layers(encoder, texts)
         for name, value in self.words(hidden_QTd, mask_QT)._asdict().items():
             self.register_buffer(f"words_{name}", value)
-        length = float(hidden_QTd[mask_QT].norm(dim=-1).mean())
+        length = TOKEN_LENGTH * float(hidden_QTd[mask_QT].norm(dim=-1).mean())
         basis_dc = torch.linalg.qr(torch.randn(width, features, generator=generator))[0]
         with torch.no_grad():
-            self.projector.weight.copy_(length * basis_dc)  # features of length 1 become tokens as long as words
+            self.projector.weight.copy_(length * basis_dc)
         self.register_buffer("image_basis_dc", basis_dc / length)
         self._measure(encoder, answers, generator)
 
@@ -123,7 +124,7 @@ class VisionLanguage(nn.Module):
     def read(self, tokens_BVd: Tensor, words: Words) -> Tensor:
         """Output (B, K, d) of the last layer at the answer token, which starts as the mean of the words.
 
-        It reads visual tokens and words.
+        It sees visual tokens and words, not itself.
         """
         attention = self.layer.attention
         query = self.split(attention.self.query(words.start))
