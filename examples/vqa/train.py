@@ -186,7 +186,7 @@ def phases(
             yield name, variant, params, None, time.perf_counter() - since
     since = time.perf_counter()
     run = train_private(task, plan, lr, key, folder, resume)
-    yield "DP LoRA + projector", task, run.params, run, time.perf_counter() - since
+    yield "DP training", task, run.params, run, time.perf_counter() - since
 
 
 def write_all(

@@ -67,7 +67,7 @@ def model(encoder, data):
 @pytest.mark.slow
 def test_the_four_lines_are_printed(finished):
     _, output = finished
-    for line in ("majority answer", "question only", "non-private twin", "DP LoRA + projector", "one image with all"):
+    for line in ("majority answer", "question only", "non-private twin", "DP training", "one image with all"):
         assert line in output
 
 
