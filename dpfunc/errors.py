@@ -37,3 +37,11 @@ class LedgerConflict(DPFuncError, ValueError):
 
 class CheckpointError(DPFuncError, RuntimeError):
     """A checkpoint is missing, incomplete, or belongs to another plan, data set or model."""
+
+
+class RankMismatch(DPFuncError, RuntimeError):
+    """The processes of a run disagree about the step, the plan, the key or the parameters. Nothing was spent."""
+
+
+class StepAborted(DPFuncError, RuntimeError):
+    """Another process could not take the step, so none took it. Nothing was released and nothing was spent."""

@@ -13,6 +13,7 @@ from dpfunc.checks import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.rng import Key
+from dpfunc.sharding import on_parts
 from dpfunc.types import Allocation, ClippedSum
 
 ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
@@ -141,7 +142,11 @@ def add_gaussian(
         if noise_multiplier and not limits.tiny <= std_of[name] <= limits.max / 64:
             raise fail(f"a noise std that {value.dtype} can hold for {name}", "std", std_of[name], "Scale the loss.")
     noise = standard_normal(key, clipped.sums, source)
-    return {name: torch.add(value.detach(), noise[name], alpha=std_of[name]) for name, value in clipped.sums.items()}
+
+    def release(name: str, value: Tensor) -> Tensor:
+        return on_parts(lambda part: torch.add(part, noise[name], alpha=std_of[name]), value.detach())
+
+    return {name: release(name, value) for name, value in clipped.sums.items()}
 
 
 def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", source: Source = "secure") -> Mechanism:

@@ -1,17 +1,18 @@
 """Standard normal noise from stateless keys.
 
-The noise of a leaf is cut into flat tiles of 2**16 numbers. Tile i comes from the key folded with the leaf's name and
-i, so it depends on nothing else: not on the other leaves, the microbatches, the number of threads or processes, and an
-owner of some tiles draws only those.
+A leaf is seen as a matrix (shape[0], everything else) and cut into tiles of at most 2**16 numbers, 256 columns wide
+where it has as many. Tile i comes from the key folded with the leaf's name and i, so it depends on nothing else: not on
+the other leaves, the microbatches, the number of threads or processes, and an owner of some rows or columns draws only
+the tiles that they touch.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,10 @@ from torch import Tensor
 from dpfunc.checks import one_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, stream
+from dpfunc.sharding import Window, local, window
 
 TILE = 2**16
+TILE_COLS = 2**8
 MAX_THREADS = 16
 NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 Source = Literal["secure", "device"]
@@ -46,8 +49,39 @@ def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.f
     return stream(fold_in(key, "normal", name, number)).standard_normal(size)
 
 
+class Tile(NamedTuple):
+    """A tile, and what of it is wanted: rows and cols of the matrix. Its numbers fill rows of `width`, from the first.
+
+    >>> [cut.number for cut in tiles(Window(512, 512, (0, 512), (0, 256)))]
+    [0, 2]
+    """
+
+    number: int
+    first_row: int
+    first_col: int
+    width: int
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+
+def tiles(part: Window) -> Iterator[Tile]:
+    """The tiles that a part of a matrix touches; they are numbered row by row."""
+    wide = max(min(TILE_COLS, part.num_cols), 1)
+    high = TILE // wide
+    in_a_row = math.ceil(part.num_cols / wide)
+    if part.rows[0] >= part.rows[1] or part.cols[0] >= part.cols[1]:
+        return
+    for i in range(part.rows[0] // high, math.ceil(part.rows[1] / high)):
+        for j in range(part.cols[0] // wide, math.ceil(part.cols[1] / wide)):
+            row, col = i * high, j * wide
+            width = min(wide, part.num_cols - col)
+            rows = max(row, part.rows[0]), min(row + high, part.rows[1])
+            cols = max(col, part.cols[0]), min(col + width, part.cols[1])
+            yield Tile(i * in_a_row + j, row, col, width, rows, cols)
+
+
 def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = None) -> dict[str, Tensor]:
-    """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU.
+    """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
     Args:
         key: used for this purpose only. like: name -> tensor. threads: default one a core; no influence on the result.
@@ -60,16 +94,22 @@ def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = No
     torch.Size([2, 3])
     """
     noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
+    jobs: list[tuple[str, Window, Tile]] = []
     for name, leaf in like.items():
         if leaf.dtype not in NUMPY_DTYPES:
             raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
-        noise[name] = np.empty(leaf.numel(), NUMPY_DTYPES[leaf.dtype])
-    jobs = [(name, number) for name, part in noise.items() for number in range(math.ceil(part.size / TILE))]
+        part = window(leaf, name)
+        noise[name] = np.empty([stop - start for start, stop in (part.rows, part.cols)], NUMPY_DTYPES[leaf.dtype])
+        jobs += [(name, part, cut) for cut in tiles(part)]
 
-    def draw(job: tuple[str, int]) -> None:
-        name, number = job
-        part = noise[name][number * TILE : (number + 1) * TILE]
-        part[:] = tile(key, name, number, part.size)
+    def draw(job: tuple[str, Window, Tile]) -> None:
+        name, part, cut = job
+        values = tile(key, name, cut.number, (cut.rows[1] - cut.first_row) * cut.width)
+        values = values.reshape(-1, cut.width)[
+            cut.rows[0] - cut.first_row :, slice(*(c - cut.first_col for c in cut.cols))
+        ]
+        rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
+        noise[name][rows, cols] = values
 
     workers = min(threads or _cores(), max(len(jobs), 1))
     if workers == 1:
@@ -78,7 +118,7 @@ def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = No
     else:  # numpy draws without the interpreter lock
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(draw, jobs))
-    return {name: torch.from_numpy(noise[name]).reshape(leaf.shape) for name, leaf in like.items()}
+    return {name: torch.from_numpy(noise[name]).reshape(local(leaf).shape) for name, leaf in like.items()}
 
 
 def _cores() -> int:
@@ -87,7 +127,7 @@ def _cores() -> int:
 
 
 def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
-    """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key.
+    """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key for each tile.
 
     Drawn in float64: float32 normals are cut off, at 5.77 sigma on the CPU and below 7 on CUDA.
 
@@ -95,13 +135,23 @@ def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
     >>> philox_normal(insecure_key(0), "w", torch.zeros(2, 3)).shape
     torch.Size([2, 3])
     """
-    generator = torch.Generator(leaf.device)
-    generator.manual_seed(int.from_bytes(fold_in(key, "normal", name).secret[:8], "little", signed=True))
-    return torch.randn(leaf.shape, generator=generator, dtype=torch.float64, device=leaf.device).to(leaf.dtype)
+    part, held = window(leaf, name), local(leaf)
+    noise = torch.empty(part.rows[1] - part.rows[0], part.cols[1] - part.cols[0], dtype=held.dtype, device=held.device)
+    generator = torch.Generator(held.device)
+    for cut in tiles(part):
+        secret = fold_in(key, "normal", name, cut.number).secret
+        generator.manual_seed(int.from_bytes(secret[:8], "little", signed=True))
+        size = (cut.rows[1] - cut.first_row, cut.width)
+        values = torch.randn(size, generator=generator, dtype=torch.float64, device=held.device)
+        rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
+        noise[rows, cols] = values[
+            cut.rows[0] - cut.first_row :, cut.cols[0] - cut.first_col : cut.cols[1] - cut.first_col
+        ].to(held.dtype)
+    return noise.reshape(held.shape)
 
 
 def standard_normal(key: Key, like: Mapping[str, Tensor], source: Source = "secure") -> dict[str, Tensor]:
-    """Standard normals of the shape, dtype and device of each leaf.
+    """Standard normals of the shape, dtype and device of each leaf; of a DTensor the own part, as a plain tensor.
 
     Args:
         key: of one release. like: name -> tensor. source: `secure` or `device`.
@@ -111,7 +161,8 @@ def standard_normal(key: Key, like: Mapping[str, Tensor], source: Source = "secu
 
     Guarantees:
         the same key gives the same numbers, for any number of threads and whatever the other leaves are
-        (tests/noise/test_noise_streams.py::test_stateless).
+        (tests/noise/test_noise_streams.py::test_stateless), and however a leaf is cut
+        (test_a_part_is_a_part_of_the_whole).
     """
     if one_of("source", source, SOURCES) == "secure":
         return {name: value.to(like[name].device) for name, value in secure_normal(key, like).items()}

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.noise.streams import TILE, philox_normal, secure_normal, standard_normal, tile
+from dpfunc.noise import streams
+from dpfunc.noise.streams import TILE, TILE_COLS, philox_normal, secure_normal, standard_normal, tile
 from dpfunc.rng import fold_in, insecure_key
+from dpfunc.sharding import Window
 
 KEY = insecure_key(0)
 LEAVES = {"a": torch.zeros(3 * TILE + 17), "b.weight": torch.zeros(40, 50), "c": torch.zeros(()), "d": torch.zeros(0)}
@@ -105,6 +107,36 @@ def test_tiles_do_not_repeat():
         assert uncorrelated(one, other)
     flat = np.concatenate(tiles)
     assert uncorrelated(flat[:-1], flat[1:])
+
+
+@given(
+    st.tuples(st.integers(1, 700), st.integers(1, 700)),
+    st.tuples(*[st.floats(0, 1)] * 4),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_a_part_is_a_part_of_the_whole(shape, cuts, dtype):
+    """Who holds some rows and columns of a leaf draws what is there in the noise of the whole, with both sources."""
+    rows, cols = (
+        tuple(sorted(round(share * size) for share in pair))
+        for size, pair in zip(shape, (cuts[:2], cuts[2:]), strict=True)
+    )
+    leaf = torch.zeros(shape, dtype=dtype)
+    part = torch.zeros(rows[1] - rows[0], cols[1] - cols[0], dtype=dtype)
+    held = Window(*shape, rows, cols)
+    for draw in (lambda leaf: secure_normal(KEY, {"w": leaf})["w"], lambda leaf: philox_normal(KEY, "w", leaf)):
+        whole = draw(leaf)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "window", lambda leaf, name: held)
+            assert torch.equal(draw(part), whole[slice(*rows), slice(*cols)])
+
+
+def test_no_more_is_drawn_than_touched():
+    """A half of the columns, or of the rows, is half of the tiles."""
+    size = 4 * TILE_COLS
+    whole = list(streams.tiles(Window(size, size, (0, size), (0, size))))
+    assert len({cut.number for cut in whole}) == len(whole) == size**2 // TILE
+    for half in (Window(size, size, (0, size // 2), (0, size)), Window(size, size, (0, size), (0, size // 2))):
+        assert 2 * len(list(streams.tiles(half))) == len(whole)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])

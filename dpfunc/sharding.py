@@ -1,0 +1,122 @@
+"""Tensors of which this process holds a part: DTensors, without importing torch.distributed where nobody uses it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dpfunc.errors import UnsupportedModel
+
+
+class Window(NamedTuple):
+    """The part of a tensor that is held here, with the tensor seen as a matrix (shape[0], everything else).
+
+    Args:
+        num_rows, num_cols: of the whole matrix. rows, cols: (start, stop) of the part.
+
+    >>> import torch
+    >>> window(torch.zeros(4, 2, 3), "w")
+    Window(num_rows=4, num_cols=6, rows=(0, 4), cols=(0, 6))
+    """
+
+    num_rows: int
+    num_cols: int
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor.
+
+    >>> import torch
+    >>> is_dtensor(torch.zeros(1))
+    False
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: the local part of a DTensor, and any other tensor itself.
+
+    >>> import torch
+    >>> local(torch.ones(2))
+    tensor([1., 1.])
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def distributed(part: Tensor, like: Tensor) -> Tensor:
+    """A local part as the tensor that it is a part of: a DTensor of the layout of `like`, or itself.
+
+    >>> import torch
+    >>> distributed(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
+    if not is_dtensor(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    spec: Any = like
+    return DTensor.from_local(
+        part, spec.device_mesh, spec.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """A function of single entries, computed where the parts are.
+
+    >>> import torch
+    >>> on_parts(torch.neg, torch.ones(2))
+    tensor([-1., -1.])
+    """
+    return distributed(function(local(tensor)), tensor) if is_dtensor(tensor) else function(tensor)
+
+
+def shard_dims(tensor: Tensor) -> dict[int, int]:
+    """Mesh dimension -> the dimension of the tensor that it cuts. Empty for tensors that are whole.
+
+    >>> import torch
+    >>> shard_dims(torch.zeros(2))
+    {}
+    """
+    if not is_dtensor(tensor):
+        return {}
+    placements = tensor.placements  # type: ignore[attr-defined]
+    return {axis: int(p.dim) for axis, p in enumerate(placements) if hasattr(p, "dim") and not p.is_partial()}
+
+
+def window(tensor: Tensor, name: str) -> Window:
+    """Which part of a tensor is held here.
+
+    Args:
+        tensor: any tensor; a DTensor may be cut along its first two dimensions. name: for the message.
+
+    Raises:
+        UnsupportedModel: a DTensor that waits for a sum, or is cut along a later dimension.
+    """
+    shape = tuple(tensor.shape)
+    num_rows, num_cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    if not is_dtensor(tensor):
+        return Window(num_rows, num_cols, (0, num_rows), (0, num_cols))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    spec: Any = tensor
+    if any(p.is_partial() for p in spec.placements) or any(dim > 1 for dim in shard_dims(tensor).values()):
+        raise UnsupportedModel(
+            f"Expected {name} to be whole or cut along its first or second dimension, got placements "
+            f"{spec.placements} of shape {shape}."
+        )
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, spec.device_mesh, spec.placements)
+    sizes, offsets = (*sizes, *[1] * (2 - len(sizes))), (*offsets, *[0] * (2 - len(offsets)))
+    inner = math.prod(shape[2:])
+    rows = (offsets[0], offsets[0] + sizes[0])
+    cols = (offsets[1] * inner, (offsets[1] + sizes[1]) * inner)
+    return Window(num_rows, num_cols, rows if rows[0] < num_rows else (num_rows, num_rows), cols)
