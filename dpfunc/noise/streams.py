@@ -50,7 +50,7 @@ def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.f
 
 
 class Tile(NamedTuple):
-    """A tile, and what of it is wanted: rows and cols of the matrix. Its numbers fill rows of `width`, from the first.
+    """A tile, and what of it is wanted: rows and cols of the matrix. Its numbers fill `height` rows of `width`.
 
     >>> [cut.number for cut in tiles(Window(512, 512, (0, 512), (0, 256)))]
     [0, 2]
@@ -59,6 +59,7 @@ class Tile(NamedTuple):
     number: int
     first_row: int
     first_col: int
+    height: int
     width: int
     rows: tuple[int, int]
     cols: tuple[int, int]
@@ -77,7 +78,7 @@ def tiles(part: Window) -> Iterator[Tile]:
             width = min(wide, part.num_cols - col)
             rows = max(row, part.rows[0]), min(row + high, part.rows[1])
             cols = max(col, part.cols[0]), min(col + width, part.cols[1])
-            yield Tile(i * in_a_row + j, row, col, width, rows, cols)
+            yield Tile(i * in_a_row + j, row, col, min(high, part.num_rows - row), width, rows, cols)
 
 
 def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = None) -> dict[str, Tensor]:
@@ -141,7 +142,7 @@ def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
     for cut in tiles(part):
         secret = fold_in(key, "normal", name, cut.number).secret
         generator.manual_seed(int.from_bytes(secret[:8], "little", signed=True))
-        size = (cut.rows[1] - cut.first_row, cut.width)
+        size = (cut.height, cut.width)  # whole tiles: torch's numbers depend on how many are asked for
         values = torch.randn(size, generator=generator, dtype=torch.float64, device=held.device)
         rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
         noise[rows, cols] = values[
