@@ -64,6 +64,12 @@ class Tile(NamedTuple):
     rows: tuple[int, int]
     cols: tuple[int, int]
 
+    @property
+    def inside(self) -> tuple[slice, slice]:
+        """What of the tile is wanted."""
+        first, col = self.first_row, self.first_col
+        return slice(self.rows[0] - first, self.rows[1] - first), slice(self.cols[0] - col, self.cols[1] - col)
+
 
 def tiles(part: Window) -> Iterator[Tile]:
     """The tiles that a part of a matrix touches; they are numbered row by row."""
@@ -106,11 +112,8 @@ def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = No
     def draw(job: tuple[str, Window, Tile]) -> None:
         name, part, cut = job
         values = tile(key, name, cut.number, (cut.rows[1] - cut.first_row) * cut.width)
-        values = values.reshape(-1, cut.width)[
-            cut.rows[0] - cut.first_row :, slice(*(c - cut.first_col for c in cut.cols))
-        ]
         rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
-        noise[name][rows, cols] = values
+        noise[name][rows, cols] = values.reshape(-1, cut.width)[cut.inside]
 
     workers = min(threads or _cores(), max(len(jobs), 1))
     if workers == 1:
@@ -145,9 +148,7 @@ def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
         size = (cut.height, cut.width)  # whole tiles: torch's numbers depend on how many are asked for
         values = torch.randn(size, generator=generator, dtype=torch.float64, device=held.device)
         rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
-        noise[rows, cols] = values[
-            cut.rows[0] - cut.first_row :, cut.cols[0] - cut.first_col : cut.cols[1] - cut.first_col
-        ].to(held.dtype)
+        noise[rows, cols] = values[cut.inside].to(held.dtype)
     return noise.reshape(held.shape)
 
 
