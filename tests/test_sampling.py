@@ -144,7 +144,7 @@ def size_variance_accepted(member_TN, variance, level=1e-6):
 def test_batch_sizes_tell_poisson_from_fixed():
     """Binomial variance, and neither 0.8 nor 1.2 of it; a fixed size has none."""
     variance = 400 * 0.1 * 0.9
-    member_TN = membership(Poisson(400, 0.1), 2000)
+    member_TN = membership(Poisson(400, 0.1), 6000)
     assert size_variance_accepted(member_TN, variance)
     assert not size_variance_accepted(member_TN, 0.8 * variance)
     assert not size_variance_accepted(member_TN, 1.2 * variance)
@@ -172,16 +172,26 @@ def test_poisson_draws_do_not_depend_on_other_records(small, more, step):
 
 @given(size=st.integers(1, 3000), low=st.floats(1e-6, 1.0), high=st.floats(1e-6, 1.0))
 def test_poisson_batches_grow_with_the_probability(size, low, high):
+    """With the same key, a higher probability moves every record drawn to the front or leaves it there."""
     low, high = sorted((low, high))
-    assert set(Poisson(size, low).indices(KEY, 0).tolist()) <= set(Poisson(size, high).indices(KEY, 0).tolist())
+    few, many = (Poisson(size, prob).indices(KEY, 0) for prob in (low, high))
+    assert len(few) <= len(many)
+    assert bool((many[: len(few)] <= few).all())
 
 
 def test_poisson_extremes():
     """q = 1 draws everybody, in order; a tiny q draws nobody, which is a batch like any other."""
     assert torch.equal(Poisson(70_000, 1.0).indices(KEY, 5), torch.arange(70_000))
-    empty = Poisson(100, 1e-12).indices(KEY, 5)
-    assert (empty.shape, empty.dtype) == ((0,), torch.int64)
+    for prob in (1e-12, 1e-300, 5e-324):
+        empty = Poisson(100, prob).indices(KEY, 5)
+        assert (empty.shape, empty.dtype) == ((0,), torch.int64)
     assert Poisson(1, 0.5).expected_batch_size(0) == 0.5
+
+
+def test_known_draws():
+    """The same records in every version of this library and of numpy: a resumed run draws what it drew before."""
+    assert Poisson(100, 0.1).indices(KEY, 0).tolist() == [2, 37, 53, 75, 77, 85, 89, 91, 92, 98]
+    assert Poisson(10**9, 5e-9).indices(KEY, 7).tolist() == [414413965, 839099303, 938972809, 967700496]
 
 
 def test_poisson_schedule():
@@ -289,6 +299,7 @@ BAD = {
     "probability 0": (lambda: Poisson(10, 0.0), "0 < sampling_prob <= 1, got sampling_prob=0.0"),
     "probability above 1": (lambda: Poisson(10, 1.5), "0 < sampling_prob <= 1, got sampling_prob=1.5"),
     "probability NaN": (lambda: Poisson(10, math.nan), "0 < sampling_prob <= 1"),
+    "more than there can be": (lambda: Poisson(2**46 + 1, 0.1), r"dataset_size <= 70368744177664"),
     "percent": (lambda: Poisson(10, "1%"), "not str"),
     "schedule above 1": (lambda: Poisson(10, Schedule(((5, 0.1), (5, 2.0)))), "0 < sampling_prob <= 1"),
     "batch above data set": (lambda: Poisson.of_batch_size(64, 65), "expected_batch_size <= dataset_size.*64 records"),

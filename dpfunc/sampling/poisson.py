@@ -1,11 +1,14 @@
-"""Poisson sampling: each record on its own coin."""
+"""Poisson sampling: each record on its own coin, of which only the successes are drawn."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,15 +17,19 @@ from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, draw
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
 
-CHUNK = 2**16  # uniforms in memory at once; no influence on the result
+CHUNK = 2**16  # gaps in memory at once; no influence on the result
+SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
+LARGEST = 2**46  # a chunk of gaps adds up within int64, and float64 tells all records apart
 
 
 @dataclass(frozen=True)
 class Poisson:
     """Each record is in the batch with probability q, independently of all others; a batch may be empty.
 
+    A draw costs time and memory for the records in the batch, whatever n is: see `successes`.
+
     Args:
-        dataset_size: number of records n, >= 1.
+        dataset_size: number of records n, 1 <= n <= 2**46.
         sampling_prob: q, 0 < q <= 1, or a `Schedule` of it over the steps.
 
     Under add/remove adjacency n is private: treat q and the expected batch size as chosen numbers.
@@ -34,8 +41,9 @@ class Poisson:
 
     Guarantees:
         inclusion at rate q, independent between records and steps (tests/test_sampling.py::test_poisson_rate,
-        test_poisson_records_are_independent, test_poisson_steps_are_independent); a record's coin does not depend on
-        the other records (test_poisson_draws_do_not_depend_on_other_records).
+        test_poisson_records_are_independent, test_poisson_steps_are_independent; with 1e7 records
+        tests/test_sampling_scale.py); adding records at the end changes nobody else's coin
+        (test_poisson_draws_do_not_depend_on_other_records); the same draws in every version (test_known_draws).
 
     >>> from dpfunc.rng import insecure_key
     >>> sampler = Poisson(dataset_size=1000, sampling_prob=0.01)
@@ -49,7 +57,7 @@ class Poisson:
     sampling_prob: float | Schedule
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset_size", whole("dataset_size", self.dataset_size, minimum=1))
+        object.__setattr__(self, "dataset_size", _check_size(self.dataset_size))
         if isinstance(self.sampling_prob, Schedule):
             for _, value in self.sampling_prob.pieces:
                 probability("sampling_prob", value)
@@ -63,7 +71,7 @@ class Poisson:
         >>> Poisson.of_batch_size(64, 48).sampling_prob
         0.75
         """
-        n = whole("dataset_size", dataset_size, minimum=1)
+        n = _check_size(dataset_size)
         domain = "0 < expected_batch_size <= dataset_size"
         size = real("expected_batch_size", expected_batch_size, domain)
         if not 0 < size <= n:
@@ -78,12 +86,8 @@ class Poisson:
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
         generator = draw(key, "sample", whole("step", step))
-        prob = schedule_at(self.sampling_prob, step)
-        drawn = [
-            start + np.flatnonzero(generator.random(min(CHUNK, self.dataset_size - start)) < prob)
-            for start in range(0, self.dataset_size, CHUNK)
-        ]
-        return torch.from_numpy(np.concatenate(drawn))
+        found = list(successes(generator, self.dataset_size, schedule_at(self.sampling_prob, step)))
+        return torch.from_numpy(np.concatenate(found))
 
     def expected_batch_size(self, step: int) -> float:
         """`q n`."""
@@ -97,3 +101,38 @@ class Poisson:
         return tuple(
             Event(schedule_at(self.sampling_prob, a), noise_multiplier, b - a) for a, b in itertools.pairwise(edges)
         )
+
+
+def successes(generator: np.random.Generator, trials: int, prob: float) -> Iterator[npt.NDArray[np.int64]]:
+    """Where independent coins, each with probability `prob`, show heads: sorted positions in 0..trials-1, in pieces.
+
+    The number of throws up to and with the next success is geometric, and independent of the past. Conversely, coins
+    whose successes lie that far apart are independent with probability `prob`: it is the same law, not a limit of it.
+    With E exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k. In float64 a
+    coin's probability is off by 2e-16 at most, as where a float64 uniform number is compared with `prob`.
+
+    The k-th gap is made of the k-th exponential number, so `trials` and the chunks change nothing but the end.
+
+    Args:
+        generator: a stream that is used for nothing else. trials: 1 <= trials <= 2**46. prob: 0 < prob <= 1.
+
+    >>> next(successes(np.random.default_rng(0), 5, 1.0))
+    array([0, 1, 2, 3, 4])
+    """
+    rate = max(-math.log1p(-prob), SLOWEST) if prob < 1 else math.inf
+    start = 0
+    while start < trials:
+        expected = (trials - start) * prob
+        size = math.ceil(min(CHUNK, expected + 4 * math.sqrt(expected) + 16))
+        gaps = np.ceil(generator.standard_exponential(size) / rate)
+        # An exponential number that is 0 in float64 is a gap of 1; what leads beyond the end need not be exact.
+        positions = start - 1 + np.cumsum(np.clip(gaps, 1, trials + 1).astype(np.int64))
+        yield positions[: np.searchsorted(positions, trials)]
+        start = int(positions[-1]) + 1
+
+
+def _check_size(dataset_size: int) -> int:
+    size = whole("dataset_size", dataset_size, minimum=1)
+    if size > LARGEST:
+        raise fail(f"dataset_size <= {LARGEST}", "dataset_size", dataset_size)
+    return size

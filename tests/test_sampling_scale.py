@@ -1,0 +1,202 @@
+"""Poisson draws from many records: the law of independent coins, at a cost that does not grow with their number."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpfunc.rng import insecure_key, stream
+from dpfunc.sampling import Poisson, poisson
+from dpfunc.types import Schedule
+
+KEY = insecure_key(0)
+N = 10**7
+PROB = 0.05
+LEVEL = 1e-6
+
+
+def fits(counts, law, level=LEVEL):
+    """Chi-square test of how often each of the values 0, 1, 2, ... occurs; rare values are taken together."""
+    values = np.arange(counts.max() + 2)
+    observed = np.bincount(counts, minlength=len(values)).astype(float)
+    expected = law.pmf(values) * counts.size
+    expected[-1] += law.sf(values[-1]) * counts.size
+    groups = np.minimum(np.cumsum(expected) // 20, max(expected.sum() // 20 - 1, 0)).astype(int)
+    observed, expected = (np.bincount(groups, weights=numbers) for numbers in (observed, expected))
+    kept = expected > 0
+    statistic = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
+    return stats.chi2.sf(statistic, kept.sum() - 1) > level
+
+
+def between(count, trials, prob, level=LEVEL):
+    """Two-sided exact binomial test."""
+    return level < stats.binom.cdf(count, trials, prob) < 1 - level
+
+
+def drawn(step, prob=PROB, size=N):
+    return Poisson(size, prob).indices(KEY, step).numpy()
+
+
+def fixed_in_blocks(step, prob=PROB, block=2**16):
+    """What must be told apart: the same number of records from each block."""
+    generator = np.random.default_rng(step)
+    return np.concatenate([
+        start + np.sort(generator.choice(block, round(block * prob), replace=False, shuffle=False))
+        for start in range(0, N - block, block)
+    ])  # fmt: skip
+
+
+def window_counts(batch, width):
+    return np.bincount(batch // width, minlength=-(-N // width))[: N // width]
+
+
+@pytest.mark.parametrize("prob", [0.1, 0.3, 0.7, 0.999])
+def test_every_subset_at_its_probability(prob):
+    """The whole law: each of the 32 subsets of five records, and not at the probabilities of another q."""
+    generator = stream(KEY)
+    codes = np.array([
+        sum(1 << position for piece in poisson.successes(generator, 5, prob) for position in piece.tolist())
+        for _ in range(40_000)
+    ])  # fmt: skip
+    sizes = np.array([code.bit_count() for code in range(32)])
+
+    def accepted(q):
+        law = q**sizes * (1 - q) ** (5 - sizes)
+        return fits(codes, stats.rv_discrete(values=(np.arange(32), law / law.sum())))
+
+    assert accepted(prob)
+    assert not accepted(0.9 * prob)
+    assert not accepted(min(1.1 * prob, 0.99 if prob == 0.999 else 1.0))
+
+
+def test_every_record_at_the_same_rate():
+    """How often each of 1e7 records is drawn in 60 steps is binomial; and so it is along the data set."""
+    steps = 60
+    counts_N = np.zeros(N, np.int64)
+    for step in range(steps):
+        counts_N[drawn(step)] += 1
+    assert fits(counts_N, stats.binom(steps, PROB))
+    for wrong in (0.9 * PROB, 1.1 * PROB):
+        assert not fits(counts_N, stats.binom(steps, wrong))
+    parts_P = counts_N.reshape(1000, -1).sum(1)
+    trials = steps * N // 1000
+    spread = ((parts_P - trials * PROB) ** 2).sum() / (trials * PROB * (1 - PROB))
+    assert LEVEL < stats.chi2.cdf(spread, 1000) < 1 - LEVEL
+    assert all(between(int(counts_N[edge].sum()), steps * 1000, PROB) for edge in (slice(1000), slice(-1000, None)))
+
+
+@pytest.mark.parametrize("width", [2, 50, 2**10, 2**15])
+def test_windows_are_binomial(width):
+    """The number drawn from each window, and not that of another q."""
+    counts = np.concatenate([window_counts(drawn(step), width) for step in range(5 if width == 2 else 20)])
+    assert fits(counts, stats.binom(width, PROB))
+    for wrong in (0.9 * PROB, 1.1 * PROB):
+        assert not fits(counts, stats.binom(width, wrong))
+
+
+@pytest.mark.parametrize("width", [2**15, 2**16])
+def test_windows_vary_as_independent_coins_do(width):
+    """Variance within and across blocks: that of a binomial; a fixed number from each block is told apart."""
+
+    def accepted(batches, scale=1.0):
+        counts_BW = np.stack([window_counts(batch, width)[: N // 2**16 - 1] for batch in batches])
+        statistic = ((counts_BW - width * PROB) ** 2).sum() / (scale * width * PROB * (1 - PROB))
+        return LEVEL < stats.chi2.cdf(statistic, counts_BW.size) < 1 - LEVEL
+
+    batches = [drawn(step) for step in range(40)]
+    assert accepted(batches)
+    assert not accepted(batches, 0.8)
+    assert not accepted(batches, 1.2)
+    assert not accepted([fixed_in_blocks(step) for step in range(4)])
+
+
+@pytest.mark.parametrize("distance", [1, 2, 7, 2**10, 2**16, N // 2])
+def test_pairs_are_independent(distance):
+    """Two records at any distance are drawn together at rate q^2: exact counts over disjoint pairs."""
+    starts = np.arange(N)
+    starts = starts[(starts // distance % 2 == 0) & (starts + distance < N)]
+    together = 0
+    for step in range(3):
+        member_N = np.zeros(N, bool)
+        member_N[drawn(step)] = True
+        together += int((member_N[starts] & member_N[starts + distance]).sum())
+    trials = 3 * len(starts)
+    assert between(together, trials, PROB**2)
+    assert not between(together, trials, 0.9 * PROB**2)
+    assert not between(together, trials, 1.1 * PROB**2)
+
+
+@pytest.mark.parametrize("size", [10**7, 10**9, 2**46])
+def test_batches_of_large_data_sets(size):
+    """Sizes are binomial, and the records are spread evenly, as far as the last one."""
+    sampler = Poisson.of_batch_size(size, 4096)
+    batches = [sampler.indices(KEY, step) for step in range(300)]
+    total = sum(len(batch) for batch in batches)
+    for factor, expected in ((1.0, True), (0.9, False), (1.1, False)):
+        mean = 300 * 4096 * factor
+        assert (LEVEL < stats.poisson.cdf(total, mean) < 1 - LEVEL) == expected
+    spread = np.var([len(batch) for batch in batches], ddof=1) * 299 / 4096
+    assert LEVEL < stats.chi2.cdf(spread, 299) < 1 - LEVEL
+    places = torch.cat(batches).numpy() * (64 / size)
+    assert stats.chisquare(np.bincount(places.astype(int), minlength=64)).pvalue > LEVEL
+
+
+@given(size=st.integers(1, 2**46), expected=st.floats(1e-3, 3000), step=st.integers(0, 2**40))
+def test_a_draw_is_sorted_and_has_nobody_twice(size, expected, step):
+    sampler = Poisson.of_batch_size(size, min(expected, size))
+    batch = sampler.indices(KEY, step)
+    assert batch.dtype == torch.int64
+    assert bool((batch.diff() > 0).all())
+    assert len(batch) == 0 or (int(batch[0]) >= 0 and int(batch[-1]) < size)
+    assert torch.equal(batch, sampler.indices(KEY, step))
+
+
+def test_steps_of_a_schedule():
+    sampler = Poisson(10**9, Schedule(((2, 1e-6), (2, 4e-6))))
+    assert [round(len(sampler.indices(KEY, step)) / 1000) for step in range(4)] == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize(("size", "prob"), [(10_000, 0.3), (10_000, 1.0), (10**9, 1e-6), (7, 0.5)])
+def test_chunks_have_no_influence(monkeypatch, size, prob):
+    batch = Poisson(size, prob).indices(KEY, 0)
+    for chunk in (1, 7, 1000):
+        monkeypatch.setattr(poisson, "CHUNK", chunk)
+        assert torch.equal(Poisson(size, prob).indices(KEY, 0), batch)
+
+
+def peak_bytes(sampler):
+    tracemalloc.start()
+    sampler.indices(KEY, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def best_seconds(sampler):
+    seconds = []
+    for step in range(5):
+        start = time.perf_counter()
+        sampler.indices(KEY, step)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("size", [10**7, 10**9, 10**12])
+def test_the_cost_is_that_of_the_batch(size):
+    """4096 records of any number: a fraction of a millisecond and of a megabyte, here with room for slow machines."""
+    sampler = Poisson.of_batch_size(size, 4096)
+    assert best_seconds(sampler) < 0.05
+    assert peak_bytes(sampler) < 2**20
+
+
+def test_large_batches_need_little_more_than_themselves():
+    """The result, twice while the pieces are joined, and one chunk."""
+    sampler = Poisson(10**8, 0.01)
+    assert peak_bytes(sampler) < 2 * 8 * 1.1e6 + 2**23
