@@ -19,8 +19,12 @@ from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.microbatch import automatic_size
 from dpfunc.rng import Key, fold_in, torch_seed
+from dpfunc.sharding import is_dtensor, local
 from dpfunc.tree import batch_size, pad_rows, rows, signature, tree_map
 from dpfunc.types import ADJACENCIES, Adjacency, Batch, ClippedSum, ClipRule, Engine, LossFn, Params, Unreleased
+
+WholeNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""From squared norms of what this process holds of each gradient to those of whole gradients."""
 
 Core = Callable[[Params, Batch, Tensor], tuple[dict[str, Tensor], Tensor, Tensor]]
 
@@ -43,9 +47,9 @@ def check_params(params: Params) -> None:
                 f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
                 "Leave it out of params: it cannot be trained by gradients."
             )
-    sums = torch.stack([wide(param.detach().sum()).cpu() for param in params.values()])
+    sums = torch.stack([wide(local(param).detach().sum()).cpu() for param in params.values()])
     if not bool(torch.isfinite(sums).all()):  # a sum is quick, and may overflow: then look closely
-        bad = [name for name, param in params.items() if not bool(torch.isfinite(param.detach()).all())]
+        bad = [name for name, param in params.items() if not bool(torch.isfinite(local(param).detach()).all())]
     else:
         bad = []
     if bad:
@@ -65,6 +69,7 @@ class ClippedGrad:
     microbatch_size: int | Literal["auto"] | None
     adjacency: Adjacency
     compile: bool
+    whole_norms: WholeNorms | None = field(default=None, repr=False)
     _cores: dict[tuple[str, ...], Core] = field(default_factory=dict, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
@@ -73,6 +78,11 @@ class ClippedGrad:
     ) -> tuple[ClippedSum, Unreleased]:
         """The clipped sum over the batch, and its losses and norms."""
         check_params(params)
+        if self.whole_norms is None and any(is_dtensor(param) for param in params.values()):
+            raise InvalidArgument(
+                "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
+                "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
+            )
         num_samples = batch_size(batch)
         mask_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
@@ -93,7 +103,7 @@ class ClippedGrad:
             real = min(size, num_samples - start)
             seen.append((losses_B[:real], norms_BG[:real]))
         if not seen:
-            total = {name: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for name, p in params.items()}
+            total = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
         clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped, self._unreleased(seen, mask_B, len(parts.group_names))
 
@@ -118,7 +128,8 @@ class ClippedGrad:
                 microbatch = tree_map(torch.detach, microbatch)
             per_sample = engine(self.loss_fn, params, microbatch)
             with exact(mask_B.device):
-                norms_BG = parts.norms(per_sample.sq_norms())
+                sq_norms = per_sample.sq_norms()
+                norms_BG = parts.norms(self.whole_norms(params, sq_norms) if self.whole_norms else sq_norms)
                 factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
                 sums = per_sample.weighted_sum(parts.spread(factors_BG))
             return sums, per_sample.losses_B, norms_BG
@@ -173,8 +184,11 @@ def make_clipped_grad(
     microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
     compile: bool = False,
+    whole_norms: WholeNorms | None = None,
 ) -> ClippedGrad:
     """Prepare `clipped_grad` for many batches; the arguments are the same.
+
+    With `whole_norms`, parameters may be DTensors of which the engine sees the local parts.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> from dpfunc.clipping import Flat
@@ -196,7 +210,7 @@ def make_clipped_grad(
             "Expected microbatch_size to be given with compile=True: Poisson batches change their size, and each size "
             "would be compiled anew. The last microbatch is padded and masked."
         )
-    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile)
+    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile, whole_norms)
 
 
 def clipped_grad(

@@ -13,10 +13,19 @@ from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, ep
 from dpfunc.checks import fail, one_of, open_unit, positive, whole
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key
-from dpfunc.sampling import BatchSampler, Poisson, Sampler, batch_sampler
+from dpfunc.sampling import BatchSampler, Poisson, Sampler, batch_sampler, deal
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, ClipRule, Event, Schedule, schedule_at
 
 ACCOUNTANTS = ("auto", "prv", "rdp")
+
+
+class Place(Protocol):
+    """Which of several processes this is: what `Plan.batches` needs of `dpfunc.distributed.Ranks`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 class Position(Protocol):
@@ -210,11 +219,20 @@ class Plan:
             method=self.accountant,
         )
 
-    def batches(self, state: Position) -> Iterator[Tensor]:
-        """The index tensors of the steps from `state` to the end of its budget, in order; some may be empty."""
-        for step in range(state.step, state.limit):
-            yield self.sampler.indices(state.key, step)
+    def batches(self, state: Position, ranks: Place | None = None) -> Iterator[Tensor]:
+        """The index tensors of the steps from `state` to the end of its budget, in order; some may be empty.
 
-    def batch_sampler(self, state: Position) -> BatchSampler:
+        With `ranks`, the records of this process: each draw is dealt out in turn.
+        """
+        for step in range(state.step, state.limit):
+            yield self.draw(state, step, ranks)
+
+    def draw(self, state: Position, step: int, ranks: Place | None = None) -> Tensor:
+        """The records of one step, of all processes or of this one."""
+        drawn = self.sampler.indices(state.key, step)
+        return drawn if ranks is None else deal(drawn, ranks.rank, ranks.size)
+
+    def batch_sampler(self, state: Position, ranks: Place | None = None) -> BatchSampler:
         """The same draws as lists, for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`."""
-        return batch_sampler(self.sampler, state.key, state.step, state.limit)
+        place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        return batch_sampler(self.sampler, state.key, state.step, state.limit, *place)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,14 +18,21 @@ from dpfunc.checks import fail, one_of
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
-from dpfunc.engines.auto import Decision
+from dpfunc.distributed.handshake import Card, card
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed.reduce import check_layout, gathered, whole_norms
+from dpfunc.distributed.together import checked, confirmed, padded, summed
+from dpfunc.engines.auto import Decision, auto
+from dpfunc.engines.bookkeeping import bookkeeping
+from dpfunc.engines.ghost import ghost
+from dpfunc.engines.loop import loop
+from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
 from dpfunc.noise import gaussian
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.tree import batch_size
-from dpfunc.types import Batch, Engine, LossFn, Params, Unreleased, schedule_at
+from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
 ENGINES: dict[str, Callable[[], Engine]] = {
     "auto": auto, "bookkeeping": bookkeeping, "ghost": ghost, "vmap": vmap, "loop": loop,
@@ -87,6 +96,7 @@ class DPStep:
     noise_source: Literal["secure", "device"]
     verify_batch: bool
     journal: Callable[[StepState], None] | None
+    ranks: Ranks | None = None
     _stateless: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     def init(self, params: Params, key: Key, ledger: Ledger | None = None) -> StepState:
@@ -124,28 +134,73 @@ class DPStep:
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
     ) -> StepResult:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
-        check_params(params)
-        num_samples = batch_size(batch)
-        real_samples = int(check_mask(mask_B, num_samples, torch.device("cpu")).sum())
-        if state is None:
-            state = self._run_of_its_own(params)
+        if self.ranks is None:
+            mask_B = self._check(params, batch, state, mask_B)
+            state = self._run_of_its_own(params) if state is None else state
+            clipped, unreleased = self._clip(params, batch, mask_B, state)
         else:
-            check_state(state, self.plan)
-            if self.verify_batch:
-                self._check_draw(state, real_samples)
-        key = fold_in(state.key, "step", state.step)
-        clipped, unreleased = self.clipped_grad(params, batch, mask_B=mask_B, key=fold_in(key, "dropout"))
+            state = _a_state(state)
+            clipped, unreleased = self._clip_together(params, batch, mask_B, state, self.ranks)
         mechanism = gaussian(
             schedule_at(self.plan.noise_multiplier, state.step),
             allocation=self.plan.allocation,
             source=self.noise_source,
         )
+        key = fold_in(state.key, "step", state.step)
         released, noise_state = mechanism.add(clipped, state.noise_state, fold_in(key, "release"))
         after = self._advance(state, noise_state)
         if self.journal is not None:  # on disk before anybody sees the gradients
-            self.journal(after)
+            write = partial(self.journal, after)
+            write() if self.ranks is None else confirmed(write, self.ranks)
         _next_release[fingerprint(state.key)] = after.step
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
+
+    def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Tensor:
+        """Everything that can be wrong with a call is found before anything is computed or spent."""
+        check_params(params)
+        num_samples = batch_size(batch)
+        real_B = check_mask(mask_B, num_samples, torch.device("cpu"))
+        if state is not None:
+            check_state(state, self.plan)
+            if self.verify_batch:
+                self._check_draw(state, int(real_B.sum()))
+        return real_B
+
+    def _clip(self, params: Params, batch: Batch, mask_B: Tensor, state: StepState) -> tuple[ClippedSum, Unreleased]:
+        # Replicas draw different dropout for their different records.
+        rank = () if self.ranks is None or not self.ranks.rank else (self.ranks.rank,)
+        key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
+        return self.clipped_grad(params, batch, mask_B=mask_B, key=key)
+
+    def _clip_together(
+        self, params: Params, batch: Batch, mask_B: Tensor | None, state: StepState, ranks: Ranks
+    ) -> tuple[ClippedSum, Unreleased]:
+        real: list[Tensor] = []
+
+        def check() -> Card:
+            real.append(self._check(params, batch, state, mask_B))
+            check_layout(params, ranks)
+            return card(step=state.step, batch=batch, params=params, run=self._described(state), ranks=ranks)
+
+        largest = checked(check, state.step, ranks)
+
+        def compute() -> tuple[ClippedSum, Unreleased]:
+            rows, rows_B = padded(batch, real[0], largest, ranks)
+            return self._clip(gathered(params, ranks), rows, rows_B, state)
+
+        return summed(compute, params, ranks)
+
+    def _described(self, state: StepState) -> str:
+        """What must be the same in all processes."""
+        settings = (
+            self.plan,
+            self.reduction,
+            self.noise_source,
+            self.clipped_grad.engine,
+            self.clipped_grad.microbatch_size,
+        )
+        place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
+        return re.sub(r" at 0x[0-9a-f]+", "", repr((settings, place)))
 
     @property
     def decision(self) -> Decision | None:
@@ -164,12 +219,13 @@ class DPStep:
         return self.init(params, secure_key())
 
     def _check_draw(self, state: StepState, real_samples: int) -> None:
-        drawn = len(self.plan.sampler.indices(state.key, state.step))
+        drawn = len(self.plan.draw(state, state.step, self.ranks))
         if drawn != real_samples:
+            call = "state" if self.ranks is None else "state, ranks"
             raise SamplingMismatch(
                 f"Expected the batch that the plan's sampler drew for step {state.step}, with {drawn} samples, got "
-                f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches(state) or "
-                "plan.batch_sampler(state), drop none, and mark padding with mask_B. If you draw by the same law "
+                f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or "
+                f"plan.batch_sampler({call}), drop none, and mark padding with mask_B. If you draw by the same law "
                 "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
             )
 
@@ -184,6 +240,14 @@ class DPStep:
         # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
         return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
+
+
+def _a_state(state: StepState | None) -> StepState:
+    if state is None:
+        raise fail(
+            "a state, which all processes share", "state", None, "Start with dp_step.init(params, shared_key(ranks))."
+        )
+    return state
 
 
 def check_state(state: StepState, plan: Plan) -> None:
@@ -232,6 +296,7 @@ def make_dp_step(
     noise_source: Literal["secure", "device"] = "secure",
     verify_batch: bool = True,
     journal: Callable[[StepState], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> DPStep:
     """Build `grads, state, unreleased = dp_step(params, batch, state)`.
 
@@ -251,7 +316,9 @@ def make_dp_step(
         noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.
         verify_batch: compare the size of each batch with the plan's draw of that step.
         journal: called with the next state before a step returns, e.g. `checkpoint.Journal`; if it raises, nothing is
-            released.
+            released. With ranks, one process calls it.
+        ranks: the processes that take the step together, `dpfunc.distributed.data_parallel()` or `sharded(mesh)`; each
+            calls with its own records, `plan.batches(state, ranks)`. None is one process.
 
     Returns:
         `dp_step`, with `dp_step.init(params, key)` for the first state. `dp_step(params, batch)` without a state is a
@@ -284,6 +351,8 @@ def make_dp_step(
     one_of("noise_source", noise_source, ("secure", "device"))
     if journal is not None and not callable(journal):
         raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
+    if ranks is not None and compile and ranks.tensor_group is not None:
+        raise InvalidArgument("Expected compile=False with tensor parallelism: norms are summed between processes.")
     prepared = make_clipped_grad(
         loss_fn,
         plan.clip,
@@ -291,5 +360,6 @@ def make_dp_step(
         microbatch_size=microbatch_size,
         adjacency=plan.adjacency,
         compile=compile,
+        whole_norms=None if ranks is None else partial(whole_norms, ranks=ranks),
     )
-    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal)
+    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)

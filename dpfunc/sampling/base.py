@@ -72,3 +72,15 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
     """
     first = whole("start", start)
     return first, whole("stop", stop, minimum=first)
+
+
+def deal(indices: Tensor, rank: int, size: int) -> Tensor:
+    """The records of one of several processes: every `size`-th of the drawn ones, from the `rank`-th on.
+
+    Whatever the number of processes, together they have the draw of one process.
+
+    >>> import torch
+    >>> deal(torch.tensor([3, 5, 8, 9, 11]), rank=1, size=2)
+    tensor([5, 9])
+    """
+    return indices[rank::size]

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key
-from dpfunc.sampling.base import Sampler, check_span
+from dpfunc.sampling.base import Sampler, check_span, deal
 from dpfunc.tree import batch_size, rows, tree_map
 from dpfunc.types import Batch
 
@@ -21,16 +21,18 @@ class BatchSampler:
     key: Key
     start: int
     stop: int
+    rank: int = 0
+    size: int = 1
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.start, self.stop):
-            yield self.sampler.indices(self.key, step).tolist()
+            yield deal(self.sampler.indices(self.key, step), self.rank, self.size).tolist()
 
 
-def batch_sampler(sampler: Sampler, key: Key, start: int, stop: int) -> BatchSampler:
+def batch_sampler(sampler: Sampler, key: Key, start: int, stop: int, rank: int = 0, size: int = 1) -> BatchSampler:
     """The draws of a run as lists of indices; iterate as often as you like, the draws are the same.
 
     Args:
@@ -38,6 +40,7 @@ def batch_sampler(sampler: Sampler, key: Key, start: int, stop: int) -> BatchSam
         key: the root key of the run, as `dp_step.init` got it.
         start: first step, >= 0.
         stop: the step after the last, >= start.
+        rank, size: of several processes, which of them this is; each draw is dealt out in turn.
 
     Returns:
         One list of indices for each step; unreleased. An empty list is a step with an empty batch: give the loader a
@@ -51,7 +54,7 @@ def batch_sampler(sampler: Sampler, key: Key, start: int, stop: int) -> BatchSam
     >>> len(batch_sampler(Poisson(10, 0.5), insecure_key(0), 3, 8))
     5
     """
-    return BatchSampler(sampler, key, *check_span(start, stop))
+    return BatchSampler(sampler, key, *check_span(start, stop), rank, size)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,184 @@
+"""One small exchange before each step: do all processes mean the same step, plan, key and parameters?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc.distributed.ranks import Ranks, any_rank
+from dpfunc.errors import RankMismatch, StepAborted
+from dpfunc.sharding import local, shard_dims
+from dpfunc.tree import batch_size, signature
+from dpfunc.types import Batch, Params
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Card(NamedTuple):
+    """What a process says about itself. Public facts and digests only; `num_samples` stays among the processes.
+
+    Args:
+        step: number of the step. num_samples: records this process has. failed: it cannot take the step.
+        run: digest of plan, key, ledger and settings. rows: of the shapes of a row. data: of the batch itself.
+        params: of the parameters that the processes of the data group hold alike. whole: of those that nobody cuts.
+    """
+
+    step: int
+    num_samples: int
+    failed: int
+    run: int
+    rows: int
+    data: int
+    params: int
+    whole: int
+
+
+SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
+# What must agree, and what to say when it does not.
+ADVICE = {
+    "step": "All processes take every step, also when they have no records.",
+    "run": (
+        "Plan, key, ledger, engine or other settings differ. The usual mistake: each process made a key of its own. "
+        "Use dpfunc.distributed.shared_key(ranks), and build the plan from the same numbers."
+    ),
+    "params": (
+        "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
+        "initialisation, update every replica in the same way, and load the same checkpoint."
+    ),
+    "whole": "Parameters that no process cuts differ in at least one bit. Start from the same initialisation.",
+    "rows": (
+        "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
+        "processes."
+    ),
+    "data": SAME_RECORDS,
+    "num_samples": SAME_RECORDS,
+}
+AMONG_DATA = ("step", "run", "params")
+AMONG_PARTS = ("step", "run", "whole", "rows", "data", "num_samples")
+
+
+def digest(text: str | bytes) -> int:
+    """63 bits of a hash.
+
+    >>> digest("a") == digest(b"a")
+    True
+    """
+    raw = text.encode() if isinstance(text, str) else text
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
+
+
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """A digest of names, shapes and the sums of all bits read as integers: one bit more or less is seen.
+
+    Made for accidents, not for adversaries: it does not see entries that changed places.
+
+    >>> checksum([("w", torch.ones(3))]) == checksum([("w", torch.tensor([1, 1, 1 + 2**-23]))])
+    False
+    """
+    said, sums = [], []
+    for name, tensor in tensors:
+        part = local(tensor).detach().contiguous()
+        said.append(f"{name}{part.dtype}{tuple(part.shape)}")
+        whole = part.view(torch.uint8) if part.is_complex() else part
+        sums.append(whole.reshape(-1).view(INTEGERS[whole.element_size()]).sum(dtype=torch.int64).reshape(1))
+    values = torch.cat(sums).tolist() if sums else []
+    return digest(f"{said}{values}")
+
+
+def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> Card:
+    """What this process says when it could take the step.
+
+    Args:
+        step: number of the step. batch: of this process. params: trained parameters. run: everything else that must be
+            the same in all processes. ranks: of the run.
+    """
+    data = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_leaves_with_path(batch)]
+    rows = [name for name, _ in data], signature(batch)
+    layouts = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
+    alike = [(name, p) for name, p in params.items() if not _cut_over(p, ranks.group)]
+    parts = ranks.tensor_group is not None
+    return Card(
+        step=step,
+        num_samples=batch_size(batch),
+        failed=0,
+        run=digest(f"{run}{layouts}"),
+        rows=digest(str(rows)),
+        data=checksum(data) if parts else 0,
+        params=checksum(alike),
+        whole=checksum((name, p) for name, p in alike if not shard_dims(p)) if parts else 0,
+    )
+
+
+def _cut_over(param: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether processes of the group hold different parts of a parameter."""
+    axes = shard_dims(param)
+    if not axes:
+        return False
+    mesh = param.device_mesh  # type: ignore[attr-defined]
+    members = set(dist.get_process_group_ranks(group))
+    return any(len(members & set(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in axes)
+
+
+def agree(own: Card, ranks: Ranks) -> int:
+    """All processes take this step, or none does.
+
+    Returns:
+        The largest number of records that a process has.
+
+    Raises:
+        StepAborted: another process failed; on the one that did, its own error is raised instead.
+        RankMismatch: on all processes, when they disagree. Nothing was spent.
+
+    Guarantees:
+        tests/distributed/test_handshake.py.
+    """
+    message = torch.tensor(own, dtype=torch.int64, device=ranks.device)
+    tables = [[Card(*row) for row in _gather(message, group)] for group in ranks.groups]
+    among = (AMONG_DATA if ranks.independent else (*AMONG_DATA, "rows"), AMONG_PARTS)
+    failed = any(row.failed for table in tables for row in table)
+    differing = [
+        (name, [getattr(row, name) for row in table])
+        for table, names in zip(tables, among, strict=False)
+        for name in names
+        if len({getattr(row, name) for row in table}) > 1
+    ]
+    if ranks.tensor_group is not None:  # what one group saw, all must hear
+        failed, elsewhere = any_rank(failed, ranks), any_rank(bool(differing), ranks)
+    else:
+        elsewhere = bool(differing)
+    if own.failed:
+        return 0  # the caller's own error is on its way
+    if failed:
+        who = [rank for rank, row in enumerate(tables[0]) if row.failed]
+        named = f"Process {who} of the data group" if who else "Another process"
+        raise StepAborted(
+            f"{named} could not take step {own.step}; its own error says why. No process took the step, nothing was "
+            "released and nothing was spent."
+        )
+    if differing or elsewhere:
+        raise RankMismatch(_explained(differing, own))
+    return max(row.num_samples for row in tables[0])
+
+
+def _gather(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, message, group=group)
+    table: list[list[int]] = torch.stack(rows).tolist()
+    return table
+
+
+def _explained(differing: list[tuple[str, list[int]]], own: Card) -> str:
+    if not differing:
+        return f"Other processes of this run disagree at step {own.step}; they say about what. Nothing was spent."
+    name, values = differing[0]
+    shown = values if name in ("step", "num_samples") else [f"{value:016x}" for value in values]
+    return (
+        f"The processes of this run disagree about {name} at step {own.step}: {shown}, in the order of their ranks. "
+        f"{ADVICE[name]} Nothing was spent."
+    )

@@ -1,0 +1,184 @@
+"""Who works together on a step: the processes with other records, and those with other parts of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, secure_key
+from dpfunc.types import Batch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LONGEST_WAIT = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run, as this one sees them. Made by `data_parallel` and `sharded`.
+
+    Args:
+        group: processes with different records; sums are added over it.
+        tensor_group: processes with the same records and other parts of the same parameters, or None.
+        rank, size: the place of this process in `group`, and how many there are.
+        independent: nothing inside of the loss communicates, so that a process with an error can still tell the others.
+        dummy: one public row, a batch of length 1, that processes without records run with weight zero. None is a row
+            of zeros.
+    """
+
+    group: dist.ProcessGroup = field(repr=False)
+    tensor_group: dist.ProcessGroup | None = field(repr=False)
+    rank: int
+    size: int
+    independent: bool
+    dummy: Batch | None = field(default=None, repr=False)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """All groups of this process."""
+        return (self.group,) if self.tensor_group is None else (self.group, self.tensor_group)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one process that writes journals and checkpoints."""
+        return all(dist.get_rank(group) == 0 for group in self.groups)
+
+    @property
+    def device(self) -> torch.device:
+        """Where small messages live: the device that the backend of the group can send from."""
+        return message_device(self.group)
+
+
+def message_device(group: dist.ProcessGroup) -> torch.device:
+    """The CPU, unless the backend only knows accelerators."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
+
+
+def data_parallel(group: dist.ProcessGroup | None = None, *, dummy: Batch | None = None) -> Ranks:
+    """Each process has a whole replica of the model and its share of the records.
+
+    Args:
+        group: a process group with a finite timeout; None is all processes.
+        dummy: see `Ranks`.
+
+    Returns:
+        Ranks for `make_dp_step(..., ranks=...)` and `plan.batches(state, ranks)`. Nothing inside of the loss may
+        communicate: for models that are sharded use `sharded`.
+
+    Raises:
+        InvalidArgument: torch.distributed is not initialised, or waits longer than an hour.
+
+    Guarantees:
+        the released gradients and the ledger are those of one process, for any number of processes
+        (tests/distributed/test_data_parallel.py::test_any_number_of_processes_gives_the_same).
+
+    >>> data_parallel()
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected torch.distributed to be initialised. Call \
+torch.distributed.init_process_group(timeout=timedelta(minutes=5)) in each process, under torchrun.
+    """
+    _check_initialised()
+    chosen = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, dist.ProcessGroup):
+        raise InvalidArgument(f"Expected a process group that this process belongs to, got group={chosen!r}.")
+    check_timeout(chosen)
+    return Ranks(chosen, None, dist.get_rank(chosen), dist.get_world_size(chosen), True, dummy)
+
+
+def sharded(
+    mesh: DeviceMesh, *, data: Sequence[str] = ("dp",), tensor: Sequence[str] = (), dummy: Batch | None = None
+) -> Ranks:
+    """The model is cut into parts (FSDP2, HSDP, tensor parallelism): the loss communicates.
+
+    Args:
+        mesh: of all processes, with names. data: the dimensions whose processes have different records: those of
+            `fully_shard`, and the replicas of HSDP. tensor: those of `parallelize_module`, whose processes have the
+            same records and parts of the same parameters.
+        dummy: see `Ranks`. It must run through the model.
+
+    Returns:
+        Ranks for `make_dp_step(..., ranks=...)` and `plan.batches(state, ranks)`. All processes run the same number of
+        microbatches of the same shapes. After an error inside of the loss the other processes wait in vain: the
+        group's timeout ends the job, nothing was released, and it is resumed from its checkpoint.
+
+    Raises:
+        InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant
+            for context, sequence or pipeline parallelism.
+    """
+    _check_initialised()
+    named = tuple(mesh.mesh_dim_names or ())
+    chosen = (*data, *tensor)
+    if not data or sorted(chosen) != sorted(named):
+        raise InvalidArgument(
+            f"Expected data and tensor to name each dimension of the mesh {named} once, and data at least one, got "
+            f"data={tuple(data)}, tensor={tuple(tensor)}. Context, sequence and pipeline parallelism put parts of a "
+            "record's gradient on several processes and are not supported."
+        )
+    group = _joint(mesh, tuple(data))
+    tensor_group = _joint(mesh, tuple(tensor)) if tensor else None
+    for each in (group, tensor_group):
+        if each is not None:
+            check_timeout(each)
+    return Ranks(group, tensor_group, dist.get_rank(group), dist.get_world_size(group), False, dummy)
+
+
+def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
+    """One key for all processes: that of the process that writes, by default fresh from its operating system.
+
+    Args:
+        ranks: of the run. key: the key, where the caller has one (an insecure one, in tests); used on one process.
+    """
+    own = secure_key() if key is None else key
+    values = torch.tensor(list(own.secret), dtype=torch.int64, device=ranks.device)
+    values = values if ranks.writes else torch.zeros_like(values)
+    for group in ranks.groups:
+        dist.all_reduce(values, group=group)
+    return Key(bytes(values.tolist()))
+
+
+def any_rank(flag: bool, ranks: Ranks) -> bool:
+    """Whether any process says so."""
+    value = torch.tensor([int(flag)], device=ranks.device)
+    for group in reversed(ranks.groups):  # parts first: then each data group has somebody who knows
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def check_timeout(group: dist.ProcessGroup) -> None:
+    """A process that died or hangs must become an error.
+
+    Raises:
+        InvalidArgument: the group waits longer than an hour.
+    """
+    try:
+        options = group._get_backend(message_device(group)).options
+    except (RuntimeError, AttributeError):  # backends without options have no timeout that could be read
+        return
+    timeout = getattr(options, "_timeout", None)
+    if timeout is not None and timeout > LONGEST_WAIT:
+        raise InvalidArgument(
+            f"Expected a process group with a timeout of at most {LONGEST_WAIT}, got {timeout}: a process that died "
+            "would stop all others for good. Call init_process_group(timeout=timedelta(minutes=5))."
+        )
+
+
+def _check_initialised() -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidArgument(
+            "Expected torch.distributed to be initialised. Call "
+            "torch.distributed.init_process_group(timeout=timedelta(minutes=5)) in each process, under torchrun."
+        )
+
+
+def _joint(mesh: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup:
+    part = mesh if len(dims) == len(mesh.mesh_dim_names or ()) == 1 else mesh[dims]
+    return part.get_group() if len(dims) == 1 else part._flatten("_".join(dims)).get_group()

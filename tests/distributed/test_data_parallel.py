@@ -1,0 +1,110 @@
+"""A step of several processes is the step of one: same parameters, same ledger, same files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from workers import outcomes, run
+
+from dpfunc.journal import journal_ledger
+
+
+def close(found, expected, tolerance):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+CASES = [
+    # engine, clip rule, dtype, microbatch size, expected batch size, tolerance
+    ("bookkeeping", "flat", torch.float32, None, 2.9, 1e-6),
+    ("vmap", "automatic", torch.float32, None, 2.9, 1e-6),
+    ("auto", "layers", torch.float32, 2, 2.9, 1e-6),
+    ("ghost", "flat", torch.float64, 1, 9.0, 1e-12),
+    ("loop", "layers", torch.float64, None, 9.0, 1e-12),
+    ("bookkeeping", "automatic", torch.float32, "auto", 20.0, 1e-6),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
+def test_any_number_of_processes_gives_the_same(case):
+    """Eight noisy steps with 1, 2 and 4 processes, where some have no records in some steps."""
+    *settings, tolerance = case
+    [(expected, ledger, counts)] = run(1, "jobs:train", 7, *settings, False)
+    for size in (1, 2, 4):
+        found = run(size, "jobs:train", 7, *settings)
+        for params, its_ledger, _ in found:
+            close(params, expected, tolerance)
+            assert its_ledger == ledger
+            for name, value in found[0][0].items():  # processes of one run agree in every bit
+                assert torch.equal(params[name], value)
+        dealt = [list(row) for row in zip(*(theirs for _, _, theirs in found), strict=True)]
+        assert [sum(row) for row in dealt] == counts
+        assert all(max(row) - min(row) <= 1 for row in dealt)
+        if size == 4 and settings[4] < 4:
+            assert any(0 in row and sum(row) for row in dealt)  # some had nothing to do, and took part
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_other_draws(seed):
+    """Other keys draw other batches; also the one without any record."""
+    settings = ("bookkeeping", "flat", torch.float64, 2, 0.4)
+    [(expected, ledger, counts)] = run(1, "jobs:train", 100 + seed, *settings, False)
+    assert 0 in counts
+    for params, its_ledger, _ in run(2, "jobs:train", 100 + seed, *settings):
+        close(params, expected, 1e-12)
+        assert its_ledger == ledger
+
+
+def test_one_process_writes_the_journal(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    (_, ledger, _), _ = run(2, "jobs:train", 7, "bookkeeping", "flat", torch.float32, None, 2.9, True, 8, path)
+    assert len(path.read_text().splitlines()) == 8
+    assert journal_ledger(path).to_json() == ledger
+
+
+def step(**trouble):
+    return [outcome.value for outcome in outcomes(2, "jobs:one_step_of", trouble)]
+
+
+def test_an_error_of_one_process_aborts_the_step_on_all():
+    """Inside of the loss; the failing process says what happened, the other that it did; then the step can be taken."""
+    fine = step()
+    assert [row[0] for row in fine] == ["ok", "ok"]
+    for (kind, text, at, spent, written, again), expected in zip(
+        step(raises=True, again=True),
+        [("StepAborted", "Another process failed"), ("ValueError", "the loss of this")],
+        strict=True,
+    ):
+        assert (kind, at, spent) == (expected[0], 0, 0)
+        assert expected[1] in text
+        assert written in ([1], [])
+        assert again[1] == 1
+        assert torch.equal(again[0], fine[0][1]["in.bias"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_call_of_one_process_aborts_the_step_on_all(rank):
+    for trouble, kind in (({"nan": True}, "InvalidArgument"), ({"drop": True}, "SamplingMismatch")):
+        found = step(rank=rank, **trouble)
+        assert [row[0] for row in found] == [kind if r == rank else "StepAborted" for r in range(2)]
+        assert f"Process [{rank}]" in found[1 - rank][1]
+        assert all(row[2:5] == (0, 0, []) for row in found)
+
+
+def test_a_journal_that_cannot_be_written_releases_nothing():
+    found = step(rank=0, journal=True)
+    assert [row[0] for row in found] == ["OSError", "StepAborted"]
+    assert all(row[3] == 0 for row in found)
+
+
+@pytest.mark.parametrize("moment", ["before", "inside"])
+def test_a_killed_process_is_an_error_of_the_others(moment):
+    alive, dead = outcomes(2, "jobs:one_step_of", {"killed": moment}, seconds=10)
+    assert dead.died
+    assert (alive.value or [alive.error])[0] in ("RuntimeError", "DistBackendError")
+
+
+def test_a_stalled_process_is_an_error_of_the_others():
+    alive, _ = outcomes(2, "jobs:one_step_of", {"stalls": 8}, seconds=3)
+    assert (alive.value or [alive.error])[0] in ("RuntimeError", "DistBackendError")
+    assert "imed out" in (alive.value[1] if alive.value else alive.message)

@@ -1,0 +1,43 @@
+"""Processes that do not mean the same thing do not take a step: all raise, nothing is spent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from workers import outcomes
+
+from dpfunc.distributed.handshake import checksum
+
+DISAGREEMENTS = {
+    "key": ({"seed": 4}, "about run", "shared_key"),
+    "noise": ({"noise_multiplier": 1.0000001}, "about run", "Plan, key, ledger"),
+    "reduction": ({"reduction": "sum"}, "about run", "settings differ"),
+    "engine": ({"engine": "vmap"}, "about run", "engine"),
+    "step": ({"step": 1}, "about step", "All processes take every step"),
+    "one ulp": ({"ulp": True}, "about params", "at least one bit"),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_a_disagreement_is_an_error_of_all(name):
+    trouble, what, advice = DISAGREEMENTS[name]
+    found = [outcome.value for outcome in outcomes(2, "jobs:one_step_of", trouble)]
+    for kind, text, _, spent, written, _ in found:
+        assert kind == "RankMismatch"
+        assert what in text
+        assert advice in text
+        assert "Nothing was spent" in text
+        assert (spent, written) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64]
+)
+def test_a_checksum_sees_one_bit(dtype):
+    tensor = torch.ones(1000).to(dtype)
+    changed = tensor.clone()
+    view = changed.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[changed.element_size()])
+    view[517] ^= 1
+    assert checksum([("w", tensor)]) == checksum([("w", tensor.clone())])
+    others = [[("w", changed)], [("v", tensor)], [("w", tensor.reshape(10, 100))], [("w", tensor), ("v", tensor)]]
+    assert len({checksum(each) for each in [[("w", tensor)], *others]}) == 5
