@@ -22,7 +22,7 @@ from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.sums import accumulation_dtype, exact
-from dpfunc.engines.taps import Tap, as_it_is, leaf
+from dpfunc.engines.taps import as_it_is, leaf, tapped
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
@@ -71,15 +71,15 @@ class Book:
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
             readers = [partial(_read_dense, target) for target in use.targets.values()]
-            tapped: Tensor = Tap.apply(output, partial(_formed, use, names), len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
+            result = tapped(output, partial(_formed, use, names), saved, leaves)
         else:
-            leaves = [leaf(tuple(output.shape), output.dtype, output.device)]
+            leaves = [leaf(tuple(use.output), output.dtype, output.device)]
             readers = [partial(_read_factors, use, names, saved, _versions(saved))]
-            tapped = Tap.apply(output, as_it_is, 0, *leaves)  # type: ignore[no-untyped-call]
+            result = tapped(output, as_it_is, [], leaves)
         if not self.closed:
             self.leaves += leaves
             self.readers += readers
-        return tapped
+        return result
 
     def close(self) -> None:
         """The forward pass is over: what comes now is repeated by checkpointing."""

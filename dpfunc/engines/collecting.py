@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpfunc.checks import shorten
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
+from dpfunc.engines.sharded import local
 from dpfunc.engines.tracking import Tracked, Tracker
 from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -65,7 +66,7 @@ def collect(
             for name, grad in _backwards(derived, total, params).items():
                 uses.setdefault(id(params[name]), []).append(grad)
     return {
-        name: add(uses[id(param)]) if id(param) in uses else Zeros(tracker.num_samples, param.detach())
+        name: add(uses[id(param)]) if id(param) in uses else Zeros(tracker.num_samples, local(param.detach()))
         for name, param in params.items()
     }
 

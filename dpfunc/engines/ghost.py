@@ -21,7 +21,7 @@ from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
 from dpfunc.engines.sums import exact
-from dpfunc.engines.taps import Tap, leaf
+from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
@@ -58,8 +58,7 @@ class Meter:
         if not self.closed:
             for target in use.targets.values():
                 self.counts[target] = self.counts.get(target, 0) + 1
-        tapped: Tensor = Tap.apply(output, partial(self._caught, use, names), len(saved), *saved, self.anchor)  # type: ignore[no-untyped-call]
-        return tapped
+        return tapped(output, partial(self._caught, use, names), saved, [self.anchor])
 
     def close(self) -> None:
         """The forward pass is over: what comes now is repeated by checkpointing."""

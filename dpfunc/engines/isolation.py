@@ -14,9 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc.checks import shorten
+from dpfunc.engines.collectives import Listener, own_only
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.sharded import cut
 from dpfunc.engines.sums import accumulation_dtype
 from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import UnsupportedModel
@@ -79,7 +81,8 @@ def shaken(params: Params) -> dict[str, Tensor]:
     moved = {}
     for name, param in params.items():
         noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
-        moved[name] = (param.detach() + (SHAKE * noise).to(param)).detach()
+        noise = (SHAKE * noise).to(param.device, param.dtype)  # the same on all ranks
+        moved[name] = (param.detach() + cut(noise, param)).detach()
     return moved
 
 
@@ -92,19 +95,23 @@ def some_rows(batch: Batch, num_rows: int) -> Batch:
     return pytree.tree_map(take, batch)
 
 
-def check_isolated(loss_fn: LossFn, params: Params, batch: Batch) -> float:
+def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, listener: Listener | None = None) -> float:
     """Compare the losses of up to eight rows together with those of each row alone.
+
+    Args:
+        loss_fn, params, batch: as for an engine. listener: hears what ranks say to each other meanwhile.
 
     Returns:
         the relative tolerance that fits the dtypes in use.
 
     Raises:
-        UnsupportedModel: a row's loss depends on the rows beside it, or on random numbers that cannot be switched off.
+        UnsupportedModel: a row's loss depends on the rows beside it, on other ranks, or on random numbers that cannot
+            be switched off.
     """
     few = some_rows(batch, min(LOSS_ROWS, max(2, batch_size(batch))))
     count = batch_size(few)
     params = {name: param.detach().requires_grad_() for name, param in params.items()}
-    with warnings.catch_warnings(), torch_seed(insecure_key(0)), Still() as still:
+    with warnings.catch_warnings(), torch_seed(insecure_key(0)), own_only(listener), Still() as still:
         warnings.simplefilter("ignore")  # the engine that is chosen says it again
         together_B = _losses(loss_fn, params, few, count)
         alone_B, again_B = (_alone(loss_fn, params, few, count) for _ in range(2))

@@ -12,11 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.checks import shorten
 from dpfunc.engines import layout as layouts_of
+from dpfunc.engines.collectives import Listener
 from dpfunc.engines.graphs import refuse_reentrant
 from dpfunc.engines.isolation import check_isolated, shaken, some_rows
+from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
-from dpfunc.engines.taps import Tap, as_it_is, leaf
+from dpfunc.engines.taps import as_it_is, leaf, tapped, watched
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
@@ -39,8 +41,7 @@ class Watcher:
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Known: passes; like that of an engine, the result requires a gradient."""
-        caught = leaf(tuple(output.shape), output.dtype, output.device)
-        return Tap.apply(output, as_it_is, 0, caught)  # type: ignore[no-untyped-call, no-any-return]
+        return tapped(output, as_it_is, [], [leaf(tuple(use.output), output.dtype, output.device)])
 
     def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
         """Known: passes."""
@@ -59,7 +60,7 @@ class Watcher:
         caught = leaf(tuple(output.shape), output.dtype, output.device)
         if not self.closed:
             self.leaves.setdefault(key, []).append(caught)
-        return Tap.apply(output.clone(), as_it_is, 0, caught)  # type: ignore[no-untyped-call, no-any-return]
+        return watched(output.clone(), as_it_is, [caught])
 
 
 def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layouts:
@@ -72,7 +73,9 @@ def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layo
     """
     found = dict(known)
     values = shaken(params)
-    check_isolated(loss_fn, values, batch)
+    listener = Listener()
+    tolerance = check_isolated(loss_fn, values, batch, listener)
+    check_replicated(loss_fn, values, batch, listener.meshes, tolerance)
     for _ in range(ROUNDS):
         seen = [_differentiate(loss_fn, values, some_rows(batch, count), count, found) for count in (2, 3)]
         if seen[0].keys() != seen[1].keys():

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.collecting import check_differentiable
+from dpfunc.engines.collectives import own_only
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.sharded import local, local_like
 from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
 
@@ -35,10 +37,11 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         num_samples = batch_size(batch)
         losses_B: list[Tensor] = []
-        grads_B = {name: param.new_zeros(num_samples, *param.shape) for name, param in params.items()}
+        parts = {name: local(param.detach()) for name, param in params.items()}
+        grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         for sample in range(num_samples):
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-            with parameters_unchanged(params), torch.enable_grad(), backward_inside():
+            with own_only(), parameters_unchanged(params), torch.enable_grad(), backward_inside():
                 losses_1 = loss_fn(leaves, rows(batch, sample, sample + 1))
                 check_differentiable(losses_1, 1)
                 refuse_reentrant((), losses_1)
@@ -46,8 +49,8 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
             losses_B.append(losses_1.detach())
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
-                    grads_B[name][sample] = grad
-        first = next(iter(params.values()))
+                    grads_B[name][sample] = local_like(grad, params[name])
+        first = next(iter(parts.values()))
         return PerSample(
             torch.cat(losses_B) if losses_B else first.new_zeros(0),
             {name: Dense(grad_B) for name, grad_B in grads_B.items()},

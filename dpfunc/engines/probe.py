@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpfunc.engines.isolation import Still, check_isolated, shaken, some_rows
 from dpfunc.engines.loop import loop
+from dpfunc.engines.replicas import anywhere
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -42,12 +43,12 @@ class Probe:
         with torch_seed(insecure_key(0)), Still():
             found: Any = engine(loss_fn, self.params, self.batch)
         scale = max((float(_norms(grad)[self.usable_B].max()) for grad in self.grads.values()), default=0.0)
-        differing = []
+        flags = []
         for name, grad_B in self.grads.items():
             off_B = _norms(found.grads[name].dense().to(grad_B.dtype) - grad_B)[self.usable_B]
-            if not bool((off_B <= self.tolerance * scale + torch.finfo(grad_B.dtype).tiny).all()):
-                differing.append(name)
-        return differing
+            flags.append(not bool((off_B <= self.tolerance * scale + torch.finfo(grad_B.dtype).tiny).all()))
+        differs = anywhere(torch.tensor(flags, device=self.usable_B.device), self.params).tolist()
+        return [name for name, flag in zip(self.grads, differs, strict=True) if flag]
 
 
 def _norms(grads_B: Tensor) -> Tensor:
@@ -68,4 +69,4 @@ def take_probe(loss_fn: LossFn, params: Params, batch: Batch) -> Probe:
         single = loop()(loss_fn, values, pair)
     grads = {name: grad.dense() for name, grad in single.grads.items()}
     usable_B = torch.stack([torch.isfinite(_norms(grad)) for grad in grads.values()]).all(0)
-    return Probe(values, pair, single.losses_B, grads, usable_B, tolerance)
+    return Probe(values, pair, single.losses_B, grads, ~anywhere(~usable_B, params), tolerance)

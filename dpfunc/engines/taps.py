@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from dpfunc.engines.sharded import is_dtensor, placed, wanted_of, whole_of
 
 Catch = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 """(gradient of the output, saved tensors) -> gradients of the leaves."""
@@ -44,6 +47,32 @@ class Tap(torch.autograd.Function):
         """The gradient goes on as it is."""
         caught = ctx.catch(grad, ctx.saved_tensors)  # type: ignore[attr-defined]
         return (grad, None, None, *(None for _ in range(ctx.num_saved)), *caught)  # type: ignore[attr-defined]
+
+
+def tapped(output: Tensor, catch: Catch, saved: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
+    """An output whose gradient is caught; of one that is split over ranks, this rank's part as a plain tensor."""
+    if is_dtensor(output):
+        catch = partial(_caught_here, catch, wanted_of(output))
+    result: Tensor = Tap.apply(output, catch, len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def watched(output: Tensor, catch: Catch, leaves: Sequence[Tensor]) -> Tensor:
+    """An output whose gradient is caught, all of it on every rank."""
+    if is_dtensor(output):
+        catch = partial(_caught_whole, catch)
+    result: Tensor = Tap.apply(output, catch, 0, *leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _caught_here(
+    catch: Catch, placements: tuple[Any, ...], grad: Tensor, saved: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    return catch(placed(grad, placements), saved)
+
+
+def _caught_whole(catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return catch(whole_of(grad), saved)
 
 
 def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,7 +22,8 @@ from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, R
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.table import Rule, Use
-from dpfunc.engines.taps import Tap, catch_any, leaf
+from dpfunc.engines.sharded import check_use, is_dtensor, local, unsupported
+from dpfunc.engines.taps import catch_any, leaf, watched
 from dpfunc.errors import UnsupportedModel
 
 Key = tuple[str, str, tuple[int, ...]]
@@ -223,6 +224,8 @@ class Tracker(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         result = func(*args, **kwargs)
         name, before = found[0].name, len(self.tracked)
+        if is_dtensor(result) and result.requires_grad and id(result) not in self.tracked:
+            raise unsupported(_name(func), {"input": found[0].tensor}, {"input": name})
         if isinstance(result, Tensor) and func in TRANSPOSING | RESHAPING and id(result) not in self.tracked:
             parent = id(found[0].tensor)
             if result.requires_grad and (func in RESHAPING or result.ndim == 2):
@@ -249,7 +252,7 @@ class Tracker(TorchFunctionMode):
         if layout is UNUSED:
             canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
             self.canaries[f"{found[0].name} (in {_name(func)})"] = canary
-            return Tap.apply(self._plainly(func, args, kwargs).clone(), catch_any, 0, canary)  # type: ignore[no-untyped-call]
+            return watched(self._plainly(func, args, kwargs).clone(), catch_any, [canary])
         if layout is SHARED:
             if any(tensor.requires_grad for tensor in tensors if id(tensor) not in self.tracked):
                 raise no_rule(func, tensors, found)
@@ -282,6 +285,8 @@ class Tracker(TorchFunctionMode):
         layout: Layout,
         key: Key,
     ) -> Tensor:
+        if any(is_dtensor(tracked.tensor) for tracked in found):
+            raise unsupported(_name(func), {f.name: f.tensor for f in found}, {f.name: f.name for f in found})
         output = self._shape(func, args, kwargs)
         if not layout.fits(output, self.num_samples):
             raise UnknownLayout(key)
@@ -331,13 +336,15 @@ class Tracker(TorchFunctionMode):
         if not usable or len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
             raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
         output = self._plainly(func, args, kwargs)
-        shapes = {argument: bound[argument].shape for argument in wanted}
+        check_use(func, _name(func), bound, wanted, output)
+        shapes = {argument: local(bound[argument]).shape for argument in wanted}
         targets = {argument: id(bound[argument]) for argument in wanted}
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
-        use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, output.shape)
-        if not layout.fits(output.shape, self.num_samples):
+        use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, local(output).shape)
+        if not layout.fits(use.output, self.num_samples):
             raise UnknownLayout(key)
-        return self.recorder.use(use, output, {name: bound[name] for name in sorted(needed)})
+        tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
+        return self.recorder.use(use, output, tensors)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc.checks import whole
+from dpfunc.checks import shorten, whole
+from dpfunc.engines.collectives import none_batched
 from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.sharded import is_dtensor
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -25,6 +27,14 @@ TRANSLATIONS = {
     "data-dependent control flow": (
         "The loss branches on the values of a tensor. For Hugging Face models with an attention mask, load the model "
         'with attn_implementation="eager", and give encoders an additive mask of shape (B, 1, 1, T) instead of (B, T).'
+    ),
+    "it must override the setup_context staticmethod": (
+        "The loss communicates between ranks or runs an autograd.Function that torch.func does not know: tensor "
+        'parallel layers, FSDP2 before torch 2.13. Use engine="bookkeeping".'
+    ),
+    "Batching rule not implemented for c10d": (
+        "The loss communicates between ranks in place (torch.distributed): the loss of a record would depend on those "
+        "of other ranks. Compute the loss of each record from its own row."
     ),
     "in-place": (
         "The loss writes into a tensor that is shared by all samples (a buffer, or a tensor made with zeros/empty). "
@@ -47,8 +57,27 @@ def check_losses(losses: object, num_samples: int) -> None:
             f"Expected loss_fn to return shape ({num_samples},) for a batch of {num_samples}, "
             f"got {tuple(losses.shape)}. {hint}"
         )
+    if is_dtensor(losses):
+        raise InvalidArgument(
+            "Expected loss_fn to return a plain tensor, got a DTensor. Make the output of the last layer plain "
+            "(use_local_output=True, output_layouts=Replicate()), or return losses.full_tensor()."
+        )
     if not losses.is_floating_point():
         raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
+
+
+def refuse_split(params: Params) -> None:
+    """vmap does not know parameters that are parts of a whole.
+
+    Raises:
+        UnsupportedModel: naming them.
+    """
+    parts = [name for name, param in params.items() if is_dtensor(param)]
+    if parts:
+        raise UnsupportedModel(
+            f"The parameters {shorten(parts)} are DTensors (tensor parallel or FSDP2), which torch.func cannot "
+            'differentiate under vmap. Use engine="bookkeeping".'
+        )
 
 
 def per_row(params: Params, row: Batch, loss_fn: LossFn) -> tuple[Tensor, Tensor]:
@@ -91,12 +120,14 @@ def vmap(chunk_size: int | None = None) -> Engine:
     size = None if chunk_size is None else whole("chunk_size", chunk_size, minimum=1)
 
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+        refuse_split(params)
         detached = {name: param.detach() for name, param in params.items()}
         differentiate = torch.func.grad(lambda p, row: per_row(p, row, loss_fn), has_aux=True)
         mapped = torch.func.vmap(differentiate, in_dims=(None, 0), randomness="different", chunk_size=size)
         # Frozen parameters may require gradients: without no_grad an outer graph would be kept for them, several times
         # the memory. The inner differentiation does not mind.
-        with nullcontext() if torch.compiler.is_compiling() else parameters_unchanged(params), torch.no_grad():
+        unchanged = nullcontext() if torch.compiler.is_compiling() else parameters_unchanged(params)
+        with unchanged, torch.no_grad(), none_batched():
             if torch.compiler.is_compiling():  # dynamo cannot trace the translation of errors
                 grads, losses_B = mapped(detached, batch)
             else:

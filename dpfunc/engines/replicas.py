@@ -1,0 +1,98 @@
+"""What ranks must agree on where they have the same records: losses, gradients of what all hold, decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfunc.checks import shorten
+from dpfunc.engines.isolation import Still, some_rows
+from dpfunc.engines.loop import loop
+from dpfunc.engines.sharded import is_dtensor
+from dpfunc.engines.sums import lengths
+from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.types import Batch, LossFn, Params
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ROWS = 2
+# Of the largest gradient: what lies below is rounding.
+NOTHING = 1e-6
+
+
+def anywhere(flags: Tensor, params: Params) -> Tensor:
+    """Flags (bool) that are set on this rank, or on one that holds other parts of these parameters."""
+    meshes: list[DeviceMesh] = []
+    for param in params.values():
+        if is_dtensor(param) and param.device_mesh not in meshes:
+            meshes.append(param.device_mesh)
+    counts = flags.to(torch.float32, copy=True)
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return counts > 0
+
+
+def check_replicated(
+    loss_fn: LossFn, params: Params, batch: Batch, meshes: Sequence[DeviceMesh], tolerance: float
+) -> None:
+    """Compare, over the ranks of each mesh, the losses and the gradients of what all of its ranks hold.
+
+    A parameter that is not split, but is applied to a part of the activations (a norm over this rank's own heads), has
+    a part of its gradient on each rank: its norm would be wrong, and the ranks would drift apart.
+
+    Raises:
+        UnsupportedModel: they differ; on all ranks.
+    """
+    if not meshes:
+        return
+    with torch_seed(insecure_key(0)), Still():
+        single = loop()(loss_fn, params, some_rows(batch, ROWS))
+    grads = {name: grad.dense() for name, grad in single.grads.items()}
+    scale = max(float(_size(grad)) for grad in grads.values())
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            whole = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
+            differing = _differing({"": single.losses_B, **whole}, group, tolerance, scale)
+            if "" in differing:
+                raise UnsupportedModel(
+                    "The loss of a record differs between ranks that hold parts of the same layers: they have "
+                    "different records, or parts of one (context parallelism). Give all of them the same records."
+                )
+            if differing:
+                raise UnsupportedModel(
+                    f"The parameters {shorten(differing)} are on every rank, but their gradients differ: each rank "
+                    "applies them to a part of the activations, so each has a part of the gradient. Apply them where "
+                    "activations are whole, split them with parallelize_module, or leave them out."
+                )
+
+
+def _split(param: Tensor, mesh: DeviceMesh, dim: int) -> bool:
+    if not is_dtensor(param):
+        return False
+    if param.device_mesh == mesh:
+        return not param.placements[dim].is_replicate()
+    return any(not placement.is_replicate() for placement in param.placements)
+
+
+def _size(grads_B: Tensor) -> Tensor:
+    return torch.nan_to_num(lengths(grads_B.reshape(1, -1), 1))[0]
+
+
+def _differing(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, tolerance: float, scale: float) -> list[str]:
+    flags = []
+    for tensor in tensors.values():
+        mean = tensor.clone()
+        dist.all_reduce(mean, group=group)
+        mean = mean / dist.get_world_size(group)
+        flags.append(_size(tensor - mean) > tolerance * _size(mean) + NOTHING * scale)
+    counts = torch.stack(flags).to(torch.float32)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+    return [name for name, count in zip(tensors, counts.tolist(), strict=True) if count]
