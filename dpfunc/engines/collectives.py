@@ -28,8 +28,8 @@ HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
 PLUMBING = (
     "torch._ops", "torch._library", "torch._compile", "torch._dynamo", "torch._functorch", "torch._tensor",
     "torch.autograd", "torch.overrides", "torch.utils", "torch.distributed._functional_collectives",
-    "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "deepspeed.comm", "deepspeed.utils",
-    "contextlib", "functools", "dpfunc.engines",
+    "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.distributed.nn",
+    "deepspeed.comm", "deepspeed.utils", "contextlib", "functools", "dpfunc.engines",
 )  # fmt: skip
 OWN = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._tensor", "deepspeed.runtime.zero")
 # Parts of torch that split a record over ranks in a way that no rule follows.
@@ -84,9 +84,19 @@ def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
     )
 
 
+def _depends(tensor: torch.Tensor) -> bool:
+    """On the sample, or on what is differentiated."""
+    functorch = torch._C._functorch
+    depends = tensor.requires_grad
+    while functorch.is_functorch_wrapped_tensor(tensor) and not depends:
+        depends = functorch.is_batchedtensor(tensor)
+        tensor = functorch.get_unwrapped(tensor)
+    return depends
+
+
 @dataclass(eq=False)
 class Batched(TorchFunctionMode):
-    """Refuses collectives of tensors that vmap or grad wraps. Those of plain tensors (gathered weights) pass."""
+    """Refuses collectives of batched and of differentiated tensors. Those of others (frozen weights) pass."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -100,9 +110,10 @@ class Batched(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401  (whatever the function returns)
         name = _collective(func)
         if name is not None:
+            if torch.compiler.is_compiling():  # dynamo traces neither the caller nor what a tensor is wrapped in
+                raise UnsupportedModel("The loss communicates between ranks, in a step that is compiled.")
             leaves = pytree.tree_leaves((args, kwargs))
-            wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-            if any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in leaves):
+            if any(isinstance(leaf, torch.Tensor) and _depends(leaf) for leaf in leaves):
                 raise _refusal(name, *_caller())
         return func(*args, **(kwargs or {}))
 

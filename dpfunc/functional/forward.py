@@ -18,7 +18,7 @@ from dpfunc.engines.graphs import refuse_reentrant
 from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.names import check_params, select, storage_places
-from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported
+from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
 
 
@@ -124,7 +124,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
 
     Args:
         module: any module. It is not changed, now or later; it must not be changed while `forward` is used, but for
-            `module.train()` and `module.eval()`, which `forward` follows.
+            `module.train()` and `module.eval()`, which `forward` follows. DistributedDataParallel is taken off: names
+            have no `module.` prefix, and nothing is communicated.
         trainable: which parameters are arguments: a regular expression that is searched in their names
             (`dpfunc.functional` has `BIASES`, `HEADS`, `ATTENTION` and `PROJECTOR`), or a list of names. None takes
             those that require gradients. All others are constants.
@@ -151,6 +152,7 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     """
     if not isinstance(module, nn.Module):
         raise InvalidArgument(f"Expected a torch module, got {type(module).__name__}.")
+    module = unwrapped(module)
     refuse_unsupported(module)
     chosen = select(module, trainable)
     others = {name: p for name, p in module.named_parameters() if name not in chosen and p.requires_grad}
@@ -171,7 +173,8 @@ def with_params(module: nn.Module, params: Params) -> nn.Module:
     """A deep copy of a module with these parameters in place, e.g. to save a trained model in its own format.
 
     Args:
-        module: the module that was functionalized. params: name -> tensor, some or all of its parameters.
+        module: the module that was functionalized; DistributedDataParallel is taken off. params: name -> tensor, some
+            or all of its parameters.
 
     Raises:
         InvalidArgument: an unknown name or a wrong shape.
@@ -180,7 +183,7 @@ def with_params(module: nn.Module, params: Params) -> nn.Module:
     >>> with_params(model, {"bias": torch.ones(1)}).bias.item()
     1.0
     """
-    result = copy.deepcopy(module)
+    result = copy.deepcopy(unwrapped(module))
     named = select(result, list(params))
     check_params(params, {name: param.shape for name, param in named.items()})
     with torch.no_grad():

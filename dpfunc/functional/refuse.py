@@ -19,6 +19,28 @@ CHECKPOINTED = (
 )
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of DistributedDataParallel, which would average gradients that must be clipped first.
+
+    Raises:
+        UnsupportedModel: DataParallel anywhere, or DistributedDataParallel around a part only.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return unwrapped(module.module)
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    inside = [
+        f"{name or 'the module'} ({type(part).__name__})"
+        for name, part in module.named_modules()
+        if isinstance(part, wrappers)
+    ]
+    if inside:
+        raise UnsupportedModel(
+            f"The module is wrapped for several devices in {shorten(inside)}: parameters are copied in each forward "
+            "pass, or gradients averaged before they are clipped. Take its .module, and use one process a device."
+        )
+    return module
+
+
 def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> None:
     """Look at a module for what cannot work; with `checkpointing`, its gradient checkpointing can.
 

@@ -1,0 +1,54 @@
+"""A loss that communicates mixes the records of different ranks: refused by every engine. And DDP is taken off."""
+
+from __future__ import annotations
+
+import pytest
+from workers import run
+
+WRONG = ("scaled_by_all", "scaled_in_place", "gathered", "autograd_function")
+
+
+@pytest.mark.parametrize("engine", ["vmap", "bookkeeping", "ghost", "loop", "auto"])
+@pytest.mark.parametrize("loss", WRONG)
+def test_a_loss_that_communicates_is_refused(loss, engine):
+    for kind, said in run(2, "collective_jobs:message", loss, engine):
+        assert kind == "UnsupportedModel", said
+        assert "communicates between ranks" in said
+
+
+def test_the_line_that_communicates_is_named():
+    for _, said in run(2, "collective_jobs:message", "autograd_function", "bookkeeping"):
+        assert "called in collective_jobs, line" in said
+
+
+def test_without_the_guard_vmap_is_silently_wrong():
+    """The rank that is first has the losses of a rank alone; the true ones are elsewhere."""
+    from_alone, from_truth = run(2, "collective_jobs:silently_wrong")[0]
+    assert from_alone < 1e-6
+    assert from_truth > 1e-3
+
+
+def test_a_compiled_loss_that_communicates_is_refused():
+    for kind, said in run(2, "collective_jobs:compiled_message"):
+        assert kind != "sums"
+        assert "communicates between ranks" in said
+
+
+def test_what_does_not_depend_on_samples_may_be_gathered_under_vmap():
+    """As FSDP2 gathers frozen weights."""
+    for kind, said in run(2, "collective_jobs:message", "sums_weights", "vmap"):
+        assert kind == "losses", said
+
+
+@pytest.mark.parametrize("engine", ["vmap", "bookkeeping", "auto"])
+def test_a_loss_that_does_not_communicate_is_as_ever(engine):
+    assert max(run(2, "collective_jobs:ordinary", engine, False)) < 1e-6
+
+
+def test_distributed_data_parallel_is_taken_off():
+    for same_names, off, kind, refused in run(2, "collective_jobs:data_parallel_module"):
+        assert same_names
+        assert off < 1e-6
+        assert kind == "Sequential"
+        assert len(refused) == 3
+        assert all("Take its .module" in said for said in refused)
