@@ -2,66 +2,48 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from dpfunc.accounting import Ledger
-from dpfunc.checks import shorten
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import read_steps, sync_directory
 from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_difference, plan_to_dict
 from dpfunc.rng import Key, fingerprint
+from dpfunc.saved import (
+    MANIFEST,
+    PLAN,
+    PREFIX,
+    STATE,
+    Checkpoint,
+    check_schema,
+    data_fingerprint,
+    described,
+    difference,
+    free_name,
+    refuse,
+    refuse_data,
+    sha256,
+    state_from_dict,
+    state_to_dict,
+    sync_file,
+    verify,
+    whole_checkpoints,
+    write_json,
+)
 from dpfunc.step import StepState, replay
 from dpfunc.types import Batch, Params
 
-SCHEMA = 1
-PREFIX = "step-"
-PARAMS, OPTIMIZER, STATE, PLAN, MANIFEST = (
-    "params.safetensors", "optimizer.pt", "state.json", "plan.json", "manifest.json",
-)  # fmt: skip
+__all__ = ["MANIFEST", "PREFIX", "Checkpoint", "data_fingerprint", "load", "save"]
 
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What `load` gives back. `params` and `optimizer_state` are released; `state` holds the key and is not."""
-
-    params: dict[str, torch.Tensor]
-    optimizer_state: Mapping[str, Any] | None
-    state: StepState
-    extra: Mapping[str, Any]
-    path: Path
-
-
-def data_fingerprint(data: Batch | str, key: Key) -> str:
-    """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes.
-
-    Args:
-        data: a pytree of tensors, or a string that names the data set (a version, a hash of its files).
-
-    >>> from dpfunc.rng import insecure_key
-    >>> data_fingerprint("mails-2026-01", insecure_key(0)) == data_fingerprint("mails-2026-02", insecure_key(0))
-    False
-    """
-    digest = hashlib.blake2b(key=key.secret, digest_size=16)
-    if isinstance(data, str):
-        digest.update(b"name" + data.encode())
-        return digest.hexdigest()
-    for path, leaf in pytree.tree_leaves_with_path(data):
-        digest.update(f"{pytree.keystr(path)}{leaf.dtype}{tuple(leaf.shape)}".encode())
-        digest.update(memoryview(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
+PARAMS, OPTIMIZER = "params.safetensors", "optimizer.pt"
 
 
 def save(
@@ -116,19 +98,19 @@ def save(
         save_file({name: p.detach().cpu().contiguous().clone() for name, p in params.items()}, work / PARAMS)
         if optimizer_state is not None:
             torch.save(dict(optimizer_state), work / OPTIMIZER)
-        _write_json(work / PLAN, plan_to_dict(plan))
-        _write_json(work / STATE, _state_to_dict(state, data_fingerprint(data, state.key), extra or {}))
-        _write_json(work / MANIFEST, {path.name: _sha256(path) for path in sorted(work.iterdir())})
+        write_json(work / PLAN, plan_to_dict(plan))
+        write_json(work / STATE, state_to_dict(state, data_fingerprint(data, state.key), extra or {}))
+        write_json(work / MANIFEST, {path.name: sha256(path) for path in sorted(work.iterdir())})
         for path in work.iterdir():
             path.chmod(0o600)
-            _sync_file(path)
+            sync_file(path)
         sync_directory(work)
-        target = _free_name(parent, state.step)
+        target = free_name(parent, state.step)
         os.rename(work, target)
         sync_directory(parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    for old in _checkpoints(parent)[:-keep]:
+    for old in whole_checkpoints(parent)[:-keep]:
         shutil.rmtree(old)
     return target
 
@@ -164,99 +146,20 @@ def load(
     """
     from safetensors.torch import load_file
 
-    found = _checkpoints(Path(directory))
+    found = whole_checkpoints(Path(directory))
     if not found:
         raise CheckpointError(f"Expected a checkpoint in {directory}, found none. Start a new run.")
     path = found[-1]
-    _verify(path)
+    verify(path, json.loads((path / MANIFEST).read_text()))
     values = json.loads((path / STATE).read_text())
-    if values.get("schema") != SCHEMA:
-        raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
-    _refuse("plan", path, plan_difference(plan, json.loads((path / PLAN).read_text())))
-    key = Key(bytes.fromhex(values["key"]))
-    if values["data"] != data_fingerprint(data, key):
-        _refuse("data set", path, ["the data differ from those the run was started on"])
+    check_schema(values, path)
+    refuse("plan", path, plan_difference(plan, json.loads((path / PLAN).read_text())))
+    refuse_data(data, values, path)
     saved = load_file(path / PARAMS)
-    _refuse("parameter set", path, _params_difference(params, saved))
-    state = _state_from_dict(values, key, plan, None if journal is None else Path(journal))
+    refuse("parameter set", path, difference(described(saved), described(params)))
+    run = fingerprint(Key(bytes.fromhex(values["key"])))
+    state = state_from_dict(values, plan, () if journal is None else read_steps(Path(journal)).get(run, ()))
     moved = {name: saved[name].to(param.device) for name, param in params.items()}
     optimizer = path / OPTIMIZER
     optimizer_state = torch.load(optimizer, weights_only=True) if optimizer.exists() else None
     return Checkpoint(moved, optimizer_state, replay(state), values["extra"], path)
-
-
-def _state_to_dict(state: StepState, data: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    if state.noise_state != ():
-        raise CheckpointError("Expected a mechanism without state; its state cannot be saved yet.")
-    return {
-        "schema": SCHEMA,
-        "step": state.step,
-        "limit": state.limit,
-        "charged": state.charged,
-        "key": state.key.secret.hex(),
-        "ledger": json.loads(state.ledger.to_json()),
-        "data": data,
-        "extra": dict(extra),
-    }
-
-
-def _state_from_dict(values: Mapping[str, Any], key: Key, plan: Plan, journal: Path | None) -> StepState:
-    charged, ledger = int(values["charged"]), Ledger.from_json(json.dumps(values["ledger"]))
-    if journal is not None:
-        taken = read_steps(journal).get(fingerprint(key), {})
-        later = max(taken, default=-1) + 1
-        if later > charged:
-            ledger = ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
-            charged = later
-    return StepState(int(values["step"]), int(values["limit"]), charged, key, (), ledger)
-
-
-def _params_difference(params: Params, saved: Params) -> list[str]:
-    described = [
-        {name: f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}" for name, p in side.items()}
-        for side in (saved, params)
-    ]
-    return [
-        f"{name}: saved {described[0].get(name, 'absent')}, now {described[1].get(name, 'absent')}"
-        for name in sorted(described[0].keys() | described[1].keys())
-        if described[0].get(name) != described[1].get(name)
-    ]
-
-
-def _refuse(what: str, path: Path, difference: list[str]) -> None:
-    if difference:
-        raise CheckpointError(
-            f"The checkpoint {path} belongs to another {what}: {shorten(difference)}. Resume with what the run was "
-            "started with, or start a new run whose ledger contains the old one: dp_step.init(params, key, ledger)."
-        )
-
-
-def _checkpoints(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.glob(f"{PREFIX}*") if (path / MANIFEST).exists())
-
-
-def _free_name(parent: Path, step: int) -> Path:
-    """A new name for each save, also of the same step: nothing is ever overwritten. Later names sort later."""
-    names = (parent / f"{PREFIX}{step:08d}.{copy:03d}" for copy in itertools.count())
-    return next(name for name in names if not name.exists())
-
-
-def _verify(path: Path) -> None:
-    manifest = json.loads((path / MANIFEST).read_text())
-    for name, expected in manifest.items():
-        if not (path / name).exists() or _sha256(path / name) != expected:
-            raise CheckpointError(f"The file {path / name} is missing or was changed after it was saved.")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=1))
-
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

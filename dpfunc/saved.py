@@ -1,0 +1,198 @@
+"""What every kind of checkpoint has in common: what it says about a run, and when it belongs to another one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dpfunc.accounting import Ledger
+from dpfunc.checks import shorten
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import Key
+from dpfunc.step import StepState
+from dpfunc.types import Batch, Params
+
+SCHEMA = 1
+PREFIX = "step-"
+STATE, PLAN, MANIFEST = "state.json", "plan.json", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` gives back. `params` and `optimizer_state` are released; `state` holds the key and is not."""
+
+    params: dict[str, torch.Tensor]
+    optimizer_state: Mapping[str, Any] | None
+    state: StepState
+    extra: Mapping[str, Any]
+    path: Path
+
+
+def data_fingerprint(data: Batch | str, key: Key) -> str:
+    """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes.
+
+    Args:
+        data: a pytree of tensors, or a string that names the data set (a version, a hash of its files).
+
+    >>> from dpfunc.rng import insecure_key
+    >>> data_fingerprint("mails-2026-01", insecure_key(0)) == data_fingerprint("mails-2026-02", insecure_key(0))
+    False
+    """
+    digest = hashlib.blake2b(key=key.secret, digest_size=16)
+    if isinstance(data, str):
+        digest.update(b"name" + data.encode())
+        return digest.hexdigest()
+    for path, leaf in pytree.tree_leaves_with_path(data):
+        digest.update(f"{pytree.keystr(path)}{leaf.dtype}{tuple(leaf.shape)}".encode())
+        digest.update(memoryview(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as JSON values, with its key.
+
+    Args:
+        state: of the run. data: fingerprint of its data. extra: JSON values of the user's own.
+    """
+    if state.noise_state != ():
+        raise CheckpointError("Expected a mechanism without state; its state cannot be saved yet.")
+    return {
+        "schema": SCHEMA,
+        "step": state.step,
+        "limit": state.limit,
+        "charged": state.charged,
+        "key": state.key.secret.hex(),
+        "ledger": json.loads(state.ledger.to_json()),
+        "data": data,
+        "extra": dict(extra),
+    }
+
+
+def check_schema(values: Mapping[str, Any], path: Path) -> None:
+    """The state was written by this version.
+
+    Raises:
+        CheckpointError: by another.
+    """
+    if values.get("schema") != SCHEMA:
+        raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
+
+
+def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Iterable[int]) -> StepState:
+    """The state from `state_to_dict`, charged for every step that was taken.
+
+    Args:
+        values: as saved. plan: of the run. taken: the steps of this run that a journal has.
+    """
+    charged, ledger = int(values["charged"]), Ledger.from_json(json.dumps(values["ledger"]))
+    later = max(taken, default=-1) + 1
+    if later > charged:
+        ledger = ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
+        charged = later
+    key = Key(bytes.fromhex(values["key"]))
+    return StepState(int(values["step"]), int(values["limit"]), charged, key, (), ledger)
+
+
+def described(params: Params) -> dict[str, str]:
+    """Type and shape of each parameter, for `params_difference`."""
+    return {name: describe(p.dtype, tuple(p.shape)) for name, p in params.items()}
+
+
+def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """A type and a shape in words.
+
+    >>> describe(torch.float32, (3, 2))
+    'float32 (3, 2)'
+    """
+    return f"{str(dtype).removeprefix('torch.')} {shape}"
+
+
+def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each name whose value differs.
+
+    >>> difference({"w": "float32 (3,)"}, {"w": "float32 (4,)"})
+    ['w: saved float32 (3,), now float32 (4,)']
+    """
+    return [
+        f"{name}: saved {saved.get(name, 'absent')}, now {now.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def refuse(what: str, path: Path, lines: list[str]) -> None:
+    """Refuse a checkpoint of another run; no lines, no refusal.
+
+    Raises:
+        CheckpointError: with the differences, and what to do.
+    """
+    if lines:
+        raise CheckpointError(
+            f"The checkpoint {path} belongs to another {what}: {shorten(lines)}. Resume with what the run was "
+            "started with, or start a new run whose ledger contains the old one: dp_step.init(params, key, ledger)."
+        )
+
+
+def refuse_data(data: Batch | str, values: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint that was made on other data.
+
+    Raises:
+        CheckpointError: the fingerprints differ.
+    """
+    if values["data"] != data_fingerprint(data, Key(bytes.fromhex(values["key"]))):
+        refuse("data set", path, ["the data differ from those the run was started on"])
+
+
+def whole_checkpoints(parent: Path) -> list[Path]:
+    """All checkpoints that were finished, the newest last."""
+    return sorted(path for path in parent.glob(f"{PREFIX}*") if (path / MANIFEST).exists())
+
+
+def free_name(parent: Path, step: int) -> Path:
+    """A new name for each save, also of the same step: nothing is ever overwritten. Later names sort later."""
+    names = (parent / f"{PREFIX}{step:08d}.{copy:03d}" for copy in itertools.count())
+    return next(name for name in names if not name.exists())
+
+
+def verify(path: Path, files: Mapping[str, str]) -> None:
+    """Files are what they were.
+
+    Args:
+        path: of the checkpoint. files: name -> digest, from its manifest.
+
+    Raises:
+        CheckpointError: one is missing or was changed.
+    """
+    for name, expected in files.items():
+        if not (path / name).exists() or sha256(path / name) != expected:
+            raise CheckpointError(f"The file {path / name} is missing or was changed after it was saved.")
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """A new file that only its owner can read, from its first byte on, and on disk when this returns."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "w") as file:
+        file.write(json.dumps(values, indent=1))
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
