@@ -15,8 +15,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc.checks import shorten
 from dpfunc.engines.graphs import refuse_reentrant
+from dpfunc.engines.lockstep import on_its_own
 from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional.managed import managed, recovered, refuse_communication, refuse_managed, refuse_old_vmap
 from dpfunc.functional.names import check_params, select, storage_places
 from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
@@ -44,11 +46,14 @@ class Forward:
         check_params(params, self.shapes)
         if torch.compiler.is_compiling():  # dynamo does not trace version counters: what is written into is thrown away
             return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
+        if on_its_own():
+            refuse_communication(self.module)
         scope = until_backward()
         if scope is not None:
             return self._run_until_backward(scope, params, args, kwargs)
         refuse_unsupported(self.module)
-        with checkpoint_is_an_error(), self._writing_is_an_error():
+        refuse_old_vmap(self.module)
+        with checkpoint_is_an_error(), self._writing_is_an_error(), recovered(self.module):
             output = self._run(params, self.buffers, args, kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
@@ -65,11 +70,14 @@ class Forward:
     def _swapped(self, params: Params) -> Iterator[None]:
         state = self._state(params, self.buffers)
         before = dict(state)
-        with _reparametrize_module(self.module, state):
+        with _reparametrize_module(self.module, state), recovered(self.module):
             yield
-        replaced = [place for place, tensor in before.items() if state[place] is not tensor]
-        if replaced:
-            raise _written(replaced)
+        self._refuse_replaced([place for place, tensor in before.items() if state[place] is not tensor])
+
+    def _refuse_replaced(self, names: Sequence[str]) -> None:
+        if names:
+            refuse_managed(self.module, self.shapes)  # sharded since it was functionalized
+            raise _written(names)
 
     def _state(self, params: Params, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {**buffers, **self.frozen, **params}
@@ -80,9 +88,9 @@ class Forward:
         state = self._state(params, buffers)
         output = functional_call(self.module, state, args, kwargs, tie_weights=False)
         # functional_call leaves in `state` what it found in the module's places after the call.
-        replaced = [name for name, tensor in tensors.items() if any(state[p] is not tensor for p in self.places[name])]
-        if replaced:
-            raise _written(replaced)
+        self._refuse_replaced(
+            [name for name, tensor in tensors.items() if any(state[p] is not tensor for p in self.places[name])]
+        )
         return output
 
     @contextmanager
@@ -125,7 +133,7 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     Args:
         module: any module. It is not changed, now or later; it must not be changed while `forward` is used, but for
             `module.train()` and `module.eval()`, which `forward` follows. DistributedDataParallel is taken off: names
-            have no `module.` prefix, and nothing is communicated.
+            have no `module.` prefix, and nothing is communicated. Parameters that `fully_shard` manages are constants.
         trainable: which parameters are arguments: a regular expression that is searched in their names
             (`dpfunc.functional` has `BIASES`, `HEADS`, `ATTENTION` and `PROJECTOR`), or a list of names. None takes
             those that require gradients. All others are constants.
@@ -137,7 +145,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     Raises:
         InvalidArgument: no parameter selected, unknown names, or parameters that are not floating; from `forward` also
             params with other names or shapes.
-        UnsupportedModel: BatchNorm in training mode, gradient checkpointing, or a forward that writes buffers. Where
+        UnsupportedModel: BatchNorm in training mode, gradient checkpointing, a forward that writes buffers, or trained
+            parameters that `fully_shard` or DeepSpeed manage. Where
             torch.compile traces `forward` the last two are not seen: writes into buffers are thrown away.
 
     Guarantees:
@@ -155,7 +164,13 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     module = unwrapped(module)
     refuse_unsupported(module)
     chosen = select(module, trainable)
-    others = {name: p for name, p in module.named_parameters() if name not in chosen and p.requires_grad}
+    refuse_managed(module, chosen)
+    swapped = managed(module)
+    others = {
+        name: p
+        for name, p in module.named_parameters()
+        if name not in chosen and p.requires_grad and name not in swapped
+    }
     buffers = dict(module.named_buffers())
     places = storage_places(module)
     params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}

@@ -1,0 +1,93 @@
+"""What engines know about the other processes of a run: none may communicate inside of the loss, or all do it together.
+
+Where a model is sharded, its forward and backward passes are exchanges between all processes: each must run the same
+ones, in the same order. What an engine decides by the values of its own rows must then be decided by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dpfunc.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Company:
+    """The other processes of a step.
+
+    Args:
+        group: processes with other records. independent: nothing inside of the loss communicates.
+    """
+
+    group: ProcessGroup
+    independent: bool
+
+
+_company: ContextVar[Company | None] = ContextVar("dpfunc_company", default=None)
+
+
+@contextmanager
+def in_company(group: ProcessGroup, *, independent: bool) -> Iterator[None]:
+    """Inside, a step of several processes computes its gradients."""
+    token = _company.set(Company(group, independent))
+    try:
+        yield
+    finally:
+        _company.reset(token)
+
+
+def on_its_own() -> bool:
+    """Whether nothing inside of the loss may communicate.
+
+    >>> on_its_own()
+    False
+    """
+    company = _company.get()
+    return company is not None and company.independent
+
+
+def of_all(flags: Tensor) -> Tensor:
+    """Flags (bool) that are set on this process, or on one with other records that runs in lockstep with it.
+
+    >>> of_all(torch.tensor([True, False])).tolist()
+    [True, False]
+    """
+    company = _company.get()
+    if company is None or company.independent:
+        return flags
+    import torch.distributed as dist
+
+    counts = flags.to(torch.float32, copy=True)
+    if dist.get_backend(company.group) == "nccl":
+        counts = counts.cuda()
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=company.group)
+    return (counts > 0).to(flags.device)
+
+
+@contextmanager
+def refused_by_all() -> Iterator[None]:
+    """What one process refuses by the values of its rows, all refuse. Nothing inside may communicate.
+
+    Raises:
+        UnsupportedModel: its own, or that of another process.
+    """
+    error: UnsupportedModel | None = None
+    try:
+        yield
+    except UnsupportedModel as refused:
+        error = refused
+    anywhere = bool(of_all(torch.tensor([error is not None])))
+    if error is not None:
+        raise error
+    if anywhere:
+        raise UnsupportedModel("Another process of this run refused the loss for its rows; its own error says why.")

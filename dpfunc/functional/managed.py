@@ -1,0 +1,187 @@
+"""Modules whose parameters are put together for each forward pass: FSDP2, and what is like it.
+
+`fully_shard` swaps parameters in before a layer runs and out after it. Whatever else was put there is overwritten, so a
+parameter that it manages cannot be an argument of a function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc.checks import shorten
+from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor
+
+WAY_OUT = (
+    "Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, trainable=...), or "
+    "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then cuts them, their "
+    "gradients and the optimizer's state over the processes."
+)
+STATE = ("_is_root", "_fsdp_param_groups", "_fsdp_param_group")
+
+
+def _fsdp(name: str) -> type | None:
+    """A class of torch.distributed.fsdp, where somebody has imported that."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+
+
+def fsdp_parts(module: nn.Module) -> dict[str, Any]:
+    """The parts of a module that `fully_shard` was called on, by name.
+
+    >>> fsdp_parts(nn.Linear(1, 1))
+    {}
+    """
+    kind = _fsdp("FSDPModule")
+    return {} if kind is None else {name: part for name, part in module.named_modules() if isinstance(part, kind)}
+
+
+def managed(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that `fully_shard` swaps, by name; sharded or whole, whatever is there now.
+
+    Where this version of torch does not say which they are: every DTensor below a part that was sharded.
+    """
+    parts = fsdp_parts(module)
+    if not parts:
+        return {}
+    known: set[int] = set()
+    for part in parts.values():
+        groups = _groups(part)
+        if groups is None:
+            return {
+                name: param
+                for name, param in module.named_parameters()
+                if is_dtensor(param) and any(not prefix or name.startswith(f"{prefix}.") for prefix in parts)
+            }
+        for group in groups:
+            for held in group.fsdp_params:
+                known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
+    return {name: param for name, param in module.named_parameters() if id(param) in known}
+
+
+def _groups(part: Any) -> list[Any] | None:  # noqa: ANN401  (an FSDPModule)
+    state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+    several, one = (getattr(state, name, None) for name in STATE[1:])
+    if several is None and not hasattr(state, STATE[2]):
+        return None
+    found = [group for group in (several if several is not None else [one]) if group is not None]
+    return found if all(hasattr(group, "fsdp_params") for group in found) else None
+
+
+def refuse_managed(module: nn.Module, trained: Iterable[str]) -> None:
+    """Trained parameters must be those of nobody else.
+
+    Raises:
+        UnsupportedModel: naming those that FSDP or DeepSpeed manage, and what to do.
+    """
+    for name, part in module.named_modules():
+        _refuse_wrapper(name or "The module", part)
+    swapped = managed(module)
+    own = [name for name in trained if name in swapped]
+    if own:
+        raise UnsupportedModel(
+            f"The parameters {shorten(own)} are managed by fully_shard, which overwrites in each forward pass what is "
+            f"given as an argument. {WAY_OUT}"
+        )
+    partitioned = [name for name, param in module.named_parameters() if name in set(trained) and _of_zero(param)]
+    if partitioned:
+        raise UnsupportedModel(
+            f"The parameters {shorten(partitioned)} are partitioned by DeepSpeed ZeRO-3, which overwrites in each "
+            "forward pass what is given as an argument. Keep trained parameters out of it: attach the adapter to "
+            "engine.module (dpfunc.lora.attach), or use ZeRO-1."
+        )
+
+
+def _refuse_wrapper(name: str, part: nn.Module) -> None:
+    kind = type(part)
+    old = _fsdp("FullyShardedDataParallel")
+    if old is not None and isinstance(part, old):
+        raise UnsupportedModel(
+            f"{name} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use "
+            "torch.distributed.fsdp.fully_shard (FSDP2): dpfunc.distributed.shard_frozen(module, mesh, trainable=...)."
+        )
+    if kind.__module__.startswith("deepspeed.") and kind.__name__.endswith("Engine"):
+        raise UnsupportedModel(
+            f"{name} is DeepSpeed's {kind.__name__}, which reduces gradients before they are clipped. Pass "
+            "engine.module, and update parameters with an optimizer of torch."
+        )
+
+
+def _of_zero(param: Tensor) -> bool:
+    return hasattr(param, "ds_id") and hasattr(param, "ds_shape")
+
+
+def communicates(module: nn.Module) -> str | None:
+    """What in a module exchanges parameters or activations with other processes, or None.
+
+    >>> communicates(nn.Linear(1, 1))
+    """
+    parts = fsdp_parts(module)
+    if parts:
+        return f"parts that fully_shard was called on ({shorten([name or 'the module' for name in parts])})"
+    split = [name for name, param in module.named_parameters() if is_dtensor(param)]
+    if split:
+        return f"DTensors ({shorten(split)})"
+    zero = [name for name, param in module.named_parameters() if _of_zero(param)]
+    return f"parameters that DeepSpeed ZeRO-3 partitions ({shorten(zero)})" if zero else None
+
+
+def refuse_communication(module: nn.Module) -> None:
+    """With replicas a model that communicates inside of the loss could hang: an error before it does.
+
+    Raises:
+        UnsupportedModel: it does.
+    """
+    what = communicates(module)
+    if what is not None:
+        raise UnsupportedModel(
+            f"The model communicates inside of the loss: it has {what}. All processes must run it in lockstep, which "
+            "ranks=dpfunc.distributed.data_parallel() does not promise. Use ranks=dpfunc.distributed.sharded(mesh)."
+        )
+
+
+def refuse_old_vmap(module: nn.Module) -> None:
+    """Under torch.func, FSDP2 needs hooks that torch.func knows.
+
+    Raises:
+        UnsupportedModel: this version of torch has others.
+    """
+    if not torch._C._functorch.maybe_current_level() or not fsdp_parts(module):
+        return
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction as Hook
+    except ImportError:
+        return  # another torch: what it cannot do it says
+    if "setup_context" not in vars(Hook):
+        raise UnsupportedModel(
+            "This version of torch cannot run models of fully_shard under torch.func (vmap): 2.13 can. Use "
+            'engine="bookkeeping".'
+        )
+
+
+@contextmanager
+def recovered(module: nn.Module) -> Iterator[None]:
+    """After an error in a forward or backward pass, sharded parts are brought back to where a pass may begin."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            for root in _roots(fsdp_parts(module)):
+                reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+                if reset is not None:
+                    reset()
+
+
+def _roots(parts: dict[str, Any]) -> list[Any]:
+    return [
+        part
+        for name, part in parts.items()
+        if not any(other != name and (not other or name.startswith(f"{other}.")) for other in parts)
+    ]
