@@ -45,6 +45,11 @@ class LoRA:
                 ours.train(theirs.training)
         return self._adapted(every, *args, **kwargs)
 
+    @property
+    def adapted(self) -> nn.Module:
+        """The copy of the module's structure that `forward` runs. It shares the module's parameters."""
+        return self._adapted.module
+
     def merge(self, params: Params) -> nn.Module:
         """A copy of the original module with `W + scale B A`, and with the other trained parameters.
 

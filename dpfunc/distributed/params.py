@@ -1,0 +1,88 @@
+"""Trained parameters of which each process holds a part, and with them gradients and the state of the optimizer."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dpfunc.checks import whole as whole_number
+from dpfunc.errors import InvalidArgument
+from dpfunc.sharding import is_dtensor, local
+from dpfunc.types import Params
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SMALL = 1024
+
+
+def shard(params: Params, mesh: DeviceMesh, *, min_size: int = SMALL) -> dict[str, Tensor]:
+    """Parameters as DTensors: rows cut over the processes of a mesh. A step's gradients are cut alike.
+
+    At rest a process holds 1 / size of weights, of released gradients, and of the optimizer's state (a torch optimizer
+    steps on DTensors). While a step lasts, `make_dp_step` puts all of them together once, and each sum once.
+
+    Args:
+        params: name -> whole tensor, the same on all processes; those that are DTensors already stay as they are.
+        mesh: of the processes that share the parameters, as for `fully_shard`: with one dimension rows are cut over it;
+            with two they are cut over the second and kept alike over the first (HSDP).
+        min_size: numbers; smaller parameters, and those without dimensions, are not cut. They are DTensors too, since
+            optimizers do not mix the two.
+
+    Returns:
+        name -> DTensor. Rows need not divide evenly.
+
+    Raises:
+        InvalidArgument: a mesh with more dimensions.
+
+    Guarantees:
+        the released gradients are those of one process (tests/distributed/test_sharded_params.py).
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    if mesh.ndim > 2:
+        raise InvalidArgument(
+            f"Expected a mesh with one dimension, or two (replicas, parts), got {mesh}. Take a part of it: mesh['dp']."
+        )
+    limit = whole_number("min_size", min_size, minimum=0)
+    alike: list[Any] = [Replicate()] * mesh.ndim
+    cut: list[Any] = [*alike[1:], Shard(0)]
+
+    def laid(param: Tensor) -> Tensor:
+        if is_dtensor(param):
+            return param
+        divisible = param.ndim > 0 and param.numel() >= limit
+        return distribute_tensor(param.detach(), mesh, cut if divisible else alike, src_data_rank=None)
+
+    return {name: laid(param) for name, param in params.items()}
+
+
+def whole(params: Params) -> dict[str, Tensor]:
+    """Parameters put together, on every process: to evaluate, to save, or for `dpfunc.with_params`. All must call it.
+
+    Args:
+        params: name -> tensor, DTensors or not.
+
+    >>> import torch
+    >>> whole({"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+    """
+    return {name: _whole(param) for name, param in params.items()}
+
+
+def _whole(param: Tensor) -> Tensor:
+    detached: Any = param.detach()
+    full: Tensor = detached.full_tensor() if is_dtensor(param) else detached
+    return full
+
+
+def bytes_held(params: Params) -> int:
+    """Bytes of parameters that this process holds.
+
+    >>> import torch
+    >>> bytes_held({"w": torch.zeros(2, 3)})
+    24
+    """
+    return sum(math.prod(local(param).shape) * param.element_size() for param in params.values())
