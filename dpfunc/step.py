@@ -185,8 +185,9 @@ class DPStep:
         largest = checked(check, state.step, ranks)
 
         def compute() -> tuple[ClippedSum, Unreleased]:
+            every = gathered(params, ranks)  # first: what could fail on one process comes after what all do together
             rows, rows_B = padded(batch, real[0], largest, ranks)
-            return self._clip(gathered(params, ranks), rows, rows_B, state)
+            return self._clip(every, rows, rows_B, state)
 
         return summed(compute, params, ranks)
 
@@ -351,8 +352,8 @@ def make_dp_step(
     one_of("noise_source", noise_source, ("secure", "device"))
     if journal is not None and not callable(journal):
         raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
-    if ranks is not None and compile and ranks.tensor_group is not None:
-        raise InvalidArgument("Expected compile=False with tensor parallelism: norms are summed between processes.")
+    if ranks is not None and compile and not ranks.independent:
+        raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
     prepared = make_clipped_grad(
         loss_fn,
         plan.clip,

@@ -14,6 +14,7 @@ from torch import Tensor
 from dpfunc.distributed.handshake import Card, agree
 from dpfunc.distributed.ranks import Ranks, any_rank
 from dpfunc.distributed.reduce import sum_over
+from dpfunc.engines.lockstep import in_company
 from dpfunc.engines.sums import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.sharding import local
@@ -81,7 +82,8 @@ def summed(
     """
     done = None
     try:
-        done = compute()
+        with in_company(ranks.group, independent=ranks.independent):
+            done = compute()
     finally:
         if done is None and ranks.independent:
             nothing = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
