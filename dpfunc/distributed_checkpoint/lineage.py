@@ -1,0 +1,202 @@
+"""Which noise may be used again: the rule for runs that go on with another number of processes or another layout.
+
+A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
+sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
+steps was computed, and which runs continue others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.checks import shorten
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint
+from dpfunc.saved import difference, state_from_dict
+from dpfunc.step import StepState
+from dpfunc.types import Adjacency, Event
+
+NOTES = "resumed.jsonl"
+Taken = Mapping[str, Mapping[int, tuple[Adjacency, tuple[Event, ...]]]]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line about a resumption. Public facts only.
+
+    Args:
+        run: fingerprint of the key of the steps that follow. start: the first of them.
+        layout: in which they are computed.
+        counted: other runs of the same descent -> their steps below this are in the ledger of this one.
+        parent: the run that this one continues with new noise, or None when the run itself goes on.
+    """
+
+    run: str
+    start: int
+    layout: Mapping[str, Any]
+    counted: Mapping[str, int]
+    parent: str | None = None
+
+
+def note_line(note: Note) -> str:
+    """A note as a line of JSON."""
+    return json.dumps(asdict(note))
+
+
+def read_notes(path: Path) -> list[Note]:
+    """All notes; a line that was cut off by a crash belongs to a resumption that released nothing.
+
+    Raises:
+        CheckpointError: a complete line that cannot be read.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [Note(**json.loads(line)) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
+
+
+@dataclass(frozen=True)
+class History:
+    """What is known about a run when it is resumed.
+
+    Args:
+        values: of the checkpoint, with its layout and the number of notes there were.
+        notes: all there are now. taken: all steps in the journal, or None without one.
+    """
+
+    values: Mapping[str, Any]
+    notes: list[Note]
+    taken: Taken | None
+
+    @property
+    def run(self) -> str:
+        """Fingerprint of the key of the checkpoint."""
+        return fingerprint(Key(bytes.fromhex(self.values["key"])))
+
+    @property
+    def steps(self) -> Mapping[int, object]:
+        """Steps of this run in the journal."""
+        return (self.taken or {}).get(self.run, {})
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """What the ledger of the checkpoint has of other runs of its descent."""
+        known = [note.counted for note in self.notes[: self.values["notes"]] if note.run == self.run]
+        return known[-1] if known else {}
+
+    def layout_of(self, step: int) -> Mapping[str, Any]:
+        """In which layout a step of this run was computed, or would have been."""
+        known = [note.layout for note in self.notes if note.run == self.run and note.start <= step]
+        found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
+        return found
+
+    @property
+    def was_resumed(self) -> bool:
+        """Whether this run changed its layout, continues another, or is continued by one."""
+        return any(self.run in (note.run, note.parent) for note in self.notes)
+
+    def relatives(self) -> set[str]:
+        """The other runs of the same descent."""
+        family, size = {self.run}, 0
+        while size < len(family):
+            size = len(family)
+            for note in self.notes:
+                if note.parent is not None and family & {note.run, note.parent}:
+                    family |= {note.run, note.parent}
+        return family - {self.run}
+
+
+def resume(
+    history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool
+) -> tuple[StepState, Note | None]:
+    """The state that may go on, and the note that must be on disk before it does.
+
+    Args:
+        history: of the run. plan: of the run. layout: of the processes that resume it. new_key: never used before.
+        recharge: steps that cannot be repeated may be drawn anew, and cost again.
+
+    Raises:
+        CheckpointError: the steps after the checkpoint cannot be repeated, or nobody knows which were released.
+    """
+    _check_journal(history)
+    state = state_from_dict(history.values, plan, history.steps)
+    counted = dict(history.counted)
+    state = _with_relatives(state, history, plan, counted)
+    newest = history.layout_of(state.charged)
+    if history.taken is None and (newest != layout or history.was_resumed):
+        _refuse(newest, layout, "Which steps were released after the checkpoint is in the journal only: pass journal=.")
+    released = [history.layout_of(step) for step in range(state.step, state.charged)]
+    changed = next((each for each in released if each != layout), None)
+    if changed is None:
+        same = newest == layout and counted == history.counted
+        return state, None if same else Note(history.run, state.step, layout, counted)
+    if not recharge:
+        _refuse(
+            changed,
+            layout,
+            f"Steps {state.step} to {state.charged - 1} were released after the checkpoint, and are in the journal. "
+            "Resume as they were computed; or pass recharge=True to draw them anew, with new noise, at their cost.",
+        )
+    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
+    if state.step % epoch:
+        _refuse(changed, layout, f"An epoch of {epoch} shuffled steps cannot be drawn anew from its middle.")
+    counted[history.run] = state.charged
+    fresh = state._replace(key=new_key, charged=state.step)
+    fresh = fresh._replace(limit=_limit(fresh, plan))
+    return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
+
+
+def _check_journal(history: History) -> None:
+    """A journal that lacks what the checkpoint has is another one, or was lost: it cannot say what was released."""
+    if history.taken is None:
+        return
+    born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
+    last = int(history.values["charged"]) - 1
+    if last >= (born[0] if born else 0) and last not in history.steps:
+        raise CheckpointError(
+            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
+            "another run, or incomplete: pass the right one."
+        )
+
+
+def _with_relatives(state: StepState, history: History, plan: Plan, counted: dict[str, int]) -> StepState:
+    """Also what was released by runs that continued this one, or that it continues, and is not in its ledger yet."""
+    extra: list[Event] = []
+    for run in sorted(history.relatives()):
+        steps = (history.taken or {}).get(run, {})
+        extra += [event for step, (_, events) in steps.items() if step >= counted.get(run, 0) for event in events]
+        counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])
+    if not extra:
+        return state
+    state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
+    return state._replace(limit=_limit(state, plan))
+
+
+def _limit(state: StepState, plan: Plan) -> int:
+    """How far the budget goes from the first step that still has to be paid."""
+    if plan.epsilon is None:
+        return state.limit
+    start = state.charged
+    return start + affordable_steps(
+        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+        limit=max(state.limit - start, 0),
+        method=plan.accountant,
+    )
+
+
+def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    lines = shorten(difference(saved, now)) or "it was, for a while"
+    raise CheckpointError(
+        f"The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
+        f"sums that round differently would give the difference away. {what}"
+    )

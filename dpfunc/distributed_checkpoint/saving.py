@@ -1,0 +1,179 @@
+"""Save a run of several processes: every process its parts, and one of them what all have alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfunc.checks import whole
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed_checkpoint.layout import layout
+from dpfunc.distributed_checkpoint.lineage import NOTES, read_notes
+from dpfunc.distributed_checkpoint.tensors import METADATA, PARAMS, encode, write_tensors
+from dpfunc.distributed_checkpoint.together import agreed, all_or_none, joint_group, place, shared, writes
+from dpfunc.errors import CheckpointError
+from dpfunc.journal import sync_directory
+from dpfunc.plan import Plan
+from dpfunc.plan_json import plan_to_dict
+from dpfunc.saved import (
+    MANIFEST,
+    PLAN,
+    PREFIX,
+    STATE,
+    data_fingerprint,
+    free_name,
+    sha256,
+    state_to_dict,
+    sync_file,
+    whole_checkpoints,
+    write_json,
+)
+from dpfunc.step import StepState
+from dpfunc.types import Batch, Params
+
+LATEST = "LATEST"
+FAILED = "No checkpoint was made, and the one before is still the newest"
+
+
+def save_sharded(
+    directory: Path | str,
+    *,
+    params: Params,
+    state: StepState,
+    plan: Plan,
+    data: Batch | str,
+    ranks: Ranks | None,
+    optimizer_state: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write a checkpoint of all processes; any other number of them, in any other layout, can load it.
+
+    Each process writes its parts of DTensors; tensors that all have alike are written once. When every process has said
+    that its part is on disk, the file LATEST gets the new name. A kill or an error at any moment before leaves the
+    old checkpoint the newest, and is an error on all processes.
+
+    Args:
+        directory: on a file system that all processes share; holds one sub-directory a checkpoint.
+        params, state, plan: of the run, after a step, the same on all processes.
+        data: the data set (a pytree of tensors), or a string that names it: only its fingerprint is stored.
+        ranks: as given to `make_dp_step`; all their processes call. None is one process.
+        optimizer_state: `optimizer.state_dict()`: tensors and DTensors, numbers, strings, lists and dicts.
+        extra: JSON values of your own.
+        keep: older checkpoints are removed when there are more than this, >= 1.
+
+    Returns:
+        The path of the checkpoint. Its state.json holds the key of the run (file mode 0600): as secret as the data.
+
+    Raises:
+        InvalidArgument: keep < 1, or what cannot be saved.
+        RankMismatch: the processes hold different states, plans or whole tensors: nothing was saved.
+        CheckpointError: another process could not write its part.
+
+    Guarantees:
+        tests/distributed/test_sharded_checkpoint.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
+        nothing is overwritten (test_nothing_is_overwritten), differing processes are refused
+        (test_processes_that_differ_save_nothing).
+
+    >>> import tempfile, torch
+    >>> from dpfunc import clipping, sampling
+    >>> from dpfunc.distributed_checkpoint import load_sharded
+    >>> from dpfunc.rng import secure_key
+    >>> from dpfunc.step import make_dp_step
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> run = {"plan": plan, "data": torch.ones(100, 2), "params": {"w": torch.zeros(2)}, "ranks": None}
+    >>> dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    >>> state = dp_step.init(run["params"], secure_key())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_sharded(folder, state=state, **run)
+    ...     checkpoint = load_sharded(folder, **run)
+    >>> checkpoint.state == state
+    True
+    """
+    parent = Path(directory)
+    tensors: dict[str, Tensor] = {}
+
+    def prepare() -> dict[str, Any]:
+        whole("keep", keep, minimum=1)
+        encoded = None if optimizer_state is None else encode(optimizer_state, tensors)
+        tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
+        values = state_to_dict(state, data_fingerprint(data, state.key), extra or {})
+        return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "layout": {}, "notes": 0}}
+
+    files = all_or_none(prepare, ranks, FAILED)
+    said = {name: json.dumps(values) for name, values in files.items()}
+    agreed({**said, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
+    files[STATE]["layout"] = layout(params, ranks)
+    group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
+    made = all_or_none(partial(_new_directory, parent, state.step, ranks), ranks, FAILED)
+    path = parent / shared(made, ranks).decode()
+    try:
+        write_tensors(path, tensors, group)
+        all_or_none(partial(_sign, path, group), ranks, FAILED)
+        all_or_none(partial(_commit, path, files, keep, ranks), ranks, FAILED)
+    finally:
+        if writes(ranks) and latest(parent) != path.name:
+            shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+def latest(parent: Path) -> str | None:
+    """The name of the newest checkpoint."""
+    pointer = parent / LATEST
+    return pointer.read_text().strip() if pointer.exists() else None
+
+
+def _new_directory(parent: Path, step: int, ranks: Ranks | None) -> bytes:
+    if not writes(ranks):
+        return b""
+    parent.mkdir(parents=True, exist_ok=True)
+    path = free_name(parent, step)
+    path.mkdir(mode=0o700)
+    return path.name.encode()
+
+
+def _sign(path: Path, group: dist.ProcessGroup | None) -> None:
+    """What this process wrote is on disk; say which files, and what they contain."""
+    number = 0 if group is None else dist.get_rank(group)
+    for file in sorted(path.glob(f"__{number}_*")):
+        file.chmod(0o600)
+        sync_file(file)
+    write_json(path / f"part-{number}.json", {file.name: sha256(file) for file in sorted(path.glob(f"__{number}_*"))})
+
+
+def _commit(path: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks: Ranks | None) -> None:
+    """All parts are on disk: make them the newest checkpoint."""
+    if not writes(ranks):
+        return
+    parent = path.parent
+    parts = [path / f"part-{number}.json" for number in range(place(ranks)[1])]
+    if not all(part.exists() for part in parts):
+        raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
+    written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
+    notes = len(read_notes(parent / NOTES))
+    write_json(path / STATE, {**files[STATE], "notes": notes})
+    write_json(path / PLAN, files[PLAN])
+    (path / METADATA).chmod(0o600)
+    own = {name: sha256(path / name) for name in (METADATA, PLAN, STATE)}
+    write_json(path / MANIFEST, {**own, **written})
+    sync_directory(path)
+    pointer = parent / f".{LATEST}"
+    pointer.unlink(missing_ok=True)
+    pointer.write_text(path.name + "\n")
+    sync_file(pointer)
+    sync_directory(parent)
+    os.replace(pointer, parent / LATEST)
+    sync_directory(parent)
+    # In the order in which they were made: a run that went back has lower steps now.
+    kept = sorted(whole_checkpoints(parent), key=lambda each: (each / MANIFEST).stat().st_mtime_ns)[-keep:]
+    for old in parent.glob(f"{PREFIX}*"):  # also what a kill left unfinished
+        if old not in (*kept, path):
+            shutil.rmtree(old, ignore_errors=True)

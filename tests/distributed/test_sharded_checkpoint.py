@@ -1,0 +1,325 @@
+"""Checkpoints of several processes: any other number goes on as one would have, and no crash loses accounting."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_jobs import PLAN, read, start, store, train
+from jobs import NUM_RECORDS, data, loss_fn, params, plan
+from workers import outcomes, run
+
+from dpfunc import sampling
+from dpfunc.accounting import Ledger
+from dpfunc.distributed_checkpoint import load_sharded, save_sharded
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.journal import journal_ledger
+from dpfunc.rng import insecure_key
+from dpfunc.saved import sha256
+from dpfunc.step import make_dp_step
+
+
+def close(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), "alone", 8)
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(tmp_path_factory):
+    """Four steps of four processes that hold parts of all parameters (of one, the fourth process holds nothing)."""
+    folder = tmp_path_factory.mktemp("four")
+    run(4, "checkpoint_jobs:train", folder, "rows", 4, False, 4)
+    return folder
+
+
+def copied(source, target):
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    return target
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, "alone"), (2, "replicas"), (3, "rows"), (4, "rows")])
+def test_saved_by_four_and_loaded_by_any(saved_by_four, uninterrupted, tmp_path, size, kind):
+    """Parts become other parts, or whole; four noisy steps of Adam later all is as it would have been."""
+    folder = copied(saved_by_four, tmp_path)
+    job = (folder, kind, 8, True)
+    found = [train(*job)] if kind == "alone" else run(size, "checkpoint_jobs:train", *job)
+    for values, ledger, first, _ in found:
+        close(values, uninterrupted[0])
+        assert (ledger, first) == (uninterrupted[1], (4, 4))
+    assert journal_ledger(folder / "journal.jsonl").to_json() == uninterrupted[1]
+
+
+@pytest.mark.parametrize("kind", ["grid", "hybrid"])
+def test_two_dimensions(saved_by_four, tmp_path, kind):
+    """Four processes as two by two: everything comes back as its parameter is cut, moments too."""
+    folder = copied(saved_by_four, tmp_path)
+    values, moment, _ = read(copied(folder, tmp_path / "alone"), "alone")
+    for theirs, its_moment, alike in run(4, "checkpoint_jobs:read", folder, kind):
+        assert alike
+        assert torch.equal(its_moment, moment)
+        assert all(torch.equal(theirs[name], value) for name, value in values.items())
+
+
+def test_the_same_layout_repeats_bit_for_bit(tmp_path):
+    """Steps after the checkpoint are repeated, not paid again."""
+    first = run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)
+    again = run(2, "checkpoint_jobs:train", tmp_path, "rows", 8, True)
+    for (_, _, _, released), (_, ledger, at, repeated) in zip(first, again, strict=True):
+        assert at == (3, 6)
+        assert all(torch.equal(a, b) for a, b in zip(released[3:], repeated[:3], strict=True))
+        assert ledger == PLAN.ledger().to_json()
+
+
+def test_other_layouts_pay_again(tmp_path):
+    """Two processes released more than they saved: one process gets new noise for those steps, and pays."""
+    first = run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)[0]
+    with pytest.raises(CheckpointError, match=r"data processes: saved 2, now 1.*Steps 3 to 5.*recharge=True"):
+        train(tmp_path, "alone", 8, True)
+    _, ledger, at, drawn = train(tmp_path, "alone", 8, True, None, True)
+    assert at == (3, 3)
+    assert (
+        Ledger.from_json(ledger) == PLAN.ledger(6).compose(PLAN.ledger(5)) == journal_ledger(tmp_path / "journal.jsonl")
+    )
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(first[3][3:], drawn, strict=False))
+
+
+ERRORS = [("tensors", 1, "fails"), ("part", 1, "fails"), ("part", 0, "fails"), ("commit", 0, "fails"), ("rename", 0, "fails")]  # fmt: skip
+
+
+def newest(folder):
+    values, ranks, _ = start("alone")
+    options = {"plan": PLAN, "data": data(), "params": values, "ranks": ranks, "journal": folder / "journal.jsonl"}
+    return load_sharded(folder / "c", **options)
+
+
+def test_an_error_while_saving(tmp_path):
+    """All processes hear of it, the old checkpoint stays the newest, and nothing is left behind."""
+    found = run(2, "checkpoint_jobs:trouble_while_saving", tmp_path, ERRORS)
+    for (moment, rank, _), *errors in zip(ERRORS, *found, strict=True):
+        assert "no space left" in errors[rank], moment
+        assert errors[1 - rank].startswith("CheckpointError: "), moment
+    assert newest(tmp_path).extra == {"number": 0}
+    assert sorted(path.name for path in (tmp_path / "c").glob("step-*")) == ["step-00000000.000"]
+
+
+@pytest.mark.parametrize(("moment", "rank"), [("tensors", 1), ("rename", 0)])
+def test_a_crash_while_saving(tmp_path, moment, rank):
+    """The same for kill -9; what is left behind is ignored, and removed by the next save."""
+    found = outcomes(2, "checkpoint_jobs:trouble_while_saving", tmp_path, [(moment, rank, "killed")], seconds=10)
+    assert found[rank].died
+    other = found[1 - rank]
+    assert other.error or "Error" in other.value[0]
+    saved = newest(tmp_path)
+    assert saved.extra == {"number": 0}
+    store(tmp_path, saved.params, None, torch.optim.Adam(list(saved.params.values())), saved.state, keep=1)
+    (left,) = (tmp_path / "c").glob("step-*")
+    assert left.name == f"step-00000000.00{1 if rank else 2}"  # process 0 cleaned up, if it could
+
+
+@pytest.mark.parametrize("what", ["parameter", "moment", "step", "plan", "extra", "number", "unsupported"])
+def test_processes_that_differ_save_nothing(tmp_path, what):
+    found = run(2, "checkpoint_jobs:differing", tmp_path, what)
+    kinds = [text.partition(":")[0] for text in found]
+    named = {"parameter": "tensors", "moment": "tensors", "plan": "plan.json", "number": "keep"}.get(what, "state.json")
+    if what == "unsupported":
+        assert kinds == ["CheckpointError", "InvalidArgument"]
+    else:
+        assert kinds == ["RankMismatch", "RankMismatch"]
+        assert all(f"disagree about {named}" in text for text in found)
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_one_process_refuses_all_refuse(saved_by_four, tmp_path):
+    folder = copied(saved_by_four, tmp_path)
+    found = run(2, "checkpoint_jobs:refused", folder, "rows", {"data": {"x": torch.zeros(3)}})
+    assert found[0] == "CheckpointError: No checkpoint was loaded: another process failed; its own error says why."
+    assert "belongs to another data set" in found[1]
+    file = next((folder / "c").glob("step-*/__3_0.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    found = run(2, "checkpoint_jobs:refused", folder, "replicas", {})
+    assert sorted("is missing or was changed" in text for text in found) == [False, True]
+    assert all(text.startswith("CheckpointError") for text in found)
+
+
+# From here on one process, without a process group.
+
+
+@pytest.fixture
+def one(tmp_path):
+    train(tmp_path, "alone", 3, False, 3)
+    return tmp_path
+
+
+def load_one(folder, **changes):
+    options = {"plan": PLAN, "data": data(), "params": params(), "ranks": None, "journal": folder / "journal.jsonl"}
+    return load_sharded(folder / "c", **{**options, **changes})
+
+
+def test_nothing_is_overwritten(one):
+    (path,) = (one / "c").glob("step-*")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    second = store(one, values, ranks, optimizer, state)
+    assert second != path
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert load_one(one).path == second
+    third = store(one, values, ranks, optimizer, state, keep=1)
+    assert [each.name for each in (one / "c").glob("step-*")] == [third.name]
+
+
+def test_the_key_is_for_the_owner_only(one):
+    (path,) = (one / "c").glob("step-*")
+    assert path.stat().st_mode & 0o077 == 0
+    assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())
+    key = insecure_key(5).secret
+    having = [
+        file.name for file in path.iterdir() if key in file.read_bytes() or key.hex().encode() in file.read_bytes()
+    ]
+    assert having == ["state.json"]
+
+
+FILES = ["state.json", "plan.json", "manifest.json", ".metadata", "__0_0.distcp"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["changed", "short", "missing"])
+def test_damage_is_found(one, name, damage):
+    (path,) = (one / "c").glob(f"step-*/{name}")
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="changed after it was saved|Expected a whole checkpoint"):
+        load_one(one)
+
+
+def test_what_was_never_finished_is_ignored(one):
+    (one / "c" / "step-00000099.000").mkdir()
+    assert load_one(one).state.step == 3
+    (one / "c" / "LATEST").unlink()
+    with pytest.raises(CheckpointError, match="found none. Start a new run"):
+        load_one(one)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("evil", [Evil(), {"x": Path("y").exists}])
+def test_pickles_are_not_executed(one, evil):
+    (path,) = (one / "c").glob("step-*")
+    (path / ".metadata").write_bytes(pickle.dumps(evil))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest[".metadata"] = sha256(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="Expected a description of tensors"):
+        load_one(one)
+
+
+REFUSALS = {
+    "plan": ({"plan": plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3), noise_multiplier=0.9)}, r"another plan: .*now 0.9"),
+    "data": ({"data": {**data(), "y": data()["y"].roll(1)}}, "another data set"),
+    "shape": ({"params": {**params(), "in.bias": torch.zeros(8)}}, r"in.bias: saved float32 \(9,\), now float32 \(8,\)"),
+    "missing": ({"params": {"in.bias": torch.zeros(9)}}, "now absent"),
+    "type": ({"params": params(torch.float64)}, "now float64"),
+    "optimizer": ({"optimizer_state": {"state": {}, "param_groups": []}}, "Expected optimizer_state to have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_another_run_is_refused(one, name):
+    changes, message = REFUSALS[name]
+    with pytest.raises(CheckpointError, match=message):
+        load_one(one, **changes)
+
+
+def test_bad_arguments(one):
+    values, ranks, optimizer = start("alone")
+    with pytest.raises(InvalidArgument, match="keep"):
+        store(one, values, ranks, optimizer, load_one(one).state, keep=0)
+    with pytest.raises(TypeError):
+        store(one, values, ranks, optimizer, load_one(one).state, extra={"n": object()})
+    with pytest.raises(InvalidArgument, match="Expected optimizer_state"):
+        store(one, values, ranks, optimizer, load_one(one).state, optimizer_state={"f": len})
+
+
+def test_optimizer_states_of_all_kinds_come_back(tmp_path):
+    values, ranks, _ = start("alone")
+    state = make_dp_step(loss_fn, PLAN).init(values, insecure_key(77))
+    kinds = {
+        "a": [1, 2.5, None, True, "s"],
+        3: (torch.arange(3), torch.ones(2, 2, dtype=torch.bfloat16)),
+        "e": {},
+        "z": [],
+    }
+    save_sharded(tmp_path / "c", params=values, state=state, plan=PLAN, data="d", ranks=ranks, optimizer_state=kinds)
+    found = load_one(tmp_path, data="d").optimizer_state
+    assert list(found) == list(kinds)
+    assert (found["a"], found["e"], found["z"], type(found[3])) == (kinds["a"], {}, [], tuple)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[3], kinds[3], strict=True))
+
+
+SCRIPT = Path(__file__).parent / "checkpoint_jobs.py"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run of two processes of which nothing is left but its files, and how many steps were seen."""
+    place = tmp_path_factory.mktemp("killed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(place), str(rank), "2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for _ in range(3):
+            assert children[0].stdout.readline().strip().isdigit()
+        time.sleep(0.002)
+    finally:
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+    seen = 3 + len(children[0].communicate()[0].splitlines())
+    children[1].communicate()
+    assert journal_ledger(place / "journal.jsonl").num_steps >= seen
+    return place, seen
+
+
+@pytest.mark.parametrize("again", [2, 1])
+def test_kill_loses_no_accounting(killed, tmp_path, again):
+    """kill -9 of all processes in the middle of a run; then as many as before repeat, or fewer pay again."""
+    copied(killed[0], tmp_path)
+    spent = journal_ledger(tmp_path / "journal.jsonl")
+    if again == 2:
+        for _, ledger, (_, charged), _ in run(2, "checkpoint_jobs:train", tmp_path, "rows", 8, True):
+            assert charged >= killed[1]
+            assert ledger == PLAN.ledger().to_json()
+    else:
+        (_, ledger, (step, _), _) = train(tmp_path, "alone", 8, True, None, True)
+        assert Ledger.from_json(ledger) == spent.compose(Ledger(PLAN.events(step, 8), PLAN.adjacency))
+        assert Ledger.from_json(ledger).num_steps >= 8
+    assert journal_ledger(tmp_path / "journal.jsonl").to_json() == ledger
