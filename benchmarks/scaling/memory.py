@@ -1,0 +1,250 @@
+"""Bytes on one GPU, from shapes: what is held all the time, while gradients are computed, and while they are released.
+
+A model, not a measurement. It follows what the engines and the step do (`dpfunc/engines/bookkeeping.py`,
+`dpfunc/clipped.py`, `dpfunc/distributed/`); the rule by which book-keeping forms gradients is the engine's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.scaling.shapes import Matrix, Shape
+from dpfunc.engines.bookkeeping import DEFAULT_BUDGET
+from dpfunc.engines.rules.cost import matrix_form
+
+EngineName = Literal["vmap", "bookkeeping", "ghost"]
+ENGINES: tuple[EngineName, ...] = ("vmap", "bookkeeping", "ghost")
+HALF, SINGLE = 2, 4
+OPTIMIZER = 3 * SINGLE  # AdamW: a float32 copy of the parameter and two moments
+LOSS = HALF + SINGLE + HALF  # a logit, its float32 copy for the softmax, and its gradient
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters are.
+
+    Args:
+        title: for tables. tensor: ranks that divide each matrix (TP). cut_frozen, cut_trained: whether frozen and
+            trained parameters are also divided over the ranks with different records (FSDP2).
+        streamed: whether trained parameters are gathered, and their sums scattered, block by block. Not built: what it
+            would take.
+    """
+
+    title: str
+    tensor: int = 1
+    cut_frozen: bool = False
+    cut_trained: bool = False
+    streamed: bool = False
+
+
+LAYOUTS = {
+    "replicated": Layout("replicated"),
+    "frozen cut": Layout("FSDP2 base, LoRA replicated", cut_frozen=True),
+    "all cut": Layout("FSDP2", cut_frozen=True, cut_trained=True),
+    "tensor": Layout("TP 8 x FSDP2", tensor=8, cut_frozen=True, cut_trained=True),
+    "streamed": Layout("FSDP2, block by block (not built)", cut_frozen=True, cut_trained=True, streamed=True),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how.
+
+    Args:
+        shape: of the model. lora_rank: adapters of this rank on all linear layers; None trains all parameters.
+        layout, gpus: where. engine: name. length: tokens of a record. microbatch: records at once on a rank.
+        expected_batch: records of a step, on all ranks together.
+    """
+
+    shape: Shape
+    lora_rank: int | None
+    layout: Layout
+    gpus: int
+    engine: EngineName
+    length: int = 2048
+    microbatch: int = 2
+    expected_batch: int = 4096
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks, with different records."""
+        return self.gpus // self.layout.tensor
+
+    @property
+    def microbatches(self) -> int:
+        """Of a rank in a step of the expected size."""
+        return math.ceil(self.expected_batch / self.data_ranks / self.microbatch)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Activations of one block at a time; vmap cannot."""
+        return self.engine != "vmap"
+
+    @property
+    def trained(self) -> int:
+        """Trained numbers that one data rank works on: all, but for the matrices that tensor parallelism divides.
+
+        The embedding is not among them: a table that is divided has no rule yet.
+        """
+        if self.lora_rank is None:
+            table = self.shape.head.numbers
+            return table + (self.shape.parameters - table) // self.layout.tensor
+        return self.shape.lora_parameters(self.lora_rank, self.layout.tensor)
+
+    @property
+    def trained_held(self) -> int:
+        """Trained numbers that a GPU holds between steps."""
+        return self.trained // self.data_ranks if self.layout.cut_trained else self.trained
+
+    @property
+    def frozen_held(self) -> int:
+        """Frozen numbers that a GPU holds between steps."""
+        if self.lora_rank is None:
+            return 0
+        return self.shape.parameters // (self.gpus if self.layout.cut_frozen else self.layout.tensor)
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is such a job: vmap does not run tensor parallel layers, and some layouts need more than LoRA.
+
+        Sums that are scattered block by block need all norms before: the second backward pass of ghost.
+        """
+        if self.layout.streamed and (self.lora_rank is not None or self.engine != "ghost"):
+            return False
+        if self.layout.cut_frozen and not self.layout.cut_trained and self.lora_rank is None:
+            return False
+        return not (self.engine == "vmap" and self.layout.tensor > 1)
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.microbatch * self.length
+
+
+def trained_matrices(job: Job) -> Iterator[Matrix]:
+    """The matrices that get per-sample gradients, as one rank sees them, in the order of the forward pass."""
+    tensor = job.layout.tensor
+    for _ in range(job.shape.layers):
+        for matrix in job.shape.layer:
+            yield from (matrix.part(tensor),) if job.lora_rank is None else matrix.lora(job.lora_rank, tensor)
+    if job.lora_rank is None:
+        yield job.shape.head.part(tensor)
+
+
+def layer_activations(job: Job) -> int:
+    """Bytes that autograd keeps of one block, with fused norms and attention: 4 + 2/tp widths, and what TP divides.
+
+    Inputs of both norms and their results; queries, keys, values and their mixture; gate, up, silu(gate), product.
+    """
+    shape, tensor = job.shape, job.layout.tensor
+    wide = 4 * shape.width + (2 * shape.width + 2 * shape.kv_width) // tensor
+    inner = (4 if shape.gated else 2) * shape.hidden // tensor
+    return HALF * job.tokens * (wide + inner)
+
+
+def activations(job: Job) -> int:
+    """Bytes of activations of a microbatch: inputs of all blocks and one block, or all blocks; and the loss."""
+    block = layer_activations(job)
+    blocks = job.shape.layers * HALF * job.tokens * job.shape.width + block
+    return (blocks if job.checkpointing else job.shape.layers * block) + LOSS * job.tokens * job.shape.vocabulary
+
+
+def formed(job: Job) -> list[bool]:
+    """Of each trained matrix: whether per-sample gradients are formed, or both sides of the products kept.
+
+    vmap forms all and ghost none. Book-keeping decides by time, within its budget.
+    """
+    if job.engine != "bookkeeping":
+        return [job.engine == "vmap" for _ in trained_matrices(job)]
+    budget, decided = DEFAULT_BUDGET, []
+    for matrix in trained_matrices(job):
+        whole = SINGLE * job.microbatch * matrix.numbers
+        sides = HALF * job.tokens * (matrix.inputs + matrix.outputs)
+        dense = matrix_form(job.length, matrix.outputs, matrix.inputs) == "dense"
+        decided.append(dense and (whole <= budget or sides >= whole))
+        budget -= whole if decided[-1] else 0
+    return decided
+
+
+def bookkeeping_bytes(job: Job) -> int:
+    """What book-keeping keeps until the factors are known. An input counts once for all layers that read it."""
+    total = 0
+    seen: set[tuple[int, str]] = set()
+    in_a_block = len(job.shape.layer) * (1 if job.lora_rank is None else 2)
+    for number, (matrix, dense) in enumerate(zip(trained_matrices(job), formed(job), strict=True)):
+        source = (number // in_a_block, matrix.source)
+        if dense:
+            total += SINGLE * job.microbatch * matrix.numbers
+        else:
+            total += HALF * job.tokens * (matrix.outputs + (0 if source in seen else matrix.inputs))
+            seen.add(source)
+    if job.lora_rank is None:  # the embedding keeps the gradients of its rows
+        total += HALF * job.tokens * job.shape.width
+    return total
+
+
+def engine_bytes(job: Job) -> int:
+    """What the engine needs on top of activations and sums."""
+    largest = max(trained_matrices(job), key=lambda matrix: matrix.inputs + matrix.outputs)
+    scratch = SINGLE * job.tokens * (largest.inputs + largest.outputs)  # both sides in float32, one matrix at a time
+    if job.engine == "vmap":
+        most = max(matrix.numbers for matrix in trained_matrices(job))
+        return job.microbatch * (HALF * job.trained + SINGLE * most)
+    return scratch + (bookkeeping_bytes(job) if job.engine == "bookkeeping" else 0)
+
+
+def gathered_bytes(job: Job) -> int:
+    """What is gathered while gradients are computed: what FSDP2 has of a model at a time, and all trained parameters.
+
+    FSDP2 has two blocks, the embedding and the head.
+    """
+    at_a_time = HALF * (2 * job.shape.layer_parameters + 2 * job.shape.head.numbers) // job.layout.tensor
+    by_fsdp = at_a_time if job.layout.streamed or (job.lora_rank is not None and job.layout.cut_frozen) else 0
+    return by_fsdp + (HALF * job.trained if job.layout.cut_trained and not job.layout.streamed else 0)
+
+
+def sums_bytes(job: Job) -> int:
+    """Float32 sums while gradients are computed: of all trained parameters, twice with several microbatches."""
+    if job.layout.streamed:  # the own part, and one unit on its way
+        return SINGLE * (job.trained_held + max(job.shape.layer_parameters, job.shape.head.numbers))
+    return SINGLE * job.trained * (2 if job.microbatches > 1 else 1)
+
+
+def releasing_bytes(job: Job) -> int:
+    """Sums and the message; then the sum, the noise and the released gradient."""
+    whole, mine = SINGLE * job.trained, SINGLE * job.trained_held
+    if job.layout.cut_trained and not job.layout.streamed:
+        return max(whole + mine, 3 * mine)
+    return 3 * mine
+
+
+def parts(job: Job) -> dict[str, int]:
+    """Bytes on one GPU, by what they are for. `computing` and `releasing` are never there together.
+
+    - frozen, trained, optimizer: bfloat16 parameters; AdamW with a float32 copy.
+    - computing: gathered parameters, activations, the engine, float32 sums.
+    """
+    computing = {
+        "gathered": gathered_bytes(job),
+        "activations": activations(job),
+        "engine": engine_bytes(job),
+        "sums": sums_bytes(job),
+    }
+    return {
+        "frozen": HALF * job.frozen_held,
+        "trained": HALF * job.trained_held,
+        "optimizer": OPTIMIZER * job.trained_held,
+        **computing,
+        "computing": sum(computing.values()),
+        "releasing": releasing_bytes(job),
+    }
+
+
+def peak(job: Job) -> int:
+    """The most bytes on one GPU at a time."""
+    found = parts(job)
+    held = found["frozen"] + found["trained"] + found["optimizer"]
+    return held + max(found["computing"], found["releasing"])

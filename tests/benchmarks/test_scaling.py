@@ -1,0 +1,317 @@
+"""The model of memory and traffic: its parts against real modules and engines, its sums, and the document it fills."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from dpfunc import lora
+from dpfunc.engines import bookkeeping
+from dpfunc.engines.per_sample import Dense
+from dpfunc.functional import functionalize
+from dpfunc.rng import insecure_key
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.engines.report import rounded  # noqa: E402
+from benchmarks.engines.transformer_nets import decoder  # noqa: E402
+from benchmarks.scaling import pieces, traffic  # noqa: E402
+from benchmarks.scaling.__main__ import DOCUMENT, RESULT, main  # noqa: E402
+from benchmarks.scaling.memory import (  # noqa: E402
+    ENGINES,
+    LAYOUTS,
+    Job,
+    Layout,
+    formed,
+    layer_activations,
+    parts,
+    peak,
+    trained_matrices,
+)
+from benchmarks.scaling.page import TABLES, amount, filled, in_bytes  # noqa: E402
+from benchmarks.scaling.shapes import MODELS, Shape  # noqa: E402
+from benchmarks.scaling.table import GPUS, fits, jobs, modelled  # noqa: E402
+
+TINY = Shape("tiny", layers=2, width=64, hidden=160, heads=8, kv_heads=2, vocabulary=100)
+REPORT = json.loads(RESULT.read_text())
+EVERY_JOB = [job for *_, job in jobs()]
+
+
+def llama(shape):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(("name", "published"), [("7B", 6.74e9), ("70B", 70.6e9), ("405B", 405e9), ("100B", 100e9)])
+def test_parameters_of_named_models(name, published):
+    assert MODELS[name].parameters == pytest.approx(published, rel=0.01 if name != "100B" else 0.02)
+
+
+@pytest.mark.parametrize("shape", [TINY, MODELS["7B"], MODELS["70B"], MODELS["405B"]], ids=lambda shape: shape.title)
+def test_parameters_are_those_of_the_module(shape):
+    with torch.device("meta"):
+        assert sum(param.numel() for param in llama(shape).parameters()) == shape.parameters
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_adapters_are_those_of_the_library(rank, layers):
+    shape = dataclasses.replace(TINY, layers=layers)
+    adapter = lora.attach(llama(shape), insecure_key(0), targets=r"_proj$", rank=rank, alpha=1.0)
+    assert sum(param.numel() for param in adapter.params.values()) == shape.lora_parameters(rank)
+
+
+def test_tensor_parallel_ranks_hold_the_whole_together():
+    for matrix in (*TINY.layer, TINY.head):
+        assert 2 * matrix.part(2).numbers == matrix.numbers
+        a, b = matrix.lora(4, 2)
+        whole_a, whole_b = matrix.lora(4, 1)
+        divided, whole = (b, a) if matrix.split == "column" else (a, b)
+        divided_1, whole_1 = (whole_b, whole_a) if matrix.split == "column" else (whole_a, whole_b)
+        assert (2 * divided.numbers, whole.numbers) == (divided_1.numbers, whole_1.numbers)
+
+
+def saved_numbers(module, x):
+    seen = {}
+    held = {param.untyped_storage().data_ptr() for param in module.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            seen[storage.data_ptr()] = storage.nbytes() // 4
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = module(x)
+    return sum(seen.values()), result
+
+
+def test_activations_of_a_block():
+    """What autograd saves of a real one, but for one copy of the mixed values that other kernels do not make."""
+    shape = Shape("", layers=1, width=256, hidden=700, heads=4, kv_heads=4, vocabulary=50)
+    sizes = {"layers": 1, "width": 256, "hidden": 700, "length": 96, "vocabulary": 50}
+    block = decoder(3, **sizes, norm="rms", lora=True).module[1]
+    measured, _ = saved_numbers(block, torch.randn(3, 96, 256, requires_grad=True))
+    job = Job(shape, 8, LAYOUTS["replicated"], 1, "bookkeeping", length=96, microbatch=3)
+    assert layer_activations(job) / 2 == 3 * 96 * (8 * 256 + 4 * 700)
+    assert 1 <= measured / (layer_activations(job) / 2) < 1.1
+
+
+@pytest.mark.parametrize(("length", "width"), [(8, 64), (256, 64), (24, 32)])
+def test_book_keeping_forms_what_the_model_says(length, width):
+    """The engine's decisions on a real decoder, matrix by matrix."""
+    sizes = {"layers": 1, "width": width, "hidden": 3 * width, "length": length, "vocabulary": 50}
+    problem = decoder(2, **sizes, norm="rms", lora=False)
+    forward, params = functionalize(problem.module)
+    grads = bookkeeping()(lambda p, x: forward(p, x).square().mean((1, 2)), params, problem.inputs).grads
+    found = {
+        name: isinstance(grad, Dense)
+        for name, grad in grads.items()
+        if params[name].ndim == 2 and not name.startswith("0.")
+    }
+    order = ("q", "k", "v", "o", "gate", "up", "down")
+    shape = Shape("", layers=1, width=width, hidden=3 * width, heads=1, kv_heads=1, vocabulary=50)
+    job = Job(shape, None, LAYOUTS["replicated"], 1, "bookkeeping", length=length, microbatch=2)
+    expected = dict(zip([matrix.name for matrix in trained_matrices(job)], formed(job), strict=True))
+    names = {name: next((part for part in order if f".{part}." in name), "head") for name in found}
+    assert {names[name]: dense for name, dense in found.items()} == expected
+
+
+def test_a_budget_bounds_what_is_formed():
+    """The first matrices of a large model are formed, later ones only where the factors are larger."""
+    job = Job(MODELS["70B"], None, LAYOUTS["replicated"], 8, "bookkeeping")
+    decided = formed(job)
+    assert decided[0]
+    names = {matrix.name for matrix, dense in list(zip(trained_matrices(job), decided, strict=True))[20:] if dense}
+    assert names == {"k", "v"}
+    assert not any(formed(Job(MODELS["7B"], None, LAYOUTS["replicated"], 8, "ghost")))
+    assert all(formed(Job(MODELS["7B"], None, LAYOUTS["replicated"], 8, "vmap")))
+
+
+def test_parts_add_up():
+    for job in EVERY_JOB:
+        found = parts(job)
+        assert all(value >= 0 for value in found.values())
+        assert found["computing"] == sum(found[name] for name in ("gathered", "activations", "engine", "sums"))
+        held = found["frozen"] + found["trained"] + found["optimizer"]
+        assert peak(job) == held + max(found["computing"], found["releasing"])
+
+
+def test_known_jobs():
+    """By hand: a replicated 7B model with adapters, and all its parameters under FSDP2 on 8 GPUs."""
+    shape = MODELS["7B"]
+    small = parts(Job(shape, 16, LAYOUTS["replicated"], 8, "ghost"))
+    assert small["frozen"] == 2 * shape.parameters
+    assert small["optimizer"] == 12 * 39_976_960
+    assert small["sums"] == 2 * 4 * 39_976_960
+    assert small["releasing"] == 3 * 4 * 39_976_960
+    assert small["gathered"] == 0
+    large = parts(Job(shape, None, LAYOUTS["all cut"], 8, "ghost"))
+    assert large["trained"] == 2 * (shape.parameters // 8)
+    assert large["gathered"] == 2 * shape.parameters
+    assert large["sums"] == 8 * shape.parameters
+    assert large["frozen"] == 0
+
+
+def test_more_gpus_never_need_more_memory_each():
+    for job in EVERY_JOB:
+        for more in GPUS:
+            if more > job.gpus:
+                assert peak(dataclasses.replace(job, gpus=more)) <= peak(job)
+
+
+def test_larger_jobs_need_more():
+    for job, name in itertools.product(EVERY_JOB[::7], ("length", "microbatch")):
+        larger = dataclasses.replace(job, **{name: 2 * getattr(job, name)})
+        assert peak(larger) >= peak(job)
+        assert parts(larger)["activations"] > parts(job)["activations"]
+
+
+def test_order_of_engines_and_layouts():
+    """Ghost needs least; each division of parameters saves; sums that are never whole save most."""
+    for model, rank in itertools.product(MODELS.values(), (16, None)):
+        for layout in LAYOUTS.values():
+            sizes = [peak(job) for engine in ENGINES if (job := Job(model, rank, layout, 64, engine)).possible]
+            assert sizes == sorted(sizes, reverse=True)
+        order = ["replicated", "all cut", "tensor"] if rank is None else ["replicated", "frozen cut", "all cut"]
+        order += ["streamed"] if rank is None and model.parameters > 1e10 else []
+        sizes = [peak(Job(model, rank, LAYOUTS[name], 64, "ghost")) for name in order]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_rings():
+    assert traffic.all_reduce(100, 2) == 100
+    assert traffic.all_reduce(100, 1) == traffic.all_gather(100, 1) == 0
+    assert traffic.all_reduce(100, 4) == 2 * traffic.all_gather(100, 4) == 150
+
+
+def test_traffic_of_replicated_adapters():
+    """One message of float32 sums in each step, whatever the microbatches; and nothing else of size."""
+    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 64, "bookkeeping")
+    found = traffic.sent(job)
+    assert found["sums"] == 2 * 63 / 64 * 4 * job.shape.lora_parameters(16)
+    assert sum(found.values()) == found["sums"] + found["handshake"]
+    assert traffic.sent(dataclasses.replace(job, microbatch=8)) == found
+    assert traffic.noise_numbers(job) == job.shape.lora_parameters(16)
+
+
+def test_traffic_of_sharded_models():
+    """Gathers in each pass of each microbatch; noise by tiles; norms of divided layers over the tensor group."""
+    job = Job(MODELS["70B"], 16, LAYOUTS["frozen cut"], 64, "bookkeeping")
+    once = 63 / 64 * 2 * job.shape.parameters
+    assert traffic.sent(job)["frozen parameters"] == pytest.approx(once * 2 * 32)
+    ghost = dataclasses.replace(job, engine="ghost")
+    assert traffic.sent(ghost)["frozen parameters"] == pytest.approx(once * 3 * 32)
+    full = Job(MODELS["7B"], None, LAYOUTS["all cut"], 64, "ghost")
+    assert traffic.sent(full)["sums"] == 2 * traffic.sent(full)["trained parameters"]
+    assert traffic.noise_numbers(full) == MODELS["7B"].parameters // 64
+    tensor = dataclasses.replace(job, layout=LAYOUTS["tensor"])
+    assert tensor.microbatches == 256
+    assert traffic.sent(tensor)["norms"] == 256 * 2 * 7 / 8 * 8 * (80 * 7) * 2
+    assert traffic.sent(job)["norms"] == 0
+
+
+def test_operations():
+    """Forward, repetition and backward of a frozen model; ghost runs two of them twice."""
+    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 8, "bookkeeping")
+    per_token = 2 * job.shape.parameters * job.length
+    assert traffic.sample_flops(job)["model"] == 3 * per_token
+    assert traffic.sample_flops(dataclasses.replace(job, engine="ghost"))["model"] == 5 * per_token
+    full = traffic.sample_flops(Job(MODELS["7B"], None, LAYOUTS["replicated"], 8, "ghost"))
+    matrices = MODELS["7B"].parameters - MODELS["7B"].head.numbers  # the embedding is looked up
+    assert full["sums"] == pytest.approx(2 * 2048 * matrices, rel=0.001)
+    assert 0 < full["norms"] <= full["sums"]
+
+
+def test_seconds_follow_the_measured_noise():
+    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 8, "bookkeeping")
+    slow, fast = traffic.seconds(job, 1e7), traffic.seconds(job, 2e7)
+    assert slow["noise"] == 2 * fast["noise"] == job.shape.lora_parameters(16) / (1e7 * traffic.Assumed().threads)
+    assert {**slow, "noise": 0} == {**fast, "noise": 0}
+
+
+def test_fits():
+    assert [fits(size) for size in (71.9e9, 72.1e9, 126e9, 127e9)] == [80, 141, 141, None]
+
+
+def test_combinations_that_do_not_exist():
+    assert not Job(TINY, 4, LAYOUTS["tensor"], 8, "vmap").possible
+    assert not Job(TINY, None, LAYOUTS["frozen cut"], 8, "ghost").possible
+    assert not Job(TINY, None, LAYOUTS["streamed"], 8, "bookkeeping").possible
+    assert Job(TINY, None, Layout("x", cut_frozen=True, cut_trained=True), 8, "vmap").possible
+
+
+def test_the_result_file_is_that_of_this_model():
+    again = rounded(modelled(REPORT["pieces"]["noise"]["1"]["per_second"]))
+    assert {key: REPORT[key] for key in again} == json.loads(json.dumps(again))
+    assert {"cpu", "cores", "torch_threads"} <= REPORT["machine"].keys()
+    assert {"torch", "numpy", "randomgen", "python"} <= REPORT["versions"].keys()
+
+
+def test_the_document_shows_the_result_file():
+    assert filled(DOCUMENT.read_text(), REPORT) == DOCUMENT.read_text()
+
+
+def test_the_document_has_no_other_numbers():
+    """Sizes that appear in the sentences are names (70B) or stand in a table."""
+    prose = re.sub(r"<!-- [^>]+ -->\n.*?<!-- end -->", "", DOCUMENT.read_text(), flags=re.DOTALL)
+    known = {"100B", "512", "7B", "80", "141", "float32", "float64", "bfloat16", "FSDP2", "2023", "4096", "64"}
+    assert set(re.findall(r"\b\w*\d\w*\b", prose)) <= known
+
+
+def test_a_document_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="<!-- workload -->"):
+        filled("no table", REPORT)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0123, "0.012"), (1.26, "1.3"), (12.3, "12"), (99.96, "100"), (123.4, "123"), (12345, "12,300")],
+)
+def test_amounts(value, text):
+    assert amount(value) == text
+    assert in_bytes(1e9 * value if value else 0) == (f"{text} GB" if 1 <= value < 1000 else in_bytes(1e9 * value))
+
+
+@pytest.fixture
+def threads_stay_as_they_were():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_all_pieces_can_be_measured():
+    """In small: each has a positive rate, and draws cost as little from many records as from few."""
+    found = pieces.measure(shrink=64, rounds=1)
+    assert found.keys() == REPORT["pieces"].keys()
+    rates = [*found["noise"].values(), found["all-reduce"], found["checksum"]]
+    rates += [matrix[name] for matrix in found["products"] for name in ("norms", "weighted sum", "plain product")]
+    assert all(entry["per_second"] > 0 and entry["best_seconds"] > 0 for entry in rates)
+    assert [entry["records"] for entry in found["draws"]] == [10**6, 10**7, 10**8, 10**9]
+    assert all(entry["peak_bytes"] < 2**20 for entry in found["draws"])
+
+
+def test_the_command_keeps_what_was_measured(tmp_path, threads_stay_as_they_were):
+    out, document = tmp_path / "scaling.json", tmp_path / "scaling.md"
+    out.write_text(RESULT.read_text())
+    document.write_text("\n".join(f"<!-- {name} -->\nold\n<!-- end -->" for name in TABLES))
+    result = CliRunner().invoke(main, ["--no-measure", "--out", str(out), "--document", str(document)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text()) == REPORT
+    assert "| 70B |" in document.read_text()
+    assert "old" not in document.read_text()
