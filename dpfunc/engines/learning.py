@@ -14,8 +14,9 @@ from dpfunc.checks import shorten
 from dpfunc.engines import layout as layouts_of
 from dpfunc.engines.collectives import Listener
 from dpfunc.engines.graphs import refuse_reentrant
-from dpfunc.engines.isolation import check_isolated, shaken, some_rows
-from dpfunc.engines.replicas import check_replicated
+from dpfunc.engines.isolation import Still, check_isolated, shaken, some_rows
+from dpfunc.engines.lockstep import refused_by_all
+from dpfunc.engines.loop import loop
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.taps import as_it_is, leaf, tapped, watched
@@ -74,8 +75,10 @@ def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layo
     found = dict(known)
     values = shaken(params)
     listener = Listener()
-    tolerance = check_isolated(loss_fn, values, batch, listener)
-    check_replicated(loss_fn, values, batch, listener.meshes, tolerance)
+    check_isolated(loss_fn, values, batch, listener)
+    if listener.meshes:  # then single samples show whether ranks agree
+        with torch_seed(insecure_key(0)), Still():
+            loop()(loss_fn, values, some_rows(batch, 2))
     for _ in range(ROUNDS):
         seen = [_differentiate(loss_fn, values, some_rows(batch, count), count, found) for count in (2, 3)]
         if seen[0].keys() != seen[1].keys():
@@ -86,8 +89,8 @@ def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layo
             )
         if not seen[0]:
             return found
-        for key in seen[0]:
-            found[key] = _one_layout(key, seen[0][key], seen[1][key])
+        with refused_by_all():
+            found |= {key: _one_layout(key, seen[0][key], seen[1][key]) for key in seen[0]}
     raise UnsupportedModel('Parameters are transformed too often before they are used. Use engine="vmap" or "loop".')
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.collecting import check_differentiable
-from dpfunc.engines.collectives import own_only
+from dpfunc.engines.collectives import Listener, own_only
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.sharded import local, local_like
 from dpfunc.tree import batch_size, rows
@@ -25,6 +26,8 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
 
     Raises:
         InvalidArgument: the loss has a wrong shape, or no gradient.
+        UnsupportedModel: the loss communicates between ranks, other than in tensor parallel layers; or these give
+            parameters that are not split gradients in parts.
 
     Guarantees:
         equals the reference (tests/engines/test_parity.py).
@@ -36,24 +39,24 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
 
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         num_samples = batch_size(batch)
-        losses_B: list[Tensor] = []
+        losses: list[Tensor] = []
+        listener = Listener()
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         for sample in range(num_samples):
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-            with own_only(), parameters_unchanged(params), torch.enable_grad(), backward_inside():
+            with own_only(listener), parameters_unchanged(params), torch.enable_grad(), backward_inside():
                 losses_1 = loss_fn(leaves, rows(batch, sample, sample + 1))
                 check_differentiable(losses_1, 1)
                 refuse_reentrant((), losses_1)
                 grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
-            losses_B.append(losses_1.detach())
+            losses.append(losses_1.detach())
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
                     grads_B[name][sample] = local_like(grad, params[name])
         first = next(iter(parts.values()))
-        return PerSample(
-            torch.cat(losses_B) if losses_B else first.new_zeros(0),
-            {name: Dense(grad_B) for name, grad_B in grads_B.items()},
-        )
+        losses_B = torch.cat(losses) if losses else first.new_zeros(0)
+        check_replicated(losses_B, grads_B, params, listener.meshes)
+        return PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()})
 
     return engine

@@ -10,24 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc.checks import shorten
-from dpfunc.engines.isolation import Still, some_rows
-from dpfunc.engines.loop import loop
+from dpfunc.engines.isolation import COARSE, TOLERANCES
+from dpfunc.engines.lockstep import of_all
 from dpfunc.engines.sharded import is_dtensor
 from dpfunc.engines.sums import lengths
 from dpfunc.errors import UnsupportedModel
-from dpfunc.rng import insecure_key, torch_seed
-from dpfunc.types import Batch, LossFn, Params
+from dpfunc.types import Params
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ROWS = 2
 # Of the largest gradient: what lies below is rounding.
 NOTHING = 1e-6
 
 
 def anywhere(flags: Tensor, params: Params) -> Tensor:
-    """Flags (bool) that are set on this rank, or on one that holds other parts of these parameters."""
+    """Flags (bool) that are set on this rank, or on one that holds other parts of these parameters or of the model."""
     meshes: list[DeviceMesh] = []
     for param in params.values():
         if is_dtensor(param) and param.device_mesh not in meshes:
@@ -36,31 +34,32 @@ def anywhere(flags: Tensor, params: Params) -> Tensor:
     for mesh in meshes:
         for dim in range(mesh.ndim):
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return counts > 0
+    return of_all(counts > 0)
 
 
 def check_replicated(
-    loss_fn: LossFn, params: Params, batch: Batch, meshes: Sequence[DeviceMesh], tolerance: float
+    losses_B: Tensor, grads: Mapping[str, Tensor], params: Params, meshes: Sequence[DeviceMesh]
 ) -> None:
     """Compare, over the ranks of each mesh, the losses and the gradients of what all of its ranks hold.
 
     A parameter that is not split, but is applied to a part of the activations (a norm over this rank's own heads), has
     a part of its gradient on each rank: its norm would be wrong, and the ranks would drift apart.
 
+    Args:
+        losses_B, grads: of single samples; grads (B, *shape) are local. meshes: on which layers are split.
+
     Raises:
         UnsupportedModel: they differ; on all ranks.
     """
-    if not meshes:
+    if not meshes or not len(losses_B):
         return
-    with torch_seed(insecure_key(0)), Still():
-        single = loop()(loss_fn, params, some_rows(batch, ROWS))
-    grads = {name: grad.dense() for name, grad in single.grads.items()}
+    tolerance = max(TOLERANCES.get(dtype, COARSE) for dtype in (losses_B.dtype, *(p.dtype for p in params.values())))
     scale = max(float(_size(grad)) for grad in grads.values())
     for mesh in meshes:
         for dim in range(mesh.ndim):
             group = mesh.get_group(dim)
             whole = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
-            differing = _differing({"": single.losses_B, **whole}, group, tolerance, scale)
+            differing = _differing({"": losses_B, **whole}, group, tolerance, scale)
             if "" in differing:
                 raise UnsupportedModel(
                     "The loss of a record differs between ranks that hold parts of the same layers: they have "

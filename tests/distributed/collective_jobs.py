@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import nullcontext
+from types import FunctionType
 from unittest.mock import patch
 
 import torch
@@ -55,7 +56,26 @@ def sums_weights(params, batch):
     return _losses(params, batch) * total.sum()
 
 
-LOSSES = {f.__name__: f for f in (scaled_by_all, scaled_in_place, gathered, autograd_function, sums_weights)}
+def _said_by(module):
+    """The loss with an ordinary collective, as if its code were in another module."""
+    code = scaled_in_place.__code__
+    return FunctionType(code, {**globals(), "__name__": module}, "as_in_" + module)
+
+
+def context_parallel(params, batch):
+    """As torch's context parallelism does."""
+    return _said_by("torch.distributed.tensor.experimental._context_parallel")(params, batch)
+
+
+def pipeline(params, batch):
+    """As torch's pipelines do."""
+    return _said_by("torch.distributed.pipelining.stage")(params, batch)
+
+
+LOSSES = {
+    f.__name__: f
+    for f in (scaled_by_all, scaled_in_place, gathered, autograd_function, sums_weights, context_parallel, pipeline)
+}
 
 
 def _losses(params, batch):

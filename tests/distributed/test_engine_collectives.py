@@ -21,6 +21,13 @@ def test_the_line_that_communicates_is_named():
         assert "called in collective_jobs, line" in said
 
 
+@pytest.mark.parametrize(("loss", "word"), [("context_parallel", "positions"), ("pipeline", "layers")])
+def test_records_in_parts_are_refused(loss, word):
+    for kind, said in run(2, "collective_jobs:message", loss, "bookkeeping"):
+        assert kind == "UnsupportedModel"
+        assert f"splits the {word}" in said
+
+
 def test_without_the_guard_vmap_is_silently_wrong():
     """The rank that is first has the losses of a rank alone; the true ones are elsewhere."""
     from_alone, from_truth = run(2, "collective_jobs:silently_wrong")[0]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -17,8 +17,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import dpfunc
 from dpfunc import engines
+from dpfunc.engines.isolation import shaken
 from dpfunc.engines.sharded import is_sharded, like, local
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import DPFuncError
 from dpfunc.tree import rows
 
 VOCAB, LENGTH, BATCH = 32, 6, 5
@@ -167,7 +168,7 @@ def relative(found, expected):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,)):
+def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,), checkpointing=False):
     """Differences, relative, to a loop over single samples in one process; and without the sum over ranks."""
     dtype = getattr(torch, dtype_name)
     batch = batch_of(dtype=dtype)
@@ -179,6 +180,9 @@ def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,)):
     split = built(name, dtype)
     CASES[name][1](split, mesh_of())
     forward, parts = dpfunc.functionalize(split)
+    if checkpointing:
+        split.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        split.train()
     loss_fn = CASES[name][2](forward)
     engine = getattr(engines, engine_name)()
     losses_B, norms_B, sums = clipped(engine, loss_fn, parts, batch, sizes, summed)
@@ -207,3 +211,119 @@ def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,)):
         "engine": engine.decision(loss_fn).engine if engine_name == "auto" else engine_name,
         "first": float(next(iter(whole.values())).flatten()[0]),
     }
+
+
+def shaken_alike():
+    """Shaken parts of parameters, put together, against shaken whole ones; and whether they still are DTensors."""
+    whole, split = built("mlp", torch.float64), built("mlp", torch.float64)
+    split_mlp(split, mesh_of())
+    expected = shaken(dpfunc.functionalize(whole).params)
+    parts = dpfunc.functionalize(split).params
+    found = shaken(parts)
+    kept = all(isinstance(found[name], DTensor) == isinstance(param, DTensor) for name, param in parts.items())
+    off = [float((full(found[name]) - value).abs().max()) for name, value in expected.items()]
+    return kept, max(off)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Normed(nn.Module):
+    """A whole norm is applied to the activations of this rank's own heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(4), nn.Linear(8, 6)
+
+    def forward(self, x):
+        heads = self.norm(self.up(x).unflatten(-1, (-1, 4)))
+        return self.down(heads.flatten(-2)).mean(1)[:, :3]
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 6), nn.Linear(6, 3)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids)).mean(1)
+
+
+class Transposed(nn.Linear):
+    def forward(self, x):
+        return (DTensor.from_local(x, self.weight.device_mesh, [Replicate()]) @ self.weight.t()).to_local().mean(1)
+
+
+class Scaled(nn.Module):
+    """A split weight that is multiplied by, and not by a matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        mesh = self.scale.device_mesh
+        return self.head((DTensor.from_local(x, mesh, [Replicate()]) * self.scale).full_tensor()).mean(1)
+
+
+class AcrossRecords(nn.Linear):
+    """Each rank takes a part of the records."""
+
+    def forward(self, x):
+        x = distribute_tensor(x, self.weight.device_mesh, [Shard(0)])
+        return F.linear(x, self.weight, self.bias).full_tensor().mean(1)
+
+
+def _replicate(part, mesh):
+    for name, param in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])))
+
+
+def refused(kind, engine="bookkeeping"):
+    """The error for what tensor parallelism does not cover."""
+    torch.manual_seed(0)
+    mesh = mesh_of()
+    batch = batch_of()
+    loss = pixels
+    if kind in ("vmap", "frozen", "other records"):
+        model = MLP()
+        split_mlp(model, mesh)
+    if kind == "frozen":
+        for layer in (model.up, model.down):
+            layer.requires_grad_(False)
+    if kind == "other records":
+        batch["x"] = batch["x"] * (1 + dist.get_rank())
+    if kind == "sequence":
+        model = MLP()
+        parallelize_module(model, mesh, {"norm": SequenceParallel(use_local_output=False)})
+        model.head.register_forward_pre_hook(lambda part, args: (args[0].full_tensor(),))
+    if kind == "own heads":
+        model = Normed()
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind == "table":
+        model = Table()
+        parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
+        loss = ids
+    if kind in ("transposed", "scaled", "across records"):
+        model = {"transposed": Transposed(6, 4), "scaled": Scaled(), "across records": AcrossRecords(6, 3)}[kind]
+        _replicate(model, mesh)
+        batch = rows(batch, 0, 4)
+    if kind == "losses":
+        model = MLP()
+        parallelize_module(model, mesh, {"head": RowwiseParallel(input_layouts=Replicate(), use_local_output=False)})
+        loss = squares
+    forward, params = dpfunc.functionalize(model.double())
+    try:
+        getattr(engines, engine)()(loss(forward), params, batch)
+    except DPFuncError as error:
+        return type(error).__name__, str(error)
+    return None, ""
+
+
+def ids(forward):
+    return lambda p, b: F.cross_entropy(forward(p, b["ids"]), b["y"], reduction="none")
+
+
+def squares(forward):
+    return lambda p, b: forward(p, b["x"]).square().sum(1)
