@@ -46,6 +46,8 @@ test: check $(VENV)/vision
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/noise_cost.py
 	$(BIN)/python -m benchmarks.engines
+	$(BIN)/python -m benchmarks.distributed
+	$(BIN)/python -m benchmarks.scaling
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -3,7 +3,7 @@
 sampling -> engines -> clipping -> noise -> accounting, and `dp_step(params, batch, state)` that runs them all.
 """
 
-from dpfunc import accounting, clipping, engines, errors, lora, noise, sampling
+from dpfunc import accounting, clipping, distributed, engines, errors, lora, noise, sampling
 from dpfunc.accounting import (
     Guarantee,
     Ledger,
@@ -46,6 +46,7 @@ __all__ = [
     "clipped_grad",
     "clipping",
     "count_batchnorm",
+    "distributed",
     "engines",
     "epsilon",
     "errors",

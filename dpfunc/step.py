@@ -193,15 +193,12 @@ class DPStep:
 
     def _described(self, state: StepState) -> str:
         """What must be the same in all processes."""
-        settings = (
-            self.plan,
-            self.reduction,
-            self.noise_source,
-            self.clipped_grad.engine,
-            self.clipped_grad.microbatch_size,
-        )
+        clipped = self.clipped_grad
+        settings = (self.plan, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size)
         place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
-        return re.sub(r" at 0x[0-9a-f]+", "", repr((settings, place)))
+        # Machines whose libraries round differently could draw different records.
+        drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr((settings, place, len(drawn), int(drawn.sum()))))
 
     @property
     def decision(self) -> Decision | None:

@@ -1,0 +1,184 @@
+"""A step on several processes against the plain step of DistributedDataParallel: `python -m benchmarks.distributed`.
+
+Each process takes its share of one batch. In each round both steps run once, in turn, between barriers; the ratio is
+that of the slowest process. One torch thread a process. `plain` is forward, mean loss, backward with DDP's overlapped
+all-reduce; `dp_step` is all of a private step: checks, handshake, clipped sum, one all-reduce, noise. Its parts are
+timed alone. On a GPU (`--device cuda`) the backend is nccl.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import dpfunc
+from benchmarks.engines.cases import CASES
+from benchmarks.engines.problem import Problem
+from benchmarks.engines.report import machine, versions, write
+from dpfunc import clipping, distributed, sampling
+from dpfunc.distributed.handshake import agree, card
+from dpfunc.distributed.reduce import sum_over
+from dpfunc.noise import add_gaussian
+from dpfunc.types import ClippedSum
+
+RESULT = Path(__file__).parent / "results" / "distributed.json"
+Steps = Mapping[str, Callable[[], object]]
+
+
+def plain_step(problem: Problem) -> Callable[[], object]:
+    """Forward, mean loss, backward; DDP adds the gradients of all processes where there are several."""
+    module: nn.Module = problem.copy().module
+    if dist.get_world_size() > 1:
+        module = nn.parallel.DistributedDataParallel(module)
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        problem.losses(module(problem.inputs), problem.targets).mean().backward()
+
+    return step
+
+
+def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
+    """The whole step, and its parts alone."""
+    forward, params = dpfunc.functionalize(problem.module)
+    ranks = distributed.data_parallel()
+    batch = (problem.inputs, problem.targets)
+    whole = problem.batch_size * ranks.size
+    plan = dpfunc.Plan(
+        sampling.Poisson(100 * whole, 0.01), clipping.Flat(problem.clip_norm), 1.0, 10 * rounds + 10, delta=1e-7
+    )
+
+    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> Tensor:
+        return problem.losses(forward(params, batch[0]), batch[1])
+
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="bookkeeping", ranks=ranks, verify_batch=False)
+    states = [dp_step.init(params, distributed.shared_key(ranks))]
+    sums = {name: torch.zeros_like(p) for name, p in params.items()}
+    clipped = ClippedSum(sums, dict.fromkeys(sums, "all"), {"all": 1.0})
+
+    def step() -> None:
+        states.append(dp_step(params, batch, states[-1]).state)
+
+    return {
+        "dp_step": step,
+        "clipped sum": lambda: dp_step.clipped_grad(params, batch),
+        "handshake": lambda: agree(card(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
+        "all-reduce": lambda: sum_over(ranks, sums, params),
+        "noise": lambda: add_gaussian(clipped, 1.0, dpfunc.insecure_key(0)),
+    }
+
+
+def seconds_together(step: Callable[[], object], device: str) -> float:
+    """How long the slowest process takes."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    taken = torch.tensor([time.perf_counter() - start], device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def work(rank: int, size: int, folder: str, case: str, rounds: int, device: str, quick: bool) -> None:
+    """One process of the measurement; the first writes what was found."""
+    torch.set_num_threads(1)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(minutes=5)
+    )
+    problem = CASES[case].problem(quick=quick)
+    share = replace(problem, inputs=problem.inputs[rank::size], targets=problem.targets[rank::size]).to(device)
+    steps = {"plain": plain_step(share), **private_steps(share, rounds)}
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            taken = seconds_together(step, device)
+            if number:
+                found[name].append(taken)
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+def measure(case: str, size: int, rounds: int, device: str, quick: bool) -> dict[str, Any]:
+    """Medians of seconds, and of the ratios to the plain step of the same round."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (size, folder, case, rounds, device, quick), nprocs=size)
+        found: dict[str, list[float]] = torch.load(f"{folder}/found.pt", weights_only=True)
+    base = found["plain"]
+    return {
+        "case": case,
+        "processes": size,
+        **CASES[case].problem(quick=quick).sizes(),
+        "seconds": {name: statistics.median(values) for name, values in found.items()},
+        "ratio": {n: statistics.median(a / b for a, b in zip(v, base, strict=True)) for n, v in found.items()},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each measurement: case, processes, plain ms, dp_step ms, ratio, parts in ms."""
+    parts = ("clipped sum", "handshake", "all-reduce", "noise")
+    return [
+        [
+            row["case"], str(row["processes"]), f"{1e3 * row['seconds']['plain']:.0f}",
+            f"{1e3 * row['seconds']['dp_step']:.0f}", f"{row['ratio']['dp_step']:.2f}",
+            *(f"{1e3 * row['seconds'][part]:.1f}" for part in parts),
+        ]
+        for row in rows
+    ]  # fmt: skip
+
+
+HEADS = [
+    "case",
+    "processes",
+    "plain ms",
+    "dp_step ms",
+    "ratio",
+    "clipped sum ms",
+    "handshake ms",
+    "all-reduce ms",
+    "noise ms",
+]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--cases", default="w1,w2n", help="Names of benchmarks.engines.cases, with commas.")
+@click.option("--processes", default="1,2", help="Numbers of processes, with commas.")
+@click.option("--rounds", default=12, help="Rounds that count; one more warms up.")
+@click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
+@click.option("--quick", is_flag=True, help="Tiny sizes, to see that it works.")
+@click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="Result file.")
+def main(cases: str, processes: str, rounds: int, device: str, quick: bool, out: Path) -> None:
+    """Measure, print a table, write the result file."""
+    facts = {"machine": machine(1, device), "versions": versions(), "rounds": rounds, "device": device}
+    rows = []
+    console = Console()
+    for case in cases.split(","):
+        for size in map(int, processes.split(",")):
+            with console.status(f"{case}, {size} processes"):
+                rows.append(measure(case, size, rounds, device, quick))
+    write({**facts, "rows": rows}, out)
+    shown = Table(*HEADS, title="a step on several processes")
+    for line in table(rows):
+        shown.add_row(*line)
+    console.print(shown)
+    console.print(f"Written to {out}")
+
+
+if __name__ == "__main__":
+    main()
