@@ -18,7 +18,14 @@ from dpfunc.engines.graphs import refuse_reentrant
 from dpfunc.engines.lockstep import on_its_own
 from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional.managed import managed, recovered, refuse_communication, refuse_managed, refuse_old_vmap
+from dpfunc.functional.managed import (
+    managed,
+    recovered,
+    refuse_communication,
+    refuse_managed,
+    refuse_old_vmap,
+    refuse_swapped,
+)
 from dpfunc.functional.names import check_params, select, storage_places
 from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
@@ -48,6 +55,7 @@ class Forward:
             return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
         if on_its_own():
             refuse_communication(self.module)
+        refuse_swapped(self.module, (*self.shapes, *self.frozen))  # sharded since it was functionalized
         scope = until_backward()
         if scope is not None:
             return self._run_until_backward(scope, params, args, kwargs)
@@ -76,7 +84,6 @@ class Forward:
 
     def _refuse_replaced(self, names: Sequence[str]) -> None:
         if names:
-            refuse_managed(self.module, self.shapes)  # sharded since it was functionalized
             raise _written(names)
 
     def _state(self, params: Params, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ parameter that it manages cannot be an argument of a function.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from dpfunc.sharding import is_dtensor
 WAY_OUT = (
     "Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, trainable=...), or "
     "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then cuts them, their "
-    "gradients and the optimizer's state over the processes."
+    "gradients and the optimizer's state over the processes. Call functionalize after fully_shard."
 )
 STATE = ("_is_root", "_fsdp_param_groups", "_fsdp_param_group")
 
@@ -73,7 +73,7 @@ def _groups(part: Any) -> list[Any] | None:  # noqa: ANN401  (an FSDPModule)
     return found if all(hasattr(group, "fsdp_params") for group in found) else None
 
 
-def refuse_managed(module: nn.Module, trained: Iterable[str]) -> None:
+def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
     """Trained parameters must be those of nobody else.
 
     Raises:
@@ -81,19 +81,28 @@ def refuse_managed(module: nn.Module, trained: Iterable[str]) -> None:
     """
     for name, part in module.named_modules():
         _refuse_wrapper(name or "The module", part)
-    swapped = managed(module)
-    own = [name for name in trained if name in swapped]
-    if own:
-        raise UnsupportedModel(
-            f"The parameters {shorten(own)} are managed by fully_shard, which overwrites in each forward pass what is "
-            f"given as an argument. {WAY_OUT}"
-        )
-    partitioned = [name for name, param in module.named_parameters() if name in set(trained) and _of_zero(param)]
+    refuse_swapped(module, trained)
+    partitioned = [name for name, param in module.named_parameters() if name in trained and _of_zero(param)]
     if partitioned:
         raise UnsupportedModel(
             f"The parameters {shorten(partitioned)} are partitioned by DeepSpeed ZeRO-3, which overwrites in each "
             "forward pass what is given as an argument. Keep trained parameters out of it: attach the adapter to "
             "engine.module (dpfunc.lora.attach), or use ZeRO-1."
+        )
+
+
+def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
+    """What a function puts into a module must stay there.
+
+    Raises:
+        UnsupportedModel: `fully_shard` manages some of these parameters.
+    """
+    swapped = managed(module)
+    own = [name for name in names if name in swapped]
+    if own:
+        raise UnsupportedModel(
+            f"The parameters {shorten(own)} are managed by fully_shard, which overwrites in each forward pass what is "
+            f"given as an argument. {WAY_OUT}"
         )
 
 
@@ -174,9 +183,14 @@ def recovered(module: nn.Module) -> Iterator[None]:
     finally:
         if not done:
             for root in _roots(fsdp_parts(module)):
-                reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
-                if reset is not None:
-                    reset()
+                _reset(root)
+
+
+def _reset(root: Any) -> None:  # noqa: ANN401  (an FSDPModule)
+    reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+    begun = hasattr(root, "_get_fsdp_state") and getattr(root._get_fsdp_state(), "_is_root", None)
+    if reset is not None and begun:
+        reset()
 
 
 def _roots(parts: dict[str, Any]) -> list[Any]:
