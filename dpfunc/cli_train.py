@@ -6,11 +6,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import DPFuncError, InvalidArgument
 
+# What torch says when another process is gone or does not answer.
+LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -20,6 +23,35 @@ def without_noise() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield
+
+
+@contextmanager
+def processes() -> Iterator[Any]:
+    """The processes of this run under torchrun, or None; one that was left alone says so, and ends.
+
+    Raises:
+        ClickException: another process ended, or did not answer in time.
+    """
+    from dpfunc import distributed
+    from dpfunc.integrations.train_job import LONGEST_WAIT
+
+    ranks = distributed.from_environment(LONGEST_WAIT)
+    if not distributed.is_writer(ranks):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    try:
+        yield ranks
+    except DPFuncError:
+        raise
+    except RuntimeError as error:
+        if ranks is None or not any(words in str(error) for words in LOST):
+            raise
+        raise click.ClickException(
+            f"Process {ranks.rank} lost the others: one of them ended or did not answer in time; its own error says "
+            f"why. Every step that was released is in the journal; training goes on with --resume. ({error})"
+        ) from error
+    distributed.leave()
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
@@ -58,15 +90,14 @@ def train(
 
     if no_dp:
         job = twin(job)
-    if dry_run or job.privacy.dp_dry_run:
-        from dpfunc.integrations.dry_run import dry_run as lines_of
+    with without_noise(), processes() as ranks:
+        if dry_run or job.privacy.dp_dry_run:
+            from dpfunc.integrations.dry_run import dry_run as lines_of
 
-        with without_noise():
-            for line in lines_of(job):
+            for line in lines_of(job) if ranks is None or ranks.writes else ():
                 click.echo(line)
-        return
-    with without_noise():
-        run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
+        else:
+            run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -97,13 +128,18 @@ def generate(
     rows = generation.read_prompts(prompt, prompts)
     if out.exists():
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
-    with without_noise():
-        writer = generation.load_writer(run_dir, allow_non_private=allow_non_private)
-    from rich.console import Console
-    from rich.progress import track
+    with processes() as ranks:
+        with without_noise():
+            writer = generation.load_writer(run_dir, allow_non_private=allow_non_private)
+        from rich.console import Console
+        from rich.progress import track
 
-    texts = track(generation.sample(writer, rows, how), "generate", total=num, console=Console(stderr=True))
-    count = generation.write_texts(out, iter(texts))
+        texts: Iterator[dict[str, Any]] = generation.sample(writer, rows, how, ranks)
+        if ranks is not None and not ranks.writes:
+            sum(1 for _ in texts)  # its share
+            return
+        texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
+        count = generation.write_texts(out, texts)
     spent = (
         "nothing protects the training records" if writer.epsilon is None else
         f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"

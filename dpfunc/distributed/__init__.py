@@ -1,5 +1,11 @@
 """One run on many processes: the same step, the same plan, the same epsilon."""
 
+from dpfunc.distributed.fsdp import shard_frozen
+from dpfunc.distributed.launch import check_same, from_environment, is_writer, leave, once, replicate
+from dpfunc.distributed.params import shard, whole
 from dpfunc.distributed.ranks import Ranks, any_rank, data_parallel, sharded, shared_key
 
-__all__ = ["Ranks", "any_rank", "data_parallel", "sharded", "shared_key"]
+__all__ = [
+    "Ranks", "any_rank", "check_same", "data_parallel", "from_environment", "is_writer", "leave", "once", "replicate",
+    "shard", "shard_frozen", "sharded", "shared_key", "whole",
+]  # fmt: skip

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfunc.checks import fail, positive, probability, whole
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations.data import read_table
 from dpfunc.integrations.job import Job
 from dpfunc.integrations.job_model import load_base, load_processing, one_line
 from dpfunc.integrations.job_records import prompt_ids
+from dpfunc.integrations.processes import place
 from dpfunc.integrations.train_job import ACCOUNTING, MODEL, saved_job
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 
@@ -171,11 +174,14 @@ def _fields(path: Path) -> Iterator[Mapping[str, str]]:
         yield {name: str(value) for name, value in values.items()}
 
 
-def sample(writer: Writer, prompts: Sequence[Mapping[str, str]], how: Sampling) -> Iterator[dict[str, Any]]:
+def sample(
+    writer: Writer, prompts: Sequence[Mapping[str, str]], how: Sampling, ranks: Ranks | None = None
+) -> Iterator[dict[str, Any]]:
     """Draw texts, a batch at a time.
 
     Args:
         writer: from `load_writer`. prompts: from `read_prompts`. how: number, length and randomness.
+        ranks: processes that share the batches: all iterate, and each gets all texts, those of one process.
 
     Yields:
         `{"text", the fields of its prompt, "epsilon", "delta"}`: what is drawn from released parameters costs no more
@@ -185,12 +191,22 @@ def sample(writer: Writer, prompts: Sequence[Mapping[str, str]], how: Sampling) 
         tests/integrations/test_generate.py::test_the_same_seed_gives_the_same_texts.
     """
     wanted = [prompts[i * len(prompts) // how.num] if len(prompts) < how.num else prompts[i] for i in range(how.num)]
-    for start in range(0, how.num, how.batch_size):
-        chunk = wanted[start : start + how.batch_size]
-        with torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
-            texts = _continue(writer, [row["prompt"] for row in chunk], how)
-        for row, text in zip(chunk, texts, strict=True):
+    starts, (rank, size) = range(0, how.num, how.batch_size), place(ranks)
+    for turn in range(0, len(starts), size):
+        texts = [text for start in starts[turn + rank : turn + rank + 1] for text in _chunk(writer, wanted, how, start)]
+        if ranks is not None:
+            told: list[list[str]] = [[]] * size
+            dist.all_gather_object(told, texts, group=ranks.group)
+            texts = [text for theirs in told for text in theirs]
+        first = starts[turn]
+        for row, text in zip(wanted[first : first + len(texts)], texts, strict=True):
             yield {"text": text, **row, "epsilon": writer.epsilon, "delta": writer.delta}
+
+
+def _chunk(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, start: int) -> list[str]:
+    prompts = [row["prompt"] for row in wanted[start : start + how.batch_size]]
+    with torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
+        return _continue(writer, prompts, how)
 
 
 def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from dpfunc import distributed
 from dpfunc.checks import shorten
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations.job import Job, job_from_dict, job_to_dict
@@ -21,6 +22,7 @@ from dpfunc.integrations.job_records import Records, collator, read_records
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 
+LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 JOB_FILE, MODEL, ACCOUNTING = "job.json", "model", "privacy_accounting.json"
 LOSSES = {"text_classification": "sequence_classification", "causal_lm": "causal_lm", "vqa": "vqa"}
 # A resumed run may differ in these: they change nothing that is trained.
@@ -78,13 +80,15 @@ def run_job(
 ) -> dict[str, Any]:
     """Train, save, and say what was spent.
 
+    Of several processes under torchrun each calls it: they share each draw, and one of them writes and speaks.
+
     Args:
         job: what to do. resume: go on with the run in its output_dir after an interruption, bit for bit.
         insecure_seed: a key that anybody can guess, to repeat a run exactly: for tests and public data.
         say: gets each line of the report.
 
     Returns:
-        What `privacy_accounting.json` holds; {} for the twin without privacy.
+        What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
     Raises:
         InvalidArgument: the job cannot be run, or output_dir is not empty.
@@ -93,24 +97,33 @@ def run_job(
     Guarantees:
         tests/integrations/test_train_command.py::test_L21_killed_command_resumes_bit_for_bit.
     """
-    folder = Path(job.output_dir)
-    check_folder(job, folder, resume, insecure_seed)
+    folder, ranks = Path(job.output_dir), distributed.from_environment(LONGEST_WAIT)
+    writes = distributed.is_writer(ranks)
+    distributed.once(ranks, lambda: check_folder(job, folder, resume, insecure_seed))
     prepared = prepare(job)
-    if prepared.records.duplicates:
+    if writes and prepared.records.duplicates:
         say(f"{prepared.records.duplicates} exact duplicates were left out (a private number).")
     trainer = make_trainer(job, prepared, insecure_seed)
-    folder.mkdir(parents=True, exist_ok=True)
     if not resume:
-        content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
-        (folder / JOB_FILE).write_text(json.dumps(content, indent=1) + "\n")
+        distributed.once(ranks, lambda: write_job(job, folder, insecure_seed))
     trainer.train(resume_from_checkpoint=True if resume else None)
-    trainer.model.save_pretrained(folder / MODEL)
-    prepared.processing.save_pretrained(folder / MODEL)
-    measured = trainer.evaluate() if prepared.records.evaluation else {}
+    if writes:
+        trainer.model.save_pretrained(folder / MODEL)
+        prepared.processing.save_pretrained(folder / MODEL)
+    measured = trainer.evaluate() if prepared.records.evaluation else {}  # all processes, each some of the records
+    if not writes:
+        return {}
     accounting = json.loads((folder / ACCOUNTING).read_text()) if job.privacy.dp_enabled else {}
     for line in report(job, folder, accounting, measured, insecure_seed):
         say(line)
     return accounting
+
+
+def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
+    """Keep the job in its folder, to recognise it when it is resumed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
+    (folder / JOB_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None) -> None:
@@ -119,10 +132,6 @@ def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None
     Raises:
         InvalidArgument: a new run in a folder with files. CheckpointError: nothing to resume, or another job.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidArgument(
-            f"Expected one process for now, got WORLD_SIZE={os.environ['WORLD_SIZE']}: torchrun --nproc-per-node 1."
-        )
     if not resume:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise InvalidArgument(
@@ -190,9 +199,10 @@ def training_arguments(job: Job, prepared: Prepared) -> Any:  # noqa: ANN401  (T
     from transformers import TrainingArguments
 
     training, physical = job.training, job.physical_batch_size
-    batch = training.batch_size
-    if prepared.plan is None:  # the twin: as many at once as divide the logical batch evenly
-        batch = next(size for size in range(physical, 0, -1) if training.batch_size % size == 0)
+    batch = logical = training.batch_size
+    if prepared.plan is None:  # the twin: as many at once as divide the logical batch of each process evenly
+        logical = share_of(training.batch_size)
+        batch = next(size for size in range(min(physical, logical), 0, -1) if logical % size == 0)
     checkpointing: dict[str, Any] = {}
     if training.gradient_checkpointing:
         name = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
@@ -204,7 +214,7 @@ def training_arguments(job: Job, prepared: Prepared) -> Any:  # noqa: ANN401  (T
             max_steps=prepared.num_steps,
             learning_rate=training.learning_rate,
             per_device_train_batch_size=batch,
-            gradient_accumulation_steps=training.batch_size // batch,
+            gradient_accumulation_steps=logical // batch,
             per_device_eval_batch_size=physical,
             optim=training.optimizer,
             weight_decay=training.weight_decay,
@@ -224,6 +234,25 @@ def training_arguments(job: Job, prepared: Prepared) -> Any:  # noqa: ANN401  (T
             use_cpu=not torch.accelerator.is_available(),
             dataloader_pin_memory=torch.cuda.is_available(),
         )
+
+
+def share_of(batch_size: int) -> int:
+    """The records of a batch of the twin that each process gets.
+
+    Raises:
+        InvalidArgument: the batch cannot be shared evenly.
+
+    >>> share_of(32)
+    32
+    """
+    ranks = distributed.from_environment(LONGEST_WAIT)
+    size = 1 if ranks is None else ranks.size
+    if batch_size % size:
+        raise InvalidArgument(
+            f"Expected a training.batch_size that {size} processes can share evenly, got {batch_size}: the twin "
+            "without privacy has batches of one size."
+        )
+    return batch_size // size
 
 
 def report(

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
+from dpfunc import distributed
 from dpfunc.accounting import Ledger
 from dpfunc.errors import BudgetExhausted, InvalidArgument
-from dpfunc.integrations import trainer_data, trainer_state
+from dpfunc.integrations import processes, trainer_data, trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.trainer_checks import (
     changed,
@@ -51,7 +52,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     Each optimizer step takes one Poisson batch with an expected size of per_device_train_batch_size *
     gradient_accumulation_steps, clips the gradient of each sample, adds noise, and gives the mean to any optimizer and
-    scheduler. Evaluation is the Trainer's own: metrics on private records are not covered by epsilon.
+    scheduler. Evaluation is the Trainer's own: metrics on private records are not covered by epsilon. Processes that
+    torchrun starts share each draw: plan, epsilon and result are those of one process.
 
     Args:
         model: a model of Transformers or PEFT; the parameters that require gradients are trained.
@@ -117,6 +119,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             args = changed(args, one_draw_a_step(self.logical_batch_size))
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
+        self._ranks = processes.ranks_of(args)
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
@@ -124,6 +127,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's own; of a private run on several processes one that wraps no model."""
+        super().create_accelerator_and_postprocess()
+        if self.privacy.dp_enabled and self._ranks is not None:
+            self.accelerator: Any = processes.Replicas(self.accelerator)
 
     # What a run is
 
@@ -151,6 +160,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def _journal(self) -> Path:
         return Path(self.args.output_dir) / trainer_state.JOURNAL
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected logical batch of a private run, which all processes share."""
+        return self.logical_batch_size if self.privacy.dp_enabled else int(super().get_total_train_batch_size(args))
 
     # Training
 
@@ -183,12 +196,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         try:
             output = super().train(None if resumed is None else str(resumed), None, ignore_keys_for_eval)
         finally:
-            if self._run is not None:  # also when training was stopped
+            if self._run is not None and distributed.is_writer(self._ranks):  # also when training was stopped
                 trainer_state.write_accounting(Path(self.args.output_dir), self._accounting())
         return output._replace(training_loss=math.nan)
 
     def _dry_run(self) -> TrainOutput:
-        print(plan_text(self.plan, self.physical_batch_size))
+        if distributed.is_writer(self._ranks):
+            print(plan_text(self.plan, self.physical_batch_size))
         epsilon = self.plan.guarantee().epsilon
         return TrainOutput(0, math.nan, {"privacy/planned_epsilon": epsilon, "privacy/num_steps": self.plan.num_steps})
 
@@ -199,11 +213,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         refuse_model(self.model)
         trainer_data.check_repeatable(self.train_dataset, self._collator())
         data = self._data_name or trainer_data.data_name(self.train_dataset)
+        distributed.check_same("data sets", data, self._ranks)
+        writes = distributed.is_writer(self._ranks)
         if resume_from_checkpoint:
             start = self._resume(resume_from_checkpoint, data)
         elif self._run is None:
-            trainer_state.note_earlier_runs(self._journal())
-            start = Start(self._given_key or secure_key(), plan.step_limit(self.ledger), data, self._earlier)
+            if writes:
+                trainer_state.note_earlier_runs(self._journal())
+            key = self._given_key or secure_key()
+            key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
+            start = Start(key, plan.step_limit(self.ledger), data, self._earlier)
         else:
             raise InvalidArgument(
                 "Expected one run for each DPTrainer: the noise was chosen for one. To go on after an interruption use "
@@ -215,7 +234,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} does not allow one more step after the "
                 "given ledger."
             )
-        if start.limit < self._num_steps(plan.sampler.dataset_size):
+        if writes and start.limit < self._num_steps(plan.sampler.dataset_size):
             logger.warning(
                 "The budget allows %d steps: training stops after them, and the schedule is for them.", start.limit
             )
@@ -233,6 +252,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             journal=self._journal(),
             key=self._given_key,
         )
+        processes.check_processes(saved, self._ranks)
         return Start(saved.state.key, saved.state.limit, data, self._earlier, saved, not self.args.ignore_data_skip)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -244,22 +264,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             start = Start(secure_key(), self.plan.num_steps, "")
         else:
             self._run = begin(
-                self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal()
-            )
-        plan, args, key = self.plan, self.args, start.key
+                self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal(),
+                self._ranks,
+            )  # fmt: skip
+        epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
         sampler = trainer_data.EpochSampler(
-            plan.sampler, key, self._steps_per_epoch(plan.sampler.dataset_size), start.limit, self._first_step
+            self.plan.sampler, start.key, epoch, start.limit, self._first_step, *processes.place(self._ranks)
         )
-        return DataLoader(
-            trainer_data.Records(self.train_dataset, key),
-            batch_sampler=sampler,
-            collate_fn=trainer_data.Collate(self._collator(), key),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
-        )
+        return trainer_data.loader(self.train_dataset, self._collator(), sampler, self.args)
 
     def _collator(self) -> Callable[[list[Any]], Any]:
         """The collator without the columns that the model does not take, whatever kind the data set is."""
@@ -289,18 +301,21 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         before = run.at(self.state.global_step)
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        grads, state, unreleased = run.dp_step(params, batch, before)
+        mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
+        grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
         if state.step >= self._warn_at:
             self._warn(state)
-        if self.privacy.dp_log_unreleased and len(unreleased.losses_B):
-            return unreleased.losses_B.mean().detach().float().to(self.args.device)
+        if self.privacy.dp_log_unreleased:
+            return processes.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
 
     def _warn(self, state: StepState) -> None:
         self._warn_at = math.inf  # once
+        if not distributed.is_writer(self._ranks):
+            return
         plan = self.plan
         logger.warning(
             "Privacy budget: epsilon=%.4g of %g at delta=%g is spent after step %d. %d steps are left, and they stay "
@@ -323,7 +338,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
-            self._twin = twin_loss(model, self._task)
+            self._twin = twin_loss(self.model, model, self._task)
         return self._twin(inputs)
 
     # What is logged and saved
@@ -348,12 +363,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
-        if self._run is not None:
+        if self._run is not None and distributed.is_writer(self._ranks):
             run, folder = self._run, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             if not self.args.save_only_model:  # which is also how to get a checkpoint without the key
                 trainer_state.save_run(
-                    folder, params=run.params, state=run.at(self.state.global_step), plan=self.plan, data=run.start.data
-                )
+                    folder, params=run.params, state=run.at(self.state.global_step), plan=self.plan,
+                    data=run.start.data, num_processes=processes.place(self._ranks)[1],
+                )  # fmt: skip
             trainer_state.write_accounting(folder, self._accounting())
         super()._save_checkpoint(model, trial)
 

@@ -112,15 +112,24 @@ def _numerics(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
 
 
 def _devices(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
-    one = "One process with one device trains privately for now: set CUDA_VISIBLE_DEVICES to one device"
+    sharded = (
+        "Each process has a whole replica of the model here. For a model that is cut into parts use fully_shard or "
+        "parallelize_module and a loop over make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
+    )
+    launched = str(getattr(getattr(args, "distributed_state", None), "distributed_type", ""))
+    asked = {
+        name: os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true") or launched.endswith(name)
+        for name in ("DEEPSPEED", "FSDP")
+    }
     return (
         (
-            max(args.world_size, int(os.environ.get("WORLD_SIZE", "1"))) > 1, "world_size",
-            f"{one}, and start one process (`torchrun --nproc_per_node 1` or python).",
+            args.n_gpu > 1, "n_gpu",
+            "nn.DataParallel mixes the gradients of samples. Start a process for each device, `torchrun "
+            "--nproc-per-node N`, or set CUDA_VISIBLE_DEVICES to one.",
         ),
-        (args.n_gpu > 1, "n_gpu", f"{one}; nn.DataParallel mixes the gradients of samples."),
-        (bool(args.deepspeed), "deepspeed", f"{one}."),
-        (bool(args.fsdp), "fsdp", f"{one}."),
+        (bool(args.deepspeed) or asked["DEEPSPEED"], "deepspeed", f"{sharded} Leave DeepSpeed out."),
+        (bool(args.fsdp) or asked["FSDP"], "fsdp", sharded),
+        (getattr(args, "parallelism_config", None) is not None, "parallelism_config", sharded),
     )  # fmt: skip
 
 
@@ -215,6 +224,7 @@ def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:
         "per_device_train_batch_size": logical_batch_size,
         "gradient_accumulation_steps": 1,
         "max_grad_norm": 0.0,
+        "average_tokens_across_devices": False,  # each sample has a loss of its own: nothing to average over
     }
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, insecure_key, torch_seed
-from dpfunc.sampling import Sampler
+from dpfunc.sampling import Sampler, deal
 from dpfunc.types import Batch
 
 Drawn = tuple[int, int]
@@ -32,6 +32,8 @@ class EpochSampler:
     Args:
         sampler, key: of the run. steps_per_epoch: what the Trainer calls an epoch, a public number.
         limit: the step at which the run ends. first_step: tells the step at which an iteration starts.
+        rank, size: of several processes, which of them this is. One that has no records of a draw reads the first
+            record of the data set, as a placeholder that gets weight zero.
     """
 
     sampler: Sampler
@@ -39,6 +41,8 @@ class EpochSampler:
     steps_per_epoch: int
     limit: int
     first_step: Callable[[], int] = field(repr=False)
+    rank: int = 0
+    size: int = 1
 
     def __len__(self) -> int:
         return self.steps_per_epoch
@@ -46,15 +50,20 @@ class EpochSampler:
     def __iter__(self) -> Iterator[list[Drawn]]:
         first = self.first_step()
         for step in range(first, min(first + self.steps_per_epoch, self.limit)):
-            yield [(step, index) for index in self.sampler.indices(self.key, step).tolist()]
+            own = deal(self.sampler.indices(self.key, step), self.rank, self.size).tolist()
+            yield [(step, index) for index in own or [0] * (self.size > 1)]
 
 
 @dataclass(frozen=True)
 class Records(Dataset[Any]):
-    """A data set whose records are read with torch's randomness fixed by the step: a repeated step reads the same."""
+    """A data set whose records are read with torch's randomness fixed by the step: a repeated step reads the same.
+
+    Processes with other records (`rank`) draw other randomness.
+    """
 
     dataset: Any
     key: Key = field(repr=False)
+    rank: int = 0
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -67,7 +76,7 @@ class Records(Dataset[Any]):
         if not drawn:
             return []
         step, indices = drawn[0][0], [index for _, index in drawn]
-        with torch_seed(fold_in(self.key, "records", step), accelerators=False):
+        with torch_seed(fold_in(self.key, "records", step, *_of(self.rank)), accelerators=False):
             return [(step, record) for record in read(self.dataset, indices)]
 
 
@@ -80,13 +89,32 @@ class Collate:
 
     collate: Callable[[list[Any]], Batch]
     key: Key = field(repr=False)
+    rank: int = 0
 
     def __call__(self, records: Sequence[tuple[int, Any]]) -> Batch:
         """The batch of one step."""
         if not records:
             return {"labels": torch.zeros(0, dtype=torch.long)}
-        with torch_seed(fold_in(self.key, "collate", records[0][0]), accelerators=False):
+        with torch_seed(fold_in(self.key, "collate", records[0][0], *_of(self.rank)), accelerators=False):
             return self.collate([record for _, record in records])
+
+
+def _of(rank: int) -> tuple[int, ...]:
+    return (rank,) if rank else ()
+
+
+def loader(dataset: Any, collate: Callable[[list[Any]], Batch], sampler: EpochSampler, args: Any) -> DataLoader[Any]:  # noqa: ANN401
+    """The draws of a run as batches, with the workers that `TrainingArguments` ask for."""
+    return DataLoader(
+        Records(dataset, sampler.key, sampler.rank),
+        batch_sampler=sampler,
+        collate_fn=Collate(collate, sampler.key, sampler.rank),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+    )
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:  # noqa: ANN401  (any map-style data set)

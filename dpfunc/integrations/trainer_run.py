@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfunc import distributed
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint import Checkpoint
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
 from dpfunc.functional.names import select
@@ -88,8 +90,13 @@ def begin(
     task: Loss | None,
     microbatch: int,
     journal: Path,
+    ranks: Ranks | None = None,
 ) -> Run:
-    """The run, once the model is where it is trained; a resumed one gets its parameters back."""
+    """The run, once the model is where it is trained; a resumed one gets its parameters back.
+
+    On several processes all start with the model of the first one: a new head was drawn differently on each.
+    """
+    distributed.replicate((*model.parameters(), *model.buffers()), ranks)
     params = trainable(model)
     if start.resumed is not None:
         with torch.no_grad():
@@ -106,6 +113,7 @@ def begin(
         microbatch_size=microbatch,
         noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
         journal=Journal(journal, plan),
+        ranks=ranks,
     )
     state = dp_step.init(params, start.key, start.ledger) if start.resumed is None else start.resumed.state
     return Run(dp_step, params, state, state, start)
@@ -116,15 +124,20 @@ class Native:
     """The model itself as a forward function; its own parameters, and gradients of a whole batch."""
 
     module: nn.Module = field(repr=False)
+    wrapped: nn.Module = field(repr=False)
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
         """The model's output."""
-        return self.module(*args, **kwargs)
+        return self.wrapped(*args, **kwargs)
 
 
-def twin_loss(model: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
-    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
-    loss_fn = make_loss_fn(Native(model), infer_task(model) if task is None else task)
+def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
+    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each.
+
+    Args:
+        model: what is trained. wrapped: the same, as the Trainer calls it. task: None infers it from the model.
+    """
+    loss_fn = make_loss_fn(Native(model, wrapped), infer_task(model) if task is None else task)
     return lambda batch: loss_fn({}, dict(batch)).mean()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dpfunc.checkpoint import MANIFEST, PREFIX, Checkpoint, load, save
 from dpfunc.errors import CheckpointError
+from dpfunc.integrations.processes import NUM_PROCESSES
 from dpfunc.journal import read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -24,10 +25,13 @@ FOLDER = "dpfunc"
 TRAINER_STATE = "trainer_state.json"
 
 
-def save_run(checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str) -> None:
+def save_run(
+    checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str, num_processes: int = 1
+) -> None:
     """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
     (checkpoint / TRAINER_STATE).unlink(missing_ok=True)  # of an earlier run: the Trainer writes it last
-    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, keep=1)
+    extra = {NUM_PROCESSES: num_processes}
+    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1)
 
 
 def load_run(checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None) -> Checkpoint:

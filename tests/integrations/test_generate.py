@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
         for flags in (
             LEARNS,
             ["--no-dp", "--steps", "1"],
-            ["--steps", "1", "--insecure-seed", "3", "--output_dir", "guessable"],
+            ["--steps", "1", "--insecure-seed", "303", "--output_dir", "guessable"],
         ):
             result = run("train", "job.yaml", *flags)
             assert result.exit_code == 0, result.output

@@ -252,12 +252,16 @@ def test_refusals_are_messages_and_write_nothing(here, name):
     assert files(here) == before
 
 
-def test_several_processes_are_refused(here, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for flags in ([], ["--no-dp", "--output_dir", "other"]):
-        result = train(*flags)
+def test_a_launcher_that_starts_one_process_only_is_refused(here, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    before = files(here)
+    for flags in ([], ["--no-dp"], ["--dry-run"]):
+        result = train("--output_dir", "other", *flags)
         assert result.exit_code == 1
-        assert "Expected one process for now, got WORLD_SIZE=2" in result.stderr
+        assert "`accelerate launch`" in result.stderr
+        assert "torchrun --nproc-per-node N" in result.stderr
+    assert files(here) == before
 
 
 @pytest.mark.slow

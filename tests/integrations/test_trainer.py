@@ -412,10 +412,30 @@ def test_checkpoints_with_the_key_are_not_pushed(tmp_path):
         DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("privacy", [NOISY, PrivacyArguments(dp_enabled=False)], ids=["private", "twin"])
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "Expected 2 processes, as WORLD_SIZE says, got 1.*use_cpu=True"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "Expected 4 processes, as SLURM_STEP_NUM_TASKS says"),
+        ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "`accelerate launch`.*got one process"),
+    ],
+    ids=["torchrun", "srun", "accelerate"],
+)
+def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch, environment, message, privacy):
+    """Each would be a run of its own, with its own noise."""
     arguments = training_arguments(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InvalidArgument, match="world_size"):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=message):
+        DPTrainer(classifier(), arguments, privacy=privacy, train_dataset=DATA)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_sharding_by_the_launcher_is_refused(tmp_path, monkeypatch, name):
+    arguments = training_arguments(tmp_path)
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(InvalidArgument, match=rf"got {name}=.*distributed.sharded\(mesh\)"):
         DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
 
 

@@ -1,0 +1,170 @@
+"""A run that torchrun started: this process joins the others, and leaves them in good order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfunc.distributed.handshake import digest
+from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, any_rank, data_parallel
+from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Launchers that say how many processes there are, and do not say it the way torch reads it.
+OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+TORCHRUN = "Start it with `torchrun --nproc-per-node N ...`, or one process without a launcher."
+
+
+def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
+    """The processes that torchrun started, each with a whole replica of the model; None where there is one process.
+
+    Args:
+        timeout: how long a process waits for the others before it gives up, > 0, at most an hour. It must be longer
+            than the process that writes needs for a checkpoint.
+
+    Returns:
+        `data_parallel()`, over gloo, or over nccl with the CUDA device LOCAL_RANK. What is initialised already is used
+        as it is. None where WORLD_SIZE is not set.
+
+    Raises:
+        InvalidArgument: an incomplete environment, one that promises more processes than there are, or fewer CUDA
+            devices than processes.
+
+    Guarantees:
+        tests/distributed/test_launch.py::test_the_command_is_the_same_on_two_processes.
+
+    >>> from_environment(timedelta(hours=9))
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected 0 < timeout <= 1:00:00, got timeout=9:00:00.
+    """
+    if not timedelta(0) < timeout <= LONGEST_WAIT:
+        raise InvalidArgument(f"Expected 0 < timeout <= {LONGEST_WAIT}, got timeout={timeout}.")
+    if dist.is_available() and dist.is_initialized():
+        return data_parallel()
+    if "WORLD_SIZE" not in os.environ:
+        check_launch(os.environ, 1)
+        return None
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing:
+        raise InvalidArgument(f"Expected {missing[0]} beside WORLD_SIZE in the environment. {TORCHRUN}")
+    if torch.cuda.is_available():
+        device, devices = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
+        if device >= devices:
+            raise InvalidArgument(
+                f"Expected a CUDA device for each process, got LOCAL_RANK={device}, {devices} devices."
+            )
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    return data_parallel()
+
+
+def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
+    """Each process on its own would be a run of its own, with its own noise, and nobody would add up what they cost.
+
+    Args:
+        environment: `os.environ`. num_processes: how many there are as far as this process can see.
+
+    Raises:
+        InvalidArgument: the environment promises more.
+
+    >>> check_launch({"OMPI_COMM_WORLD_SIZE": "2"}, 1)
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected 2 processes, as OMPI_COMM_WORLD_SIZE says, got 1. Start it with \
+`torchrun --nproc-per-node N ...`, or one process without a launcher.
+    """
+    for name in ("WORLD_SIZE",) if "WORLD_SIZE" in environment else OTHER_LAUNCHERS:
+        said = environment.get(name, "1")
+        if not said.isdigit() or int(said) > num_processes:
+            raise InvalidArgument(f"Expected {said} processes, as {name} says, got {num_processes}. {TORCHRUN}")
+    if "WORLD_SIZE" not in environment and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= environment.keys():
+        raise InvalidArgument(
+            "Expected the number of processes that `accelerate launch` was told, got one process: with --cpu it starts "
+            f"no more. {TORCHRUN}"
+        )
+
+
+def leave() -> None:
+    """The orderly end: this process needs the others no more, and cannot join them again. Alone it does nothing."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_writer(ranks: Ranks | None) -> bool:
+    """Whether this is the one process that writes files and speaks to the user; true where there is one process.
+
+    >>> is_writer(None)
+    True
+    """
+    return ranks is None or ranks.writes
+
+
+def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
+    """The process that writes does it, and the others wait until it is done.
+
+    Args:
+        ranks: of the run; None does it. action: what to do.
+
+    Raises:
+        StepAborted: on the others, when it failed. Whatever `action` raises.
+
+    >>> once(None, lambda: print("done"))
+    done
+    """
+    if ranks is None:
+        action()
+        return
+    done, failed = False, True
+    try:
+        if ranks.writes:
+            action()
+        done = True
+    finally:
+        failed = any_rank(not done, ranks)
+    if failed:
+        raise StepAborted("The process that writes could not go on; its own error says why.")
+
+
+def check_same(name: str, text: str, ranks: Ranks | None) -> None:
+    """All processes say the same.
+
+    Args:
+        name: of what they say. text: what this process says; only a digest is sent. ranks: of the run.
+
+    Raises:
+        RankMismatch: on all processes.
+    """
+    if ranks is None:
+        return
+    own = torch.tensor([digest(text)], device=ranks.device)
+    told = [torch.empty_like(own) for _ in range(ranks.size)]
+    dist.all_gather(told, own, group=ranks.group)
+    if len({int(value) for value in told}) > 1:
+        shown = [f"{int(value):016x}" for value in told]
+        raise RankMismatch(
+            f"The processes of this run have different {name}: {shown}, in the order of their ranks. Nothing was spent."
+        )
+
+
+@torch.no_grad()
+def replicate(tensors: Iterable[Tensor], ranks: Ranks | None) -> None:
+    """Tensors get the values that they have on the first process, in place: a common start, whatever was drawn.
+
+    Args:
+        tensors: the same number, shapes and dtypes on all processes, e.g. `model.parameters()`. ranks: of the run.
+    """
+    if ranks is None:
+        return
+    source = dist.get_global_rank(ranks.group, 0)
+    for tensor in tensors:
+        if tensor.is_meta or not tensor.numel():
+            continue
+        message = tensor.detach().to(ranks.device, copy=True).contiguous()
+        dist.broadcast(message.reshape(-1).view(torch.uint8), source, group=ranks.group)
+        tensor.copy_(message)

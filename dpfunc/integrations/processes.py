@@ -1,0 +1,110 @@
+"""The Trainer on several processes: each has a replica and its share of every draw; nothing is wrapped."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpfunc import distributed
+from dpfunc.checkpoint import Checkpoint
+from dpfunc.distributed.launch import check_launch
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.plan import Plan
+from dpfunc.step import StepState
+from dpfunc.tree import batch_size
+from dpfunc.types import Batch
+
+NUM_PROCESSES = "num_processes"
+"""What a checkpoint calls the number of processes that wrote it, among its `extra` values."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """An Accelerator that leaves models as they are, except for their place and their autocast.
+
+    DistributedDataParallel would average gradients that are not clipped yet. All else is the Accelerator's own.
+    """
+
+    accelerator: Any = field(repr=False)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  (whatever the Accelerator has)
+        return getattr(self.accelerator, name)
+
+    def prepare(self, *objects: Any) -> Any:  # noqa: ANN401
+        """As in `Accelerator`."""
+        ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
+        return ready[0] if len(ready) == 1 else tuple(ready)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
+    ) -> nn.Module:
+        """As in `Accelerator`, but never wrapped: as if it were to be evaluated."""
+        placed: nn.Module = self.accelerator.prepare_model(model, device_placement, evaluation_mode=True)
+        return placed
+
+
+def ranks_of(args: Any) -> Ranks | None:  # noqa: ANN401  (TrainingArguments)
+    """The processes that the Trainer knows; None where it is alone.
+
+    Raises:
+        InvalidArgument: the environment promises more processes than the Trainer sees: each would be a run of its own.
+    """
+    world = int(args.world_size)
+    try:
+        check_launch(os.environ, world)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error} Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) "
+            "only."
+        ) from error
+    return distributed.data_parallel() if world > 1 else None
+
+
+def place(ranks: Ranks | None) -> tuple[int, int]:
+    """Which of how many processes this is.
+
+    >>> place(None)
+    (0, 1)
+    """
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
+def placeholder_mask(plan: Plan, state: StepState, ranks: Ranks | None, batch: Batch) -> Tensor | None:
+    """The mask of a process without records, which runs a placeholder with weight zero to keep the others company."""
+    if ranks is None or len(plan.draw(state, state.step, ranks)):
+        return None
+    return torch.zeros(batch_size(batch), dtype=torch.bool)
+
+
+def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
+    """The mean loss of the records of all processes; 0 where there are none. UNRELEASED."""
+    total = torch.stack([losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B))).double()])
+    if ranks is not None:
+        total = total.to(ranks.device)
+        dist.all_reduce(total, group=ranks.group)
+    return (total[0] / total[1].clamp(min=1)).float()
+
+
+def check_processes(saved: Checkpoint, ranks: Ranks | None) -> None:
+    """A run may go on with another number of processes only where it repeats no step.
+
+    Sums over other numbers of processes differ in their last bits. A repeated step would release other parameters with
+    the same noise.
+
+    Raises:
+        CheckpointError: the journal has steps beyond the checkpoint, which another number of processes wrote.
+    """
+    before, now = int(saved.extra.get(NUM_PROCESSES, 1)), place(ranks)[1]
+    if before != now and saved.state.charged > saved.state.step:
+        raise CheckpointError(
+            f"Expected {before} processes, as in the run that left {saved.path}, got {now}. The journal goes on to "
+            f"step {saved.state.charged}, the checkpoint is of step {saved.state.step}. The steps between must be "
+            "repeated bit for bit, and sums over another number of processes differ in their last bits. Go on with "
+            f"{before} until the next checkpoint."
+        )

@@ -1,0 +1,230 @@
+"""torchrun with two processes: the command, the Trainer and an example give what one process gives, and die together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from text_job import write_job
+
+import dpfunc
+from dpfunc.cli import main
+from dpfunc.distributed.launch import check_launch, from_environment
+from dpfunc.errors import InvalidArgument
+from dpfunc.journal import journal_ledger, read_steps
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent / "integrations", ROOT)))
+JOBS = str(HERE / "launch_jobs.py")
+FLAGS = ("--steps", "6", "--eval_fraction", "0.2", "--eval_steps", "3", "--insecure-seed", "7707")
+
+
+def torchrun(*words, cwd=ROOT, limit=150):
+    """What two processes under torchrun said. Nothing is left of them, whatever happens."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+    agent = subprocess.Popen(command, cwd=cwd, env=environment, stdout=-1, stderr=-1, text=True)
+    workers = []
+    try:
+        while agent.poll() is None and len(workers) < 2:  # they are in sessions of their own
+            workers = psutil.Process(agent.pid).children(recursive=True)
+        output, errors = agent.communicate(timeout=limit)
+    finally:
+        for process in workers:
+            if process.is_running():
+                process.kill()
+        agent.kill()
+        agent.communicate()
+    return agent.returncode, output, errors
+
+
+def works(*words, **options):
+    code, output, errors = torchrun(*words, **options)
+    assert code == 0, errors[-4000:]
+    return output, errors
+
+
+def close(found, expected, tolerance=1e-6):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+def weights(folder):
+    return load_file(folder / "model" / "adapter_model.safetensors")
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a job, done by one process and by two."""
+    folder = tmp_path_factory.mktemp("job")
+    write_job(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        one = CliRunner().invoke(main, ["train", "job.yaml", *FLAGS, "--output_dir", "one"])
+    assert one.exit_code == 0, one.output
+    said = works("-m", "dpfunc.cli", "train", "job.yaml", *FLAGS, "--output_dir", "two", cwd=folder)
+    return folder, one.stdout, *said
+
+
+def test_the_command_is_the_same_on_two_processes(place):
+    """Plan, epsilon, ledger, parameters; and one process writes and speaks."""
+    folder, expected, output, errors = place
+    close(weights(folder / "two"), weights(folder / "one"))
+    one, two = (json.loads((folder / name / "privacy_accounting.json").read_text()) for name in ("one", "two"))
+    assert one == two
+    assert [line.split("(")[0] for line in output.splitlines() if line.startswith("Spent: ")] == [
+        line.split("(")[0] for line in expected.splitlines() if line.startswith("Spent: ")
+    ]
+    assert output.count("eval_loss: ") == output.count("train_runtime") == 1
+    [taken] = read_steps(folder / "two" / "privacy_journal.jsonl").values()
+    assert sorted(taken) == list(range(6))
+    assert len((folder / "two" / "privacy_journal.jsonl").read_text().splitlines()) == 6
+    assert errors.count("| 0/6 [") == 1  # one progress bar
+    saved = sorted(path.name for path in (folder / "two").glob("checkpoint-*"))
+    assert saved == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_killed_processes_die_together_and_resume_bit_for_bit(place, tmp_path):
+    """The first process is killed with a step in its journal that nobody got: it counts, and is repeated."""
+    folder, *_ = place
+    words = ("train", "job.yaml", *FLAGS, "--output_dir", "killed")
+    code, _, errors = torchrun(JOBS, "killed", 5, *words, cwd=folder)
+    assert code != 0
+    assert "SIGKILL" in errors
+    assert "lost the others" in errors or "SIGTERM" in errors
+    journal = folder / "killed" / "privacy_journal.jsonl"
+    plan_ledger = dpfunc.Ledger.from_json(
+        json.dumps(json.loads((folder / "one" / "privacy_accounting.json").read_text())["ledger"])
+    )
+    assert journal_ledger(journal).num_steps == 5
+    with pytest.MonkeyPatch.context() as patch:  # one process would repeat step 5 with other last bits
+        patch.chdir(folder)
+        refused = CliRunner().invoke(main, [*words, "--resume"])
+        assert refused.exit_code == 1
+        assert "Expected 2 processes" in refused.stderr
+    assert journal_ledger(journal).num_steps == 5
+    texts = ("-n", "6", "--batch-size", "2", "--max-new-tokens", "6", "--allow-non-private", "--seed", "4")
+    output, _ = works(
+        JOBS, "commands", *words, "--resume", "then", "generate", "killed", *texts, "--out", "two.jsonl", cwd=folder
+    )
+    resumed, whole = weights(folder / "killed"), weights(folder / "two")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert journal_ledger(journal) == plan_ledger
+    assert output.count("6 texts in two.jsonl") == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        drawn = CliRunner().invoke(main, ["generate", "killed", *texts, "--out", "one.jsonl"])
+        assert drawn.exit_code == 0, drawn.output
+        assert Path("one.jsonl").read_text() == Path("two.jsonl").read_text()
+        # Nothing is left to repeat: any number of processes may go on.
+        assert CliRunner().invoke(main, [*words, "--resume"]).exit_code == 0
+
+
+# The Trainer
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What each of two processes found, and what they said; and the same run by one process."""
+    import launch_jobs
+
+    folder = tmp_path_factory.mktemp("trainer")
+    said = works(JOBS, "trainer", folder)
+    found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return folder, found, said, launch_jobs.train(folder / "one", 10)
+
+
+def test_the_trainer_is_the_same_on_two_processes(launched):
+    folder, found, _, one = launched
+    assert any(0 in row and sum(row) for row in zip(*(each["run"]["draws"] for each in found), strict=True))
+    for each in found:
+        close(each["run"]["params"], one["params"])  # also: the second process began with another model
+        assert each["run"]["ledger"] == one["ledger"]
+        assert each["run"]["epsilon"] == one["epsilon"]
+        assert each["run"]["wrapped"] == "BertForSequenceClassification"  # no DistributedDataParallel
+        for name in ("eval_loss", "eval_accuracy"):
+            assert each["run"]["metrics"][name] == pytest.approx(one["metrics"][name], abs=1e-6)
+        assert len(each["run"]["logs"]) == len(one["logs"])
+        for ours, theirs in zip(each["run"]["logs"], one["logs"], strict=True):
+            assert ours.keys() == theirs.keys()
+            for name in ours.keys() & {"unreleased/loss", "privacy/epsilon", "learning_rate", "eval_loss"}:
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-6)
+    names = {path.name for path in (folder / "run").iterdir()}
+    assert names == {"checkpoint-4", "checkpoint-8", "privacy_accounting.json", "privacy_journal.jsonl"}
+    assert journal_ledger(folder / "run" / "privacy_journal.jsonl").to_json() == one["ledger"]
+
+
+def test_the_logs_are_printed_once(launched):
+    _, _, (output, _), one = launched
+    assert output.count("train_runtime") == 2  # the run, and its twin
+    assert output.count("'privacy/steps_left'") == sum("privacy/steps_left" in logs for logs in one["logs"])
+
+
+def test_the_twin_is_the_trainers_own(launched):
+    _, found, _, _ = launched
+    first, second = (each["twin"] for each in found)
+    assert first["wrapped"] == "DistributedDataParallel"
+    assert all(torch.equal(first["params"][name], value) for name, value in second["params"].items())
+
+
+def test_a_loader_that_accelerate_sharded_is_refused(launched):
+    """It gives each process whole draws of other steps."""
+    _, found, _, _ = launched
+    assert [each["sharded loader"][0] for each in found] == ["SamplingMismatch", "SamplingMismatch"]
+
+
+def test_what_the_processes_share(launched):
+    _, found, _, _ = launched
+    assert [each["place"] for each in found] == [(0, 2), (1, 2)]
+    assert [each["writer"] for each in found] == [True, False]
+    for each in found:
+        assert each["timeout"] == timedelta(seconds=60)
+        assert each["again"]
+        assert each["same"][0] == "nothing"
+        assert each["other"][0] == "RankMismatch"
+        assert each["alone"][0] == "InvalidArgument"
+        assert "use_cpu=True" in each["alone"][1]
+    assert [each["once"][0] for each in found] == ["OSError", "StepAborted"]
+
+
+# The environment
+
+
+def test_one_process_needs_no_launcher(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert from_environment() is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "Expected RANK beside WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "Expected 3 processes, as OMPI_COMM_WORLD_SIZE says, got 1"),
+        ({"MASTER_ADDR": "here", "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch"),
+    ],
+)
+def test_an_environment_that_promises_more_is_refused(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=message):
+        from_environment()
+
+
+def test_launchers_of_one_process_are_accepted():
+    check_launch({"WORLD_SIZE": "1", "MASTER_ADDR": "here", "ACCELERATE_MIXED_PRECISION": "no"}, 1)
+    check_launch({"SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "here"}, 1)
+    check_launch({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "9"}, 2)  # srun starts torchrun
