@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc.distributed.ranks import Ranks, any_rank
 from dpfunc.errors import RankMismatch, StepAborted
-from dpfunc.sharding import local, shard_dims
+from dpfunc.sharding import local, shard_dims, window
 from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Params
 
@@ -27,6 +27,7 @@ class Card(NamedTuple):
         step: number of the step. num_samples: records this process has. failed: it cannot take the step.
         run: digest of plan, key, ledger and settings. rows: of the shapes of a row. data: of the batch itself.
         params: of the parameters that the processes of the data group hold alike. whole: of those that nobody cuts.
+        part: which part this process holds of those that the data group cuts. replica: digest of that part.
     """
 
     step: int
@@ -37,6 +38,8 @@ class Card(NamedTuple):
     data: int
     params: int
     whole: int
+    part: int = 0
+    replica: int = 0
 
 
 SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
@@ -104,6 +107,7 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
     rows = [name for name, _ in data], signature(batch)
     layouts = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
     alike = [(name, p) for name, p in params.items() if not _cut_over(p, ranks.group)]
+    cut = [(name, p) for name, p in params.items() if _cut_over(p, ranks.group)]
     parts = ranks.tensor_group is not None
     return Card(
         step=step,
@@ -114,6 +118,8 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
         data=checksum(data) if parts else 0,
         params=checksum(alike),
         whole=checksum((name, p) for name, p in alike if not shard_dims(p)) if parts else 0,
+        part=digest(str([(name, window(p, name)) for name, p in cut])),
+        replica=checksum(cut),
     )
 
 
@@ -150,6 +156,11 @@ def agree(own: Card, ranks: Ranks) -> int:
         for name in names
         if len({getattr(row, name) for row in table}) > 1
     ]
+    held: dict[int, set[int]] = {}
+    for row in tables[0]:
+        held.setdefault(row.part, set()).add(row.replica)
+    if any(len(replicas) > 1 for replicas in held.values()):
+        differing.append(("params", [row.replica for row in tables[0]]))
     if ranks.tensor_group is not None:  # what one group saw, all must hear
         failed, elsewhere = any_rank(failed, ranks), any_rank(bool(differing), ranks)
     else:

@@ -159,3 +159,234 @@ def train(way, engine, whole=False, microbatch_size=None, size=2.9, adam=False, 
 def train_with(options):
     """The same, with its arguments as one."""
     return train(**options)
+
+
+def whole_noise(name, shape, key):
+    from dpfunc.noise.streams import secure_normal
+
+    return secure_normal(key, {name: torch.zeros(shape)})[name]
+
+
+def noise_of_parts(hsdp):
+    """For leaves that do not divide: whether this process drew exactly its part of the noise of one process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from dpfunc.noise import add_gaussian
+    from dpfunc.types import ClippedSum
+
+    mesh, key = mesh_of(hsdp), insecure_key(3)
+    found = {}
+    for shape in ((7,), (7, 5), (3, 4), (3, 300, 2), (1,), (700, 300)):
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        leaf = distribute_tensor(torch.zeros(shape), mesh, placements)
+        released = add_gaussian(ClippedSum({"w": leaf}, {"w": "all"}, {"all": 1.0}), 1.0, key)["w"]
+        expected = distribute_tensor(whole_noise("w", shape, key), mesh, placements)
+        assert is_dtensor(released)
+        assert released.placements == tuple(placements)
+        found[shape] = tuple(local(released).shape), torch.equal(local(released), local(expected)), local(released)
+    return found
+
+
+def caught(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (dpfunc.DPFuncError, ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1):
+    """What a step gives on this process: its error, or the gradients put together; and what was spent."""
+    the_plan = plan(20.0)
+    loss = loss_fn or classes(forward)
+    dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
+    state = replay(dp_step.init(params, insecure_key(1)))
+    result = []
+
+    def take_it():
+        nonlocal state
+        indices = next(iter(the_plan.batches(state, ranks)))
+        grads, state, _ = dp_step(params, take(data(), indices), state)
+        result.append(distributed.whole(grads))
+
+    found = [caught(take_it) for _ in range(steps)]
+    return found, state.step, state.ledger.num_steps, result[-1] if result else None
+
+
+def replicas_refuse_to_communicate(engine):
+    """A sharded model with ranks for replicas."""
+    forward, params = built("by hand", mesh_of())
+    calls = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    found = one_step(forward, params, distributed.data_parallel(), engine)
+    handle.remove()
+    return *found[:3], len(calls)
+
+
+def refusals():
+    """What functionalize and the helpers say about modules that cannot be functions."""
+    mesh = mesh_of()
+    sharded, early = net(), net(nn.Linear)
+    by_hand(sharded, mesh)
+    forward, params = dpfunc.functionalize(early, ".")
+    for layer in early.layers:
+        fully_shard(layer, mesh=mesh)
+    batch = take(data(), torch.arange(4))
+    engine = dpfunc.engines.bookkeeping()
+    found = {
+        "managed": caught(dpfunc.functionalize, sharded, "norm"),
+        "sharded later": caught(engine, classes(forward), params, batch),
+        "sharded later, vmap": caught(dpfunc.engines.vmap(), classes(forward), params, batch),
+        "twice": caught(distributed.shard_frozen, sharded, mesh, trainable=LORA),
+        "no layer": caught(distributed.shard_frozen, net(), mesh, layers="encoder", trainable=LORA),
+        "unknown layer": caught(distributed.shard_frozen, net(), mesh, layers=["layers.9"], trainable=LORA),
+        "nothing trained": caught(distributed.shard_frozen, net(nn.Linear), mesh, trainable="nothing"),
+        "compile": caught(make_dp_step, classes(forward), plan(), compile=True, microbatch_size=2,
+                          ranks=ranks_of(mesh)),
+        "other mesh": caught(distributed.shard, {"w": torch.ones(2)},
+                             init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))),
+    }  # fmt: skip
+    adapter = dpfunc.lora.attach(net(nn.Linear), insecure_key(0), targets="up", rank=1, alpha=1)
+    found["adapter"] = caught(distributed.shard_frozen, adapter, mesh, trainable="up")
+    return found
+
+
+def what_is_held():
+    """Numbers of frozen parameters that this process holds, and how often layers are put together in one step."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    counts = {}
+    for reshard in (None, False):
+        model = net()
+        every = sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+        distributed.shard_frozen(model, mesh_of(), trainable=LORA, reshard_after_forward=reshard)
+        held = sum(local(p).numel() for name, p in model.named_parameters() if "lora_" not in name)
+        forward, params = dpfunc.functionalize(model, LORA)
+        batch, engine, calls = take(data(), torch.arange(6)), dpfunc.engines.bookkeeping(), []
+        loss_fn = classes(forward)
+        engine(loss_fn, params, batch)
+        original = groups.foreach_all_gather
+        groups.foreach_all_gather = lambda *args: calls.append(1) or original(*args)  # noqa: B023
+        engine(loss_fn, params, batch)
+        groups.foreach_all_gather = original
+        after = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
+        counts[reshard] = (held / every, len(calls), after)
+    return counts
+
+
+def without_new_hooks(engine):
+    """As torch before 2.13: its hooks are unknown to torch.func."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    class Hook(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, group, *inputs):
+            ctx.group = group
+            return inputs
+
+        @staticmethod
+        def backward(ctx, *grads):
+            ctx.group.post_backward()
+            return None, *grads
+
+    kept, groups.RegisterPostBackwardFunction = groups.RegisterPostBackwardFunction, Hook
+    try:
+        return one_step(*built("helper", mesh_of()), ranks_of(mesh_of()), engine)[:3]
+    finally:
+        groups.RegisterPostBackwardFunction = kept
+
+
+def refused_on_one(engine):
+    """Only the rows of one process are mixed by the loss: it is refused by all, and nothing is spent."""
+    forward, params = built("helper", mesh_of())
+    plainly = classes(forward)
+
+    def loss_fn(p, b):
+        losses_B = plainly(p, b)
+        return losses_B + losses_B.mean() if dist.get_rank() == 1 else losses_B
+
+    return one_step(forward, params, ranks_of(mesh_of()), engine, loss_fn)[:3]
+
+
+def after_an_error():
+    """An error in the middle of the model, on all processes; the step is then taken as if there had been none."""
+    forward, params = built("helper", mesh_of())
+    plainly, broken = classes(forward), []
+
+    def stop(module, *_):
+        if isinstance(module, Block) and not broken:
+            broken.append(1)
+            raise ValueError("stop")
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(stop)
+    found = one_step(forward, params, ranks_of(mesh_of()), loss_fn=plainly, steps=2)
+    handle.remove()
+    expected = one_step(*built("helper", mesh_of()), ranks_of(mesh_of()))
+    return found, expected
+
+
+def one_replica_differs():
+    """Parameters of HSDP: one process holds another part than its replica."""
+    mesh = mesh_of(True)
+    forward, params = built("full", mesh)
+    if dist.get_rank() == 3:
+        name = next(name for name, p in params.items() if local(p).numel())
+        with torch.no_grad():
+            local(params[name]).view(-1)[0].add_(1e-7)
+    return one_step(forward, params, ranks_of(mesh))[:3]
+
+
+def an_error_of_one_with_parts():
+    """Whole models with cut parameters: an error of one process aborts the step on all, and it can be taken again."""
+    mesh = mesh_of()
+    forward, params = built("full", mesh)
+    plainly, calls = classes(forward), []
+
+    def loss_fn(p, b):
+        calls.append(1)
+        if dist.get_rank() == 1 and len(calls) == 1:
+            raise ValueError("of one process")
+        return plainly(p, b)
+
+    return one_step(forward, params, distributed.data_parallel(), loss_fn=loss_fn, steps=2)
+
+
+def hugging_face(shard):
+    """A language model of Transformers with an adapter of PEFT and gradient checkpointing: two steps."""
+    import warnings
+
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dpfunc.integrations import peft as adapters
+    from dpfunc.integrations.tasks import make_loss_fn
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=12, intermediate_size=18, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=16,
+        )  # fmt: skip
+        model = get_peft_model(
+            LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        )
+    mesh = mesh_of() if shard else None
+    if mesh is not None:
+        distributed.shard_frozen(model, mesh)
+    forward, params = adapters.functionalize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    records = {"input_ids": data()["ids"], "labels": data()["ids"], "attention_mask": torch.ones_like(data()["ids"])}
+    ranks = ranks_of(mesh) if shard else None
+    the_plan = plan(6.0, steps=2)
+    dp_step = make_dp_step(make_loss_fn(forward, "causal_lm"), the_plan, engine="bookkeeping", ranks=ranks)
+    state, repeated = replay(dp_step.init(params, insecure_key(7))), []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, *_: repeated.append(type(module)))
+    for indices in the_plan.batches(state, ranks):
+        grads, state, _ = dp_step(params, take(records, indices), state)
+        params = {name: p - 0.3 * grads[name] for name, p in params.items()}
+    handle.remove()
+    names = [kind.__name__.removeprefix("FSDP") for kind in repeated]
+    return params, names.count("LlamaAttention") > 2 * names.count("LlamaModel")

@@ -1,0 +1,136 @@
+"""Models whose frozen base is sharded by FSDP2: the step is that of one process without sharding."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from workers import run
+
+
+@cache
+def expected(way, engine, **options):
+    """The run of one process; `options` are those that change its result."""
+    return run(1, "fsdp_jobs:train_with", {"way": way, "engine": engine, "whole": True, **options})[0]
+
+
+def close(found, wanted, tolerance=1e-6):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+def check(found, wanted, tolerance=1e-6):
+    """Close to one process, and the same in all; somebody had no records in a step in which others had some."""
+    for params, ledger, _, _ in found:
+        close(params, wanted[0], tolerance)
+        assert ledger == wanted[1]
+        for name, value in found[0][0].items():
+            assert torch.equal(params[name], value)
+    dealt = list(zip(*(counts for _, _, counts, _ in found), strict=True))
+    assert [sum(row) for row in dealt] == wanted[2]
+    assert any(0 in row and sum(row) for row in dealt)
+
+
+CASES = [
+    # way, engine, options of the model, microbatch size, tolerance
+    ("by hand", "bookkeeping", {}, None, 1e-6),
+    ("by hand", "vmap", {}, 2, 1e-6),
+    ("helper", "ghost", {"reshard": False}, None, 1e-6),
+    ("helper", "loop", {}, 1, 1e-6),
+    ("helper", "auto", {}, 1, 1e-6),
+    ("attach", "bookkeeping", {}, None, 1e-6),
+    ("helper", "bookkeeping", {"gradient_checkpointing": True}, None, 1e-6),
+    ("helper", "ghost", {"gradient_checkpointing": True}, 2, 1e-6),
+    ("helper", "bookkeeping", {"bf16": True}, None, 2e-2),
+    ("helper", "vmap", {"bf16": True}, None, 2e-2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*case[:2], *case[2]]))
+def test_a_sharded_base_gives_the_same(case):
+    """Eight noisy steps of two processes, with 2.9 records expected in a step."""
+    way, engine, options, microbatch_size, tolerance = case
+    found = run(
+        2, "fsdp_jobs:train_with", {"way": way, "engine": engine, "microbatch_size": microbatch_size, **options}
+    )
+    check(found, expected(way, "loop"), tolerance)
+
+
+def test_replicas_of_parts():
+    """HSDP: two replicas, each cut in two."""
+    found = run(4, "fsdp_jobs:train_with", {"way": "helper", "engine": "bookkeeping", "hsdp": True})
+    check(found, expected("helper", "loop"))
+
+
+def test_transformers_and_peft_with_gradient_checkpointing():
+    (wanted, _), *_ = run(1, "fsdp_jobs:hugging_face", False)
+    for params, repeated in run(2, "fsdp_jobs:hugging_face", True):
+        close(params, wanted)
+        assert repeated
+
+
+def test_each_process_holds_its_part():
+    """And puts layers together once for each forward and each backward pass."""
+    for counts in run(2, "fsdp_jobs:what_is_held"):
+        share, gathers, cut = counts[None]
+        assert 0.4 < share < 0.6
+        assert (gathers, cut) == (5, True)  # two layers and the rest, and the layers once more
+        assert counts[False][1:] == (3, True)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap", "auto"])
+def test_replicas_must_not_communicate(engine):
+    """`data_parallel()` with a sharded model is an error on all processes, before anything is computed or spent."""
+    for [(kind, text)], step, spent, calls in run(2, "fsdp_jobs:replicas_refuse_to_communicate", engine):
+        assert kind == "UnsupportedModel"
+        assert "fully_shard" in text
+        assert "ranks=dpfunc.distributed.sharded(mesh)" in text
+        assert (step, spent, calls) == (0, 0, 0)
+
+
+REFUSED = {
+    "managed": ("UnsupportedModel", "layers.0.norm.weight.*managed by fully_shard.*distributed.shard"),
+    "sharded later": ("UnsupportedModel", "managed by fully_shard"),
+    "sharded later, vmap": ("UnsupportedModel", "managed by fully_shard"),
+    "twice": ("UnsupportedModel", "whole, got one with parts that fully_shard was called on"),
+    "no layer": ("InvalidArgument", "at least one layer"),
+    "unknown layer": ("InvalidArgument", "unknown layers.9"),
+    "nothing trained": ("InvalidArgument", "at least one trainable parameter"),
+    "compile": ("InvalidArgument", "compile=False"),
+    "other mesh": ("InvalidArgument", "mesh with one dimension, or two"),
+    "adapter": ("InvalidArgument", "knows what is trained"),
+}
+
+
+def test_refusals():
+    for found in run(2, "fsdp_jobs:refusals"):
+        assert found.keys() == REFUSED.keys()
+        for name, (kind, text) in found.items():
+            assert kind == REFUSED[name][0], (name, text)
+            assert all(part in text for part in REFUSED[name][1].split(".*")), (name, text)
+
+
+def test_older_versions_of_torch():
+    """vmap says what to use; `auto` uses it."""
+    for [(kind, text)], step, spent in run(2, "fsdp_jobs:without_new_hooks", "vmap"):
+        assert (kind, step, spent) == ("UnsupportedModel", 0, 0)
+        assert 'Use engine="bookkeeping"' in text
+    assert [found[0] for found in run(2, "fsdp_jobs:without_new_hooks", "auto")] == [[("ok", "")]] * 2
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "auto"])
+def test_what_one_process_refuses_all_refuse(engine):
+    """Nobody waits: the loss mixes the rows of one process only."""
+    [first], [second] = (found[0] for found in run(2, "fsdp_jobs:refused_on_one", engine))
+    assert first[0] == second[0] == "UnsupportedModel"
+    assert "Another process" in first[1]
+    assert "depends on the other samples" in second[1]
+
+
+def test_a_step_after_an_error():
+    for (found, step, spent, grads), wanted in run(2, "fsdp_jobs:after_an_error"):
+        assert [kind for kind, _ in found] == ["ValueError", "ok"]
+        assert (step, spent) == (1, 1)
+        close(grads, wanted[3], 0)
