@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpfunc.checks import whole
+from dpfunc.checks import shorten, whole
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.learning import Memory
@@ -21,9 +21,11 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.sharded import is_dtensor
 from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.taps import as_it_is, leaf, tapped
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
+from dpfunc.errors import UnsupportedModel
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -152,7 +154,14 @@ class Bookkeeping:
         return self._memory.retried(loss_fn, params, batch, partial(self._run, loss_fn, params, batch))
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
-        """Learn the layouts now; an engine for batches like this one, that can be compiled."""
+        """Learn the layouts now; an engine for batches like this one, that can be compiled.
+
+        Raises:
+            UnsupportedModel: parameters that are split over ranks, which dynamo does not follow.
+        """
+        split = [name for name, param in params.items() if is_dtensor(param)]
+        if split:
+            raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
         known = self._memory.learnt(loss_fn, params, batch)
         return lambda loss_fn, params, batch: self._run(loss_fn, params, batch, known)
 

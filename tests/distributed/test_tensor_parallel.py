@@ -59,6 +59,7 @@ def test_learning_shakes_parts_as_it_shakes_the_whole():
 REFUSED = [
     ("vmap", "vmap", ["up.weight", 'engine="bookkeeping"']),
     ("frozen", "vmap", ["tensor parallel", 'engine="bookkeeping"']),
+    ("compiled", "auto", ["up.weight", "compile=False"]),
     ("sequence", "bookkeeping", ["layer_norm of parameter 'norm.weight'", "(1)}", "leave this one out"]),
     ("own heads", "bookkeeping", ["norm.weight, norm.bias", "a part of the gradient"]),
     ("own heads", "loop", ["norm.weight, norm.bias", "a part of the gradient"]),

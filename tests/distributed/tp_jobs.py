@@ -286,7 +286,7 @@ def refused(kind, engine="bookkeeping"):
     mesh = mesh_of()
     batch = batch_of()
     loss = pixels
-    if kind in ("vmap", "frozen", "other records"):
+    if kind in ("vmap", "frozen", "other records", "compiled"):
         model = MLP()
         split_mlp(model, mesh)
     if kind == "frozen":
@@ -315,6 +315,8 @@ def refused(kind, engine="bookkeeping"):
         loss = squares
     forward, params = dpfunc.functionalize(model.double())
     try:
+        if kind == "compiled":
+            getattr(engines, engine)().prepare(loss(forward), params, batch)
         getattr(engines, engine)()(loss(forward), params, batch)
     except DPFuncError as error:
         return type(error).__name__, str(error)
