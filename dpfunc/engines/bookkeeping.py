@@ -176,6 +176,10 @@ def bookkeeping(memory_budget: int | None = None) -> Bookkeeping:
     work. Each operation that takes a trained parameter needs a rule (`dpfunc.engines.rules`). On the first batch the
     engine finds out which axis holds the samples; where they influence each other it says so.
 
+    Linear layers that `parallelize_module` has split over ranks (ColwiseParallel, RowwiseParallel) may be trained. Where
+    a parameter is a DTensor, norms and sums are those of this rank's part, as plain tensors. The squared norm of a
+    split parameter is the sum over the ranks that hold it; one that is on all of them counts once.
+
     Args:
         memory_budget: bytes of per-sample gradients that may be formed in one call; what does not fit is kept as
             factors, if those are smaller. 1 GiB by default. Speed and memory only.
@@ -188,8 +192,8 @@ def bookkeeping(memory_budget: int | None = None) -> Bookkeeping:
         UnsupportedModel: an operation without a rule, or samples that influence each other.
 
     Guarantees:
-        equals a loop over single samples (tests/engines/test_parity.py); no use of a parameter is left out
-        (tests/engines/test_refusals.py).
+        equals a loop over single samples (tests/engines/test_parity.py), also where layers are split
+        (tests/distributed/test_tensor_parallel.py); no use of a parameter is left out (tests/engines/test_refusals.py).
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> per_sample = bookkeeping()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
