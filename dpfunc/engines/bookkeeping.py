@@ -176,7 +176,7 @@ def bookkeeping(memory_budget: int | None = None) -> Bookkeeping:
     work. Each operation that takes a trained parameter needs a rule (`dpfunc.engines.rules`). On the first batch the
     engine finds out which axis holds the samples; where they influence each other it says so.
 
-    Linear layers that `parallelize_module` has split over ranks (ColwiseParallel, RowwiseParallel) may be trained. Where
+    Linear layers that `parallelize_module` has split (ColwiseParallel, RowwiseParallel) may be trained. Where
     a parameter is a DTensor, norms and sums are those of this rank's part, as plain tensors. The squared norm of a
     split parameter is the sum over the ranks that hold it; one that is on all of them counts once.
 
