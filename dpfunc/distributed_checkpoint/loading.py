@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from dpfunc.distributed.launch import is_writer
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed_checkpoint.layout import layout
 from dpfunc.distributed_checkpoint.lineage import NOTES, History, note_line, read_notes, resume
 from dpfunc.distributed_checkpoint.saving import LATEST, latest
 from dpfunc.distributed_checkpoint.tensors import METADATA, PARAMS, decode, read_table, read_tensors, room
-from dpfunc.distributed_checkpoint.together import all_or_none, joint_group, place, shared, writes
+from dpfunc.distributed_checkpoint.together import all_or_none, joint_group, place, shared
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import append_line, read_steps
 from dpfunc.plan import Plan
@@ -122,7 +123,7 @@ def load_sharded(
 
 def _found(parent: Path, ranks: Ranks | None) -> bytes:
     """The name of the newest checkpoint and its state, read by one process."""
-    if not writes(ranks):
+    if not is_writer(ranks):
         return b""
     name = latest(parent)
     if name is None:
@@ -163,7 +164,7 @@ def _decided(
     ranks: Ranks | None,
 ) -> bytes:
     """How the run goes on, decided by the process that has the journal."""
-    if not writes(ranks):
+    if not is_writer(ranks):
         return b""
     taken = None if journal is None else read_steps(Path(journal))
     history = History(values, read_notes(parent / NOTES), taken)
@@ -173,5 +174,5 @@ def _decided(
 
 
 def _note(parent: Path, line: str | None, ranks: Ranks | None) -> None:
-    if line is not None and writes(ranks):
+    if line is not None and is_writer(ranks):
         append_line(parent / NOTES, line)

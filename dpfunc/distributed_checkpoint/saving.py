@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc.checks import whole
+from dpfunc.distributed.launch import is_writer
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed_checkpoint.layout import layout
 from dpfunc.distributed_checkpoint.lineage import NOTES, read_notes
 from dpfunc.distributed_checkpoint.tensors import METADATA, PARAMS, encode, write_tensors
-from dpfunc.distributed_checkpoint.together import agreed, all_or_none, joint_group, place, shared, writes
+from dpfunc.distributed_checkpoint.together import agreed, all_or_none, joint_group, place, shared
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import sync_directory
 from dpfunc.plan import Plan
@@ -120,7 +121,7 @@ def save_sharded(
         all_or_none(partial(_sign, path, group), ranks, FAILED)
         all_or_none(partial(_commit, path, files, keep, ranks), ranks, FAILED)
     finally:
-        if writes(ranks) and latest(parent) != path.name:
+        if is_writer(ranks) and latest(parent) != path.name:
             shutil.rmtree(path, ignore_errors=True)
     return path
 
@@ -132,7 +133,7 @@ def latest(parent: Path) -> str | None:
 
 
 def _new_directory(parent: Path, step: int, ranks: Ranks | None) -> bytes:
-    if not writes(ranks):
+    if not is_writer(ranks):
         return b""
     parent.mkdir(parents=True, exist_ok=True)
     path = free_name(parent, step)
@@ -151,7 +152,7 @@ def _sign(path: Path, group: dist.ProcessGroup | None) -> None:
 
 def _commit(path: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks: Ranks | None) -> None:
     """All parts are on disk: make them the newest checkpoint."""
-    if not writes(ranks):
+    if not is_writer(ranks):
         return
     parent = path.parent
     parts = [path / f"part-{number}.json" for number in range(place(ranks)[1])]

@@ -18,11 +18,6 @@ from dpfunc.sharding import shard_dims
 T = TypeVar("T")
 
 
-def writes(ranks: Ranks | None) -> bool:
-    """Whether this is the one process that writes what is not cut into parts."""
-    return ranks is None or ranks.writes
-
-
 def all_or_none(action: Callable[[], T], ranks: Ranks | None, what: str) -> T:
     """What `action` gives, once it went well on all processes.
 

@@ -187,6 +187,18 @@ def refused(folder, kind, changes_of_one):
     return "loaded"
 
 
+def guide(code, folder, stop):
+    """The script of the guide, stopped after a step; what was spent, and where it started."""
+    code = code.replace('Path("run")', f"Path({str(folder)!r})")
+    line = "    optimizer.step()\n"
+    assert code.count(line) == 1
+    code = code.replace("for indices in", "first = state.step\nfor indices in")
+    names = {"__name__": "guide"}
+    exec(compile(code.replace(line, f"{line}    if state.step == {stop}: break\n"), "guide", "exec"), names)
+    values = {name: p.detach() for name, p in names["weights"].items()}
+    return names["first"], names["state"].ledger.to_json(), values
+
+
 if __name__ == "__main__":  # one process of a job that is started, and killed, from outside
     import sys
     from datetime import timedelta

@@ -140,13 +140,15 @@ def test_steps_are_charged_again_each_time(tmp_path):
     assert run.state.ledger == run.plan.ledger(6)
     run.step(1)
     run.load(1)  # as at first: repeats, and knows of what the others released
+    assert run.state.ledger == run.plan.ledger(7)
+    run.load(1)  # nothing was saved since: it has to be counted again
     assert (run.state.key, run.state.charged, run.state.ledger) == (key, 4, run.plan.ledger(7))
     run.step(4)
     run.save()
     run.load(1)
     assert run.state.ledger == run.plan.ledger(8)  # nothing is counted twice
     run.check()
-    assert [note.parent is None for note in read_notes(run.folder / "c" / NOTES)] == [False, False, True]
+    assert [note.parent is None for note in read_notes(run.folder / "c" / NOTES)] == [False, False, True, True]
 
 
 def test_the_budget_covers_what_is_drawn_again(tmp_path):
@@ -175,6 +177,16 @@ def test_without_its_journal_a_run_keeps_its_layout(tmp_path):
     run.step(1)
     with pytest.raises(CheckpointError, match=r"pass journal="):
         run.load(1, journal=None)  # as saved, but it went on otherwise
+
+
+def test_without_its_journal_a_run_that_others_continue_is_refused(tmp_path):
+    run = Run(tmp_path)
+    run.save()
+    run.step(1)
+    run.load(2, recharge=True)
+    run.step(1)
+    with pytest.raises(CheckpointError, match=r"laid out differently \(it was, for a while\).*pass journal="):
+        run.load(1, journal=None)
 
 
 def test_the_journal_of_another_run_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -95,6 +96,17 @@ def test_other_layouts_pay_again(tmp_path):
         Ledger.from_json(ledger) == PLAN.ledger(6).compose(PLAN.ledger(5)) == journal_ledger(tmp_path / "journal.jsonl")
     )
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(first[3][3:], drawn, strict=False))
+
+
+def test_the_script_of_the_guide_runs(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "sharded_checkpoints.md").read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    assert [first for first, _, _ in run(2, "checkpoint_jobs:guide", code, tmp_path, 12)] == [0, 0]
+    found = run(2, "checkpoint_jobs:guide", code, tmp_path, 99)
+    for first, ledger, values in found:
+        assert first == 10
+        assert Ledger.from_json(ledger).num_steps == 20
+        assert all(torch.equal(value, found[0][2][name]) for name, value in values.items())
 
 
 ERRORS = [("tensors", 1, "fails"), ("part", 1, "fails"), ("part", 0, "fails"), ("commit", 0, "fails"), ("rename", 0, "fails")]  # fmt: skip
