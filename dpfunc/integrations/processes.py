@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from dpfunc import distributed
 from dpfunc.checkpoint import Checkpoint
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed_checkpoint.lineage import History, Note, note_line, read_notes
 from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.journal import append_line
 from dpfunc.plan import Plan
 from dpfunc.step import StepState
 from dpfunc.tree import batch_size
@@ -22,6 +25,8 @@ from dpfunc.types import Batch
 
 NUM_PROCESSES = "num_processes"
 """What a checkpoint calls the number of processes that wrote it, among its `extra` values."""
+
+NOTES = "privacy_processes.jsonl"
 
 
 @dataclass(frozen=True)
@@ -91,20 +96,37 @@ def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
     return (total[0] / total[1].clamp(min=1)).float()
 
 
-def check_processes(saved: Checkpoint, ranks: Ranks | None) -> None:
+def check_processes(saved: Checkpoint, journal: Path, ranks: Ranks | None) -> None:
     """A run may go on with another number of processes only where it repeats no step.
 
-    Sums over other numbers of processes differ in their last bits. A repeated step would release other parameters with
-    the same noise.
+    Sums over other numbers of processes differ in their last bits. A repeated step would release other gradients with
+    the same noise. A note beside the journal says who computed which steps.
+
+    Args:
+        saved: what is resumed; its `extra` says how many processes wrote it. journal: of the run. ranks: of now.
 
     Raises:
-        CheckpointError: the journal has steps beyond the checkpoint, which another number of processes wrote.
+        CheckpointError: steps after the checkpoint were released by another number of processes.
+        StepAborted: the same, on the processes that do not write.
+
+    Guarantees:
+        tests/distributed/test_launch.py::test_steps_are_repeated_by_as_many_processes_as_before.
     """
-    before, now = int(saved.extra.get(NUM_PROCESSES, 1)), place(ranks)[1]
-    if before != now and saved.state.charged > saved.state.step:
-        raise CheckpointError(
-            f"Expected {before} processes, as in the run that left {saved.path}, got {now}. The journal goes on to "
-            f"step {saved.state.charged}, the checkpoint is of step {saved.state.step}. The steps between must be "
-            "repeated bit for bit, and sums over another number of processes differ in their last bits. Go on with "
-            f"{before} until the next checkpoint."
-        )
+    distributed.once(ranks, lambda: check_number(saved, journal.with_name(NOTES), place(ranks)[1]))
+
+
+def check_number(saved: Checkpoint, notes: Path, now: int) -> None:
+    """The rule of `check_processes`, for the process that writes; it leaves a note where the number changes."""
+    before = {NUM_PROCESSES: int(saved.extra.get(NUM_PROCESSES, 1))}
+    history = History({"key": saved.state.key.secret.hex(), "layout": before}, read_notes(notes), None)
+    for step in range(saved.state.step, saved.state.charged):
+        by = history.layout_of(step)[NUM_PROCESSES]
+        if by != now:
+            raise CheckpointError(
+                f"Expected {by} processes, as when step {step} was released, got {now}. The checkpoint {saved.path} is "
+                f"of step {saved.state.step}, the journal goes on to step {saved.state.charged - 1}. Steps in between "
+                "are repeated with the same noise, which must be bit for bit, and sums over another number of "
+                f"processes differ in their last bits. Go on with {by}; at the next checkpoint the number may change."
+            )
+    if history.layout_of(saved.state.charged)[NUM_PROCESSES] != now:
+        append_line(notes, note_line(Note(history.run, saved.state.step, {NUM_PROCESSES: now}, {})))

@@ -252,7 +252,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             journal=self._journal(),
             key=self._given_key,
         )
-        processes.check_processes(saved, self._ranks)
+        processes.check_processes(saved, self._journal(), self._ranks)
         return Start(saved.state.key, saved.state.limit, data, self._earlier, saved, not self.args.ignore_data_skip)
 
     def get_train_dataloader(self) -> DataLoader[Any]:

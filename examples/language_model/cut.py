@@ -89,13 +89,13 @@ def cut(model: nn.Module, num_upper: int) -> tuple[nn.Module, nn.Module]:
     return lower.eval(), upper.eval()
 
 
-def run_lower(lower: nn.Module, ids: Tensor) -> Tensor:
+def run_lower(lower: nn.Module, ids: Tensor, quiet: bool = False) -> Tensor:
     """Hidden states (N, T, d) before the upper part: a function of each text alone, so it costs no privacy."""
     with torch.no_grad():
         return torch.cat(
             [
                 lower.model(input_ids=chunk, use_cache=False).last_hidden_state
-                for chunk in tqdm(ids.split(16), desc="frozen layers", unit="batch", leave=False)
+                for chunk in tqdm(ids.split(16), desc="frozen layers", unit="batch", leave=False, disable=quiet)
             ]
         )
 

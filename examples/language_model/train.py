@@ -4,6 +4,7 @@
     python examples/language_model/train.py                     epsilon 8 and 3, and the non-private twin
     python examples/language_model/train.py --short             a few steps on a few texts
     python examples/language_model/train.py --short --model tiny    the same on a random model, without weights
+    torchrun --nproc-per-node 2 examples/language_model/train.py    on two processes
 
 One row is one document (its first tokens): that is the unit of privacy. The frozen lower layers are run once for each.
 """
@@ -28,12 +29,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dpfunc
-from dpfunc import clipping
+from dpfunc import clipping, distributed
 from dpfunc.integrations.tasks import make_loss_fn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "main_job"))
 from data import read_news
 from fetch import FetchError, fetch_news
+from processes import Processes, join
 
 PROMPT = "The government said on Tuesday that"
 TARGETS = r"q_proj|v_proj|o_proj"
@@ -56,13 +58,15 @@ def read_texts(limit: int | None, test_size: int) -> tuple[list[str], list[str]]
     return unique[test_size:][:limit], unique[:test_size]
 
 
-def prepare(language: LanguageModel, upper_layers: int, rank: int, length: int, limit: int | None, test: int) -> Task:
+def prepare(
+    language: LanguageModel, upper_layers: int, rank: int, length: int, limit: int | None, test: int, quiet: bool
+) -> Task:
     """Frozen layers, once, and adapters on the layers above them."""
     lower, upper = cut(language.model, upper_layers)
     parts = []
     for texts in read_texts(limit, test):
         ids, labels = tokenize(language, texts, length)
-        parts.append({"inputs_embeds": run_lower(lower, ids), "labels": labels})
+        parts.append({"inputs_embeds": run_lower(lower, ids, quiet), "labels": labels})
     start = dpfunc.insecure_key(0)  # where the adapters start is public
     adapter = dpfunc.lora.attach(upper, start, targets=TARGETS, rank=rank, alpha=2 * rank, train="B")
     return Task(adapter, make_loss_fn(adapter.forward, "causal_lm"), *parts)
@@ -113,15 +117,16 @@ def train_plain(task: Task, lr: float, num_steps: int, batch_size: int) -> dict[
 
 
 def train_private(
-    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key
+    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, processes: Processes
 ) -> tuple[dict[str, Tensor], dpfunc.StepState]:
     """The loop of the library."""
     params = start_of(task)
     apply = optimizer_of(params, lr, plan.num_steps)
-    dp_step = dpfunc.make_dp_step(task.loss_fn, plan, microbatch_size=16)
+    dp_step = dpfunc.make_dp_step(task.loss_fn, plan, microbatch_size=16, ranks=processes.ranks)
     state = dp_step.init(params, key)
     name = f"DP-LoRA, epsilon {plan.epsilon:g}"
-    for indices in tqdm(plan.batches(state), total=state.limit, desc=name, unit="step", leave=False):
+    batches = plan.batches(state, processes.ranks)
+    for indices in tqdm(batches, total=state.limit, desc=name, unit="step", leave=False, disable=not processes.writes):
         step = state.step
         grads, state, _ = dp_step(params, dpfunc.take(task.train, indices), state)
         apply(grads, step)
@@ -182,8 +187,10 @@ def main(
     if short:
         epsilon, steps, batch_size, length, layers, test_size, limit = epsilon[:1], 2, 4, 12, 2, 8, 40
     try:
+        processes = join()
+        processes.first(lambda: (fetch_news(), model == "tiny" or fetch_smollm()))
         language = tiny_model() if model == "tiny" else load_model(fetch_smollm())
-        task = prepare(language, layers, rank, length, limit, test_size)
+        task = prepare(language, layers, rank, length, limit, test_size, quiet=not processes.writes)
         n = len(task.train["labels"])
         plans = [
             dpfunc.Plan.for_budget(
@@ -195,22 +202,26 @@ def main(
     except (FetchError, dpfunc.DPFuncError) as error:
         raise click.ClickException(str(error)) from error
     trained = sum(param.numel() for param in task.adapter.params.values())
-    print(f"{n} training and {test_size} test documents of {length} tokens; {trained:,} trained parameters.")
-    key = dpfunc.secure_key() if insecure_seed is None else dpfunc.insecure_key(insecure_seed)
+    processes.say(f"{n} training and {test_size} test documents of {length} tokens; {trained:,} trained parameters.")
+    key = processes.key(insecure_seed)
     first, before = row_of("before", task, task.adapter.params, None, None, 0.0)
     rows, found = [first], {"before": task.adapter.params}
 
     def add(name: str, params: dict[str, Tensor], spent: float | None, since: float) -> None:
         rows.append(row_of(name, task, params, before, spent, time.perf_counter() - since)[0])
         found[name] = params
-        print(f"{name}: perplexity {rows[-1]['perplexity']:.2f} after {rows[-1]['seconds']:.0f} s", flush=True)
+        processes.say(f"{name}: perplexity {rows[-1]['perplexity']:.2f} after {rows[-1]['seconds']:.0f} s")
 
     since = time.perf_counter()
-    add("non-private twin", train_plain(task, lr, steps, batch_size), None, since)
+    if processes.writes:  # the others wait
+        add("non-private twin", train_plain(task, lr, steps, batch_size), None, since)
     for plan in plans:
         since = time.perf_counter()
-        params, state = train_private(task, plan, lr, dpfunc.fold_in(key, f"epsilon {plan.epsilon:g}"))
+        params, state = train_private(task, plan, lr, dpfunc.fold_in(key, f"epsilon {plan.epsilon:g}"), processes)
         add(f"DP-LoRA, epsilon {plan.epsilon:g}", params, state.ledger.epsilon(delta).epsilon, since)
+    distributed.leave()
+    if not processes.writes:
+        return
     show(rows)
     for row in rows:
         whole = joined(language.model, task.adapter.merge(found[row["name"]]))

@@ -47,12 +47,15 @@ def tokenize(encoder: Encoder, texts: list[str], max_length: int) -> dict[str, T
     )
 
 
-def lower_part(encoder: Encoder, texts: list[str], first_layer: int, max_length: int) -> dict[str, Tensor]:
+def lower_part(
+    encoder: Encoder, texts: list[str], first_layer: int, max_length: int, quiet: bool = False
+) -> dict[str, Tensor]:
     """Hidden states before `first_layer` (float16) and masks: a function of each text alone, so it costs no privacy."""
     tokens = tokenize(encoder, texts, max_length)
     hidden = torch.empty(len(texts), max_length, encoder.width, dtype=torch.float16)
     with torch.no_grad():
-        for start in tqdm(range(0, len(texts), 32), desc="frozen layers", unit="batch", leave=False):
+        starts = tqdm(range(0, len(texts), 32), desc="frozen layers", unit="batch", leave=False, disable=quiet)
+        for start in starts:
             ids, mask = (tokens[name][start : start + 32] for name in ("input_ids", "attention_mask"))
             x_BTd = encoder.model.embeddings(input_ids=ids)
             hidden[start : start + 32] = run_layers(

@@ -3,6 +3,7 @@
     python examples/main_job/train.py                       BBC News, epsilon 3, delta 1e-5
     python examples/main_job/train.py --data mail           spam detection on public mails
     python examples/main_job/train.py --data my.csv --model my-bert/   your own
+    torchrun --nproc-per-node 2 examples/main_job/train.py  the same on two processes
 
 The frozen lower layers are run once for each text and kept; LoRA and head are trained on top of them.
 """
@@ -24,12 +25,14 @@ import torch
 from data import DataError, TextData, load
 from fetch import FetchError, fetch_model
 from model import Encoder, ModelError, Upper, load_encoder, lower_part, per_sample_loss
+from processes import Processes, join
 from report import PeakMemory, Row, print_table, write_json, write_metrics
 from torch import Tensor
 from tqdm import tqdm
 
 import dpfunc
-from dpfunc import clipping
+from dpfunc import clipping, distributed
+from dpfunc.integrations.processes import NUM_PROCESSES, check_processes, place
 from dpfunc.journal import Journal, journal_ledger
 
 HEAD = r"^head\."
@@ -67,11 +70,11 @@ def accuracy(task: Task, params: dict[str, Tensor], part: dict[str, Tensor]) -> 
     return right / len(part["label"])
 
 
-def prepare(encoder: Encoder, data: TextData, first_layer: int, max_length: int) -> Parts:
+def prepare(encoder: Encoder, data: TextData, first_layer: int, max_length: int, quiet: bool) -> Parts:
     """Frozen lower layers, once."""
     parts = []
     for split in (data.train, data.validation, data.test):
-        tensors = lower_part(encoder, split.texts, first_layer, max_length)
+        tensors = lower_part(encoder, split.texts, first_layer, max_length, quiet)
         parts.append({**tensors, "label": torch.tensor(split.labels)})
     return Parts(*parts)
 
@@ -139,8 +142,9 @@ class Run:
 
 
 def train_private(
-    name: str, task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path | None, resume: bool
-) -> Run:
+    name: str, task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path | None, resume: bool,
+    processes: Processes,
+) -> Run:  # fmt: skip
     """The loop. With a folder it keeps a journal and checkpoints, from which it can be resumed."""
 
     def loss_fn(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
@@ -148,7 +152,7 @@ def train_private(
 
     data = task.parts.train
     journal = Journal(folder / "journal.jsonl", plan) if folder else None
-    dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=32, journal=journal)
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=32, journal=journal, ranks=processes.ranks)
     params = {n: p.clone().requires_grad_() for n, p in task.params.items()}
     optimizer, set_rate = adam(params, lr, plan.num_steps)
     curve: list[tuple[int, float]] = []
@@ -157,25 +161,30 @@ def train_private(
         saved = dpfunc.load(
             folder / "checkpoint", plan=plan, params=params, data=data, journal=folder / "journal.jsonl"
         )
+        check_processes(saved, folder / "journal.jsonl", processes.ranks)
         for n, p in params.items():
             p.data.copy_(saved.params[n])
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
         state = saved.state
         curve, norms = [tuple(point) for point in saved.extra["curve"]], list(saved.extra["norms"])
-        print(f"Resumed at step {state.step}; {state.ledger.num_steps} steps are in the ledger.")
+        processes.say(f"Resumed at step {state.step}; {state.ledger.num_steps} steps are in the ledger.")
     else:
         state = dp_step.init(params, key)
     spent = spent_curve(plan)
 
     def checkpoint() -> None:
-        if folder:
+        if folder and processes.writes:
             dpfunc.save(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=data,
-                optimizer_state=optimizer.state_dict(), extra={"curve": curve, "norms": norms},
+                optimizer_state=optimizer.state_dict(), 
+                extra={"curve": curve, "norms": norms, NUM_PROCESSES: place(processes.ranks)[1]},
             )  # fmt: skip
 
     checkpoint()
-    bar = tqdm(plan.batches(state), desc=name, total=state.limit, initial=state.step, unit="step")
+    bar = tqdm(
+        plan.batches(state, processes.ranks), desc=name, total=state.limit, initial=state.step, unit="step",
+        disable=not processes.writes,
+    )  # fmt: skip
     for indices in bar:
         set_rate(state.step)
         grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
@@ -243,38 +252,36 @@ def main(
         steps, batch_size, max_length = min(steps, 4), 24, 24
     start = time.perf_counter()
     try:
+        processes = join()
+        processes.first(lambda: (load(data_name, seed), model_path or fetch_model()))  # downloads
         data = load(data_name, seed, 200 if smoke else None)
         encoder = load_encoder(model_path or fetch_model())
         if not 1 <= layers <= encoder.num_layers:
             raise DataError(f"Expected 1 <= layers <= {encoder.num_layers}, got layers={layers}.")
         first_layer = encoder.num_layers - layers
-        clip = clipping.Automatic() if clip_norm is None else clipping.Flat(clip_norm)
         n = len(data.train.texts)
         plan = dpfunc.Plan.for_budget(
             epsilon=epsilon, delta=delta, dataset_size=n, expected_batch_size=min(batch_size, n), num_steps=steps,
-            clip=clip,
+            clip=clipping.Automatic() if clip_norm is None else clipping.Flat(clip_norm),
         )  # fmt: skip
     except (DataError, FetchError, ModelError, dpfunc.DPFuncError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    print(
-        f"{data.name}: {n} training, {len(data.validation.texts)} validation, {len(data.test.texts)} test texts in "
-        f"{len(data.classes)} classes; {data.duplicates} exact duplicates removed before the split."
-    )
-    print(f"Plan: {steps} steps, sampling probability {batch_size / n:.3f}, noise {plan.noise_multiplier:.3f}.")
-    print(plan.guarantee())
+    processes.say(describe(data, plan, batch_size))
     folder = resume or out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
+    if processes.writes:
+        folder.mkdir(parents=True, exist_ok=True)
     rows = [Row("majority class", data.majority_accuracy, len(data.test.texts), None, None, 0, 0.0, 0.0)]
     memory = PeakMemory()
     memory.reset()
-    parts = prepare(encoder, data, first_layer, max_length)
-    print(f"Layers 1-{first_layer} are frozen: run once for each text and kept ({time.perf_counter() - start:.0f} s).")
+    parts = prepare(encoder, data, first_layer, max_length, quiet=not processes.writes)
+    processes.say(
+        f"Layers 1-{first_layer} are frozen: run once for each text and kept ({time.perf_counter() - start:.0f} s)."
+    )
     torch.manual_seed(seed)
     upper = Upper(encoder, first_layer, len(data.classes)).eval()
-    key = dpfunc.secure_key() if insecure_seed is None else dpfunc.insecure_key(insecure_seed)
-    start_key = dpfunc.insecure_key(seed)  # where the adapters start is public
-    adapter = dpfunc.lora.attach(
-        upper, start_key, targets=r"query|value", rank=rank, alpha=rank, train="B", also_train=HEAD
+    key = processes.key(insecure_seed)
+    adapter = dpfunc.lora.attach(  # where the adapters start is public
+        upper, dpfunc.insecure_key(seed), targets=r"query|value", rank=rank, alpha=rank, train="B", also_train=HEAD
     )
     lora = Task(adapter.forward, adapter.params, parts)
     head = Task(*head_only(upper, parts))
@@ -286,7 +293,7 @@ def main(
         score = accuracy(task, params, task.parts.test)
         return Row(name, score, test_size, *spent, count, time.perf_counter() - since, memory.mib())
 
-    for step in phases(lora, head, plan, lr, key, folder, resume is not None, seed, smoke):
+    for step in phases(lora, head, plan, lr, key, folder, resume is not None, seed, smoke, processes):
         memory.reset()
         since = time.perf_counter()
         try:
@@ -295,13 +302,25 @@ def main(
             raise click.ClickException(str(error)) from error
         rows.append(row(name, task, params, ledger, since))
     settings["seconds"] = time.perf_counter() - start
-    write_all(folder, rows, settings, plan, adapter, run)
-    print_table(rows, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
-    print(
-        f"Written to {folder}: privacy_accounting.json, ledger.json, journal.jsonl, checkpoint/, adapter.safetensors, "
-        "metrics.json, run.png."
+    distributed.leave()
+    if processes.writes:
+        write_all(folder, rows, settings, plan, adapter, run)
+        print_table(rows, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
+        print(
+            f"Written to {folder}: privacy_accounting.json, ledger.json, journal.jsonl, checkpoint/, "
+            f"adapter.safetensors, metrics.json, run.png.\nWhole command: {settings['seconds']:.0f} s."
+        )
+
+
+def describe(data: TextData, plan: dpfunc.Plan, batch_size: int) -> str:
+    """What will be done."""
+    n = len(data.train.texts)
+    return (
+        f"{data.name}: {n} training, {len(data.validation.texts)} validation, {len(data.test.texts)} test texts in "
+        f"{len(data.classes)} classes; {data.duplicates} exact duplicates removed before the split.\n"
+        f"Plan: {plan.num_steps} steps, sampling probability {batch_size / n:.3f}, noise {plan.noise_multiplier:.3f}.\n"
+        f"{plan.guarantee()}"
     )
-    print(f"Whole command: {settings['seconds']:.0f} s.")
 
 
 def write_all(
@@ -332,7 +351,7 @@ def head_only(upper: Upper, parts: Parts) -> tuple[Callable[..., Tensor], dict[s
 
 def phases(
     lora: Task, head: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, resume: bool, seed: int,
-    smoke: bool,
+    smoke: bool, processes: Processes,
 ) -> Iterator[Callable[[], tuple[str, Task, dict[str, Tensor], dpfunc.Ledger | None, Run]]]:  # fmt: skip
     """The three trainings of the table, in order; the last one is the result."""
     nothing: Run | None = None
@@ -341,16 +360,18 @@ def phases(
         return "non-private twin (LoRA)", lora, train_plain(lora, 1e-2, 1 if smoke else 2, seed), None, nothing
 
     def private_head() -> tuple[str, Task, dict[str, Tensor], dpfunc.Ledger | None, Run]:
-        run = train_private("DP head only", head, plan, lr, dpfunc.fold_in(key, "head"), None, False)
+        run = train_private("DP head only", head, plan, lr, dpfunc.fold_in(key, "head"), None, False, processes)
         return "DP head only", head, run.params, run.state.ledger, run
 
     def private_lora() -> tuple[str, Task, dict[str, Tensor], dpfunc.Ledger | None, Run]:
         run = train_private(
-            "DP-LoRA", lora, with_groups(plan, lora.params), lr, dpfunc.fold_in(key, "lora"), folder, resume
+            "DP-LoRA", lora, with_groups(plan, lora.params), lr, dpfunc.fold_in(key, "lora"), folder, resume, processes
         )
         return "DP-LoRA", lora, run.params, run.state.ledger, run
 
-    yield from (private_lora,) if resume else (plain, private_head, private_lora)  # type: ignore[misc]
+    if not resume and processes.writes:  # the others wait
+        yield plain
+    yield from (private_lora,) if resume else (private_head, private_lora)
 
 
 def notes(data: TextData, journalled: dpfunc.Ledger) -> list[str]:

@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from click.testing import CliRunner
+from launcher import torchrun, works
 from safetensors.torch import load_file
 from text_job import write_job
 
 import dpfunc
 from dpfunc.cli import main
 from dpfunc.distributed.launch import check_launch, from_environment
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.integrations.processes import check_number
 from dpfunc.journal import journal_ledger, read_steps
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent / "integrations", ROOT)))
 JOBS = str(HERE / "launch_jobs.py")
 FLAGS = ("--steps", "6", "--eval_fraction", "0.2", "--eval_steps", "3", "--insecure-seed", "7707")
-
-
-def torchrun(*words, cwd=ROOT, limit=150):
-    """What two processes under torchrun said. Nothing is left of them, whatever happens."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-    agent = subprocess.Popen(command, cwd=cwd, env=environment, stdout=-1, stderr=-1, text=True)
-    workers = []
-    try:
-        while agent.poll() is None and len(workers) < 2:  # they are in sessions of their own
-            workers = psutil.Process(agent.pid).children(recursive=True)
-        output, errors = agent.communicate(timeout=limit)
-    finally:
-        for process in workers:
-            if process.is_running():
-                process.kill()
-        agent.kill()
-        agent.communicate()
-    return agent.returncode, output, errors
-
-
-def works(*words, **options):
-    code, output, errors = torchrun(*words, **options)
-    assert code == 0, errors[-4000:]
-    return output, errors
 
 
 def close(found, expected, tolerance=1e-6):
@@ -228,3 +200,39 @@ def test_launchers_of_one_process_are_accepted():
     check_launch({"WORLD_SIZE": "1", "MASTER_ADDR": "here", "ACCELERATE_MIXED_PRECISION": "no"}, 1)
     check_launch({"SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "here"}, 1)
     check_launch({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "9"}, 2)  # srun starts torchrun
+
+
+# How many processes may go on
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What the rule reads of a checkpoint."""
+
+    state: dpfunc.StepState
+    extra: dict[str, int]
+    path: Path = Path("checkpoint")
+
+
+def test_steps_are_repeated_by_as_many_processes_as_before(tmp_path):
+    """Also where the number changed and changed back between two checkpoints: a note says who took which steps."""
+
+    def saved(step, charged, by):
+        state = dpfunc.StepState(step, 10, charged, dpfunc.insecure_key(1), (), dpfunc.Ledger())
+        return Saved(state, {"num_processes": by})
+
+    notes = tmp_path / "notes.jsonl"
+    check_number(saved(4, 6, 2), notes, 2)
+    check_number(Saved(saved(4, 6, 1).state, {}), notes, 1)  # of before there were several
+    assert not notes.exists()
+    with pytest.raises(CheckpointError, match="Expected 2 processes, as when step 4 was released, got 1"):
+        check_number(saved(4, 6, 2), notes, 1)
+    check_number(saved(4, 4, 2), notes, 1)  # nothing to repeat
+    check_number(saved(4, 6, 2), notes, 1)  # those two steps were taken by one
+    for other in (2, 4):
+        with pytest.raises(CheckpointError, match=f"Expected 1 processes, as when step 4 was released, got {other}"):
+            check_number(saved(4, 6, 2), notes, other)
+    check_number(saved(6, 6, 1), notes, 4)
+    with pytest.raises(CheckpointError, match="Expected 4 processes"):
+        check_number(saved(4, 8, 2), notes, 1)
+    assert len(notes.read_text().splitlines()) == 2

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from launcher import works
 from safetensors.torch import load_file
 
 from dpfunc.accounting import Ledger
@@ -77,6 +79,20 @@ def contents(folder):
     """The results of a run; the order of a safetensors header is not one of them."""
     adapter = {name: value.tolist() for name, value in load_file(folder / "adapter.safetensors").items()}
     return adapter, *((folder / name).read_text() for name in ("ledger.json", "privacy_accounting.json"))
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same(finished, tmp_path):
+    folder, _ = finished
+    output, _ = works(JOB / "train.py", "--smoke", "--insecure-seed", 5, "--out", tmp_path)
+    assert output.count("Plan: 4 steps") == output.count("Written to") == 1
+    adapter, *accounts = contents(folder)
+    other, *theirs = contents(tmp_path)
+    assert adapter.keys() == other.keys()
+    for name, value in adapter.items():
+        torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(value), rtol=1e-6, atol=1e-6)
+    assert accounts == theirs
+    assert journal_ledger(tmp_path / "journal.jsonl") == journal_ledger(folder / "journal.jsonl")
 
 
 @pytest.mark.slow

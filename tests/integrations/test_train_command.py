@@ -455,8 +455,8 @@ def test_T12_T13_commands_of_the_guide_work(tmp_path, monkeypatch):
     commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
     assert [command[0] for command in commands].count("dpfunc") == 8
     for command in commands:
-        if command[0] == "torchrun":  # test_L9_T5_torchrun_with_one_process starts it
-            assert command[1:5] == ["--nproc-per-node", "1", "-m", "dpfunc.cli"]
+        if command[0] == "torchrun":  # tests/distributed/test_launch.py starts such commands
+            assert command[1:5] == ["--nproc-per-node", "2", "-m", "dpfunc.cli"]
             command = command[4:]
         result = run(*command[1:])
         assert result.exit_code == 0, (command, result.output)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launcher import works
 
 # The Trainer's own loaders ask for pinned memory on a machine without an accelerator.
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
@@ -75,3 +76,17 @@ def test_T1_the_ordinary_script_becomes_private_by_the_diff(place):
     assert record["global_step"] == 2
     assert (place / "model" / "model.safetensors").exists()
     assert all(math.isfinite(logs["eval_loss"]) for logs in trainer.state.log_history if "eval_loss" in logs)
+
+
+def test_the_private_script_runs_on_two_processes(place):
+    """Also with a head that each process drew differently: all begin with that of the first one."""
+    [command] = [block.split() for block in blocks("sh") if "torchrun" in block]
+    assert command == ["torchrun", "--nproc-per-node", "2", "train.py"]
+    script = patched(blocks("python")[0]).replace("num_train_epochs=10", "num_train_epochs=1, use_cpu=True")
+    (place / "train.py").write_text(script)
+    output, _ = works("train.py", cwd=place)
+    assert output.count("train_runtime") == 1
+    record = json.loads((place / "run" / "privacy_accounting.json").read_text())
+    assert (record["global_step"], record["expected_batch_size"]) == (2, 256)
+    assert 7.9 < record["epsilon"] <= 8.0
+    assert (place / "model" / "model.safetensors").exists()

@@ -1,0 +1,38 @@
+"""Several processes under torchrun, for the examples: they share the records of each step; one writes and speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import dpfunc
+from dpfunc import distributed
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of this run; `ranks` is None where there is one."""
+
+    ranks: distributed.Ranks | None
+    writes: bool
+
+    def say(self, text: object) -> None:
+        """Print, once."""
+        if self.writes:
+            print(text, flush=True)
+
+    def first(self, action: Callable[[], object]) -> None:
+        """One does it, e.g. a download, and the others wait."""
+        distributed.once(self.ranks, action)
+
+    def key(self, insecure_seed: int | None) -> dpfunc.Key:
+        """One key for all, fresh unless somebody wants to guess it."""
+        key = dpfunc.secure_key() if insecure_seed is None else dpfunc.insecure_key(insecure_seed)
+        return key if self.ranks is None else distributed.shared_key(self.ranks, key)
+
+
+def join() -> Processes:
+    """Join the others, if torchrun started any."""
+    ranks = distributed.from_environment(timedelta(minutes=30))
+    return Processes(ranks, distributed.is_writer(ranks))
