@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfunc.checks import shorten
 from dpfunc.distributed.handshake import checksum, digest
 from dpfunc.distributed.ranks import Ranks, any_rank
-from dpfunc.distributed.reduce import axes_over
 from dpfunc.errors import CheckpointError, InvalidArgument, RankMismatch
 from dpfunc.sharding import shard_dims
 
@@ -57,29 +57,43 @@ def _summed(values: Tensor, ranks: Ranks) -> Tensor:
 
 
 def agreed(said: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
-    """All processes say the same, and hold alike what they do not hold parts of.
+    """All processes say the same, and those that hold the same part of a tensor hold the same numbers.
 
     Args:
-        said: what must agree, by name. ranks: of the run.
-        tensors: compared where no two processes hold different parts.
+        said: what must agree, by name. tensors: name -> tensor or DTensor. ranks: of the run.
 
     Raises:
         RankMismatch: on all processes.
     """
     if ranks is None:
         return
+    shapes = str([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
+    texts = {**said, "names and shapes of tensors": shapes}
+    _compare({name: (0, digest(text)) for name, text in texts.items()}, ranks)
+    _compare({name: (_part(t), checksum([(name, t)])) for name, t in tensors.items()}, ranks)
+
+
+def _part(tensor: Tensor) -> int:
+    """Which part of a tensor this is, as a number."""
+    axes = shard_dims(tensor)
+    where = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]
+    return digest(str([where[axis] for axis in axes]))
+
+
+def _compare(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> None:
     differing: list[str] = []
     for group in ranks.groups:
-        alike = [(name, t) for name, t in tensors.items() if not set(axes_over(t, group)) & shard_dims(t).keys()]
-        names = [*said, "tensors"]
-        table = _gathered([*(digest(text) for text in said.values()), checksum(alike)], ranks, group)
-        differing += [name for name, column in zip(names, zip(*table, strict=True), strict=True) if len({*column}) > 1]
+        table = _gathered([number for pair in values.values() for number in pair], ranks, group)
+        for index, name in enumerate(values):
+            pairs = {(row[2 * index], row[2 * index + 1]) for row in table}
+            if len(pairs) > len({part for part, _ in pairs}):
+                differing.append(name)
     if any_rank(bool(differing), ranks):
-        named = ", ".join(dict.fromkeys(differing)) or "something that others name"
+        named = shorten(list(dict.fromkeys(differing))) or "something that others name"
         raise RankMismatch(
             f"The processes of this run disagree about {named}; no checkpoint was made. Each must pass the same "
             "directory, plan, state, data, parameters and optimizer state; a state is that after the last step, which "
-            "all have taken. Tensors that are not DTensors must be equal in every bit."
+            "all have taken. What is not cut into parts must be equal in every bit."
         )
 
 

@@ -33,6 +33,9 @@ def placed(kind):
     if kind == "rows":
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
         ranks, cuts = distributed.sharded(mesh), (Shard(0),)
+    elif kind == "copies":  # HSDP, with one part each
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "parts"))
+        ranks, cuts = distributed.sharded(mesh, data=("dp", "parts")), (Replicate(), Shard(0))
     else:  # two dimensions: "grid" cuts rows and columns, "hybrid" has replicas of parts
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
         ranks = distributed.sharded(mesh, data=("dp",), tensor=("tp",))
@@ -109,6 +112,25 @@ def read(folder, kind):
     return {name: whole(p) for name, p in saved.params.items()}, whole(moments[0]["exp_avg"]), alike
 
 
+def strided(folder):
+    """Parameters as FSDP2 cuts those that are cut for tensor parallelism already."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Linear(6, 9)
+    with torch.no_grad():
+        model.weight.copy_(params()["in.weight"])
+        model.bias.copy_(params()["in.bias"])
+    fully_shard(parallelize_module(model, mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
+    ranks, values = distributed.sharded(mesh, tensor=("tp",)), {f"in.{n}": p for n, p in model.named_parameters()}
+    state = replay(make_dp_step(loss_fn, PLAN).init(params(), insecure_key(5)))
+    save_sharded(folder, params=values, state=state, plan=PLAN, data="d", ranks=ranks)
+    found = load_sharded(folder, params=values, plan=PLAN, data="d", ranks=ranks).params
+    return all(torch.equal(found[name].to_local(), p.to_local()) for name, p in values.items())
+
+
 def trouble_while_saving(folder, moments):
     """Save, then save again while one process has trouble, once for each of (moment, rank, what happens)."""
     import torch.distributed.checkpoint.filesystem as filesystem
@@ -148,13 +170,15 @@ def trouble_while_saving(folder, moments):
 
 def differing(folder, what):
     """One process passes something else."""
-    values, ranks, optimizer = start("replicas")
+    values, ranks, optimizer = start("copies" if what == "copy" else "replicas")
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
     changes = {}
     if dist.get_rank() == 1:
         if what == "parameter":
             with torch.no_grad():
                 values["in.bias"][2] += 1e-7
+        elif what == "copy":
+            values["in.bias"].detach().to_local()[2] += 1e-7
         elif what == "moment":
             changes = {"optimizer_state": {"moments": torch.ones(3)}}
         elif what == "step":

@@ -75,6 +75,14 @@ def test_two_dimensions(saved_by_four, tmp_path, kind):
         assert all(torch.equal(theirs[name], value) for name, value in values.items())
 
 
+def test_parts_of_fsdp_and_tensor_parallelism_together(tmp_path):
+    assert run(4, "checkpoint_jobs:strided", tmp_path) == [True] * 4
+    expected = {name: p for name, p in params().items() if name.startswith("in.")}
+    options = {"params": expected, "plan": PLAN, "data": "d", "ranks": None, "journal": tmp_path / "journal.jsonl"}
+    found = load_sharded(tmp_path, **options).params
+    assert all(torch.equal(found[name], p) for name, p in expected.items())
+
+
 def test_the_same_layout_repeats_bit_for_bit(tmp_path):
     """Steps after the checkpoint are repeated, not paid again."""
     first = run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)
@@ -142,11 +150,12 @@ def test_a_crash_while_saving(tmp_path, moment, rank):
     assert left.name == f"step-00000000.00{1 if rank else 2}"  # process 0 cleaned up, if it could
 
 
-@pytest.mark.parametrize("what", ["parameter", "moment", "step", "plan", "extra", "number", "unsupported"])
+@pytest.mark.parametrize("what", ["parameter", "copy", "moment", "step", "plan", "extra", "number", "unsupported"])
 def test_processes_that_differ_save_nothing(tmp_path, what):
     found = run(2, "checkpoint_jobs:differing", tmp_path, what)
     kinds = [text.partition(":")[0] for text in found]
-    named = {"parameter": "tensors", "moment": "tensors", "plan": "plan.json", "number": "keep"}.get(what, "state.json")
+    named = {"parameter": "params/in.bias", "copy": "params/in.bias", "moment": "optimizer/0", "plan": "plan.json"}
+    named = {**named, "number": "keep"}.get(what, "state.json")
     if what == "unsupported":
         assert kinds == ["CheckpointError", "InvalidArgument"]
     else:
