@@ -21,7 +21,7 @@ from workers import outcomes, run
 
 from dpfunc import sampling
 from dpfunc.accounting import Ledger
-from dpfunc.distributed_checkpoint import load_sharded, save_sharded
+from dpfunc.distributed_checkpoint import load_sharded, save_sharded, saving
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import journal_ledger
 from dpfunc.rng import insecure_key
@@ -134,20 +134,6 @@ def test_an_error_while_saving(tmp_path):
         assert errors[1 - rank].startswith("CheckpointError: "), moment
     assert newest(tmp_path).extra == {"number": 0}
     assert sorted(path.name for path in (tmp_path / "c").glob("step-*")) == ["step-00000000.000"]
-
-
-@pytest.mark.parametrize(("moment", "rank"), [("tensors", 1), ("rename", 0)])
-def test_a_crash_while_saving(tmp_path, moment, rank):
-    """The same for kill -9; what is left behind is ignored, and removed by the next save."""
-    found = outcomes(2, "checkpoint_jobs:trouble_while_saving", tmp_path, [(moment, rank, "killed")], seconds=10)
-    assert found[rank].died
-    other = found[1 - rank]
-    assert other.error or "Error" in other.value[0]
-    saved = newest(tmp_path)
-    assert saved.extra == {"number": 0}
-    store(tmp_path, saved.params, None, torch.optim.Adam(list(saved.params.values())), saved.state, keep=1)
-    (left,) = (tmp_path / "c").glob("step-*")
-    assert left.name == f"step-00000000.00{1 if rank else 2}"  # process 0 cleaned up, if it could
 
 
 @pytest.mark.parametrize("what", ["parameter", "copy", "moment", "step", "plan", "extra", "number", "unsupported"])
@@ -344,3 +330,29 @@ def test_kill_loses_no_accounting(killed, tmp_path, again):
         assert Ledger.from_json(ledger) == spent.compose(Ledger(PLAN.events(step, 8), PLAN.adjacency))
         assert Ledger.from_json(ledger).num_steps >= 8
     assert journal_ledger(tmp_path / "journal.jsonl").to_json() == ledger
+
+
+def test_a_kill_before_the_name_is_changed(one):
+    """All is on disk, and LATEST names the old one: so it is the newest, and the next save removes the other."""
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    child = os.fork()
+    if not child:
+        saving.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        store(one, values, ranks, optimizer, state, extra={"number": 1})
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert len(list((one / "c").glob("step-*/manifest.json"))) == 2
+    assert load_one(one).extra == {}
+    last = store(one, values, ranks, optimizer, state, keep=1)
+    assert list((one / "c").glob("step-*")) == [last]
+
+
+def test_a_crash_while_saving(tmp_path):
+    """kill -9 of one process is an error of the other, and the old checkpoint stays the newest. (Last: ends workers.)"""
+    alive, dead = outcomes(2, "checkpoint_jobs:trouble_while_saving", tmp_path, [("tensors", 1, "killed")], seconds=10)
+    assert dead.died
+    assert alive.error or "Error" in alive.value[0]
+    assert newest(tmp_path).extra == {"number": 0}
+    (left,) = (tmp_path / "c").glob("step-*")  # process 0 cleaned up
+    assert left.name == "step-00000000.000"
