@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
 from dpfunc.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Window(NamedTuple):
@@ -29,8 +33,8 @@ class Window(NamedTuple):
     cols: tuple[int, int]
 
 
-def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor.
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor. Does not import what makes them: where there is one, it is imported.
 
     >>> import torch
     >>> is_dtensor(torch.zeros(1))
@@ -40,8 +44,20 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """The tensor, after the communication that makes it.
+
+    >>> import torch
+    >>> waited(torch.ones(1))
+    tensor([1.])
+    """
+    wait = getattr(tensor, "wait", None)
+    result: Tensor = tensor if wait is None else wait()
+    return result
+
+
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: the local part of a DTensor, and any other tensor itself.
+    """What this process holds of a tensor: the local part of a DTensor, without history; any other tensor itself.
 
     >>> import torch
     >>> local(torch.ones(2))
@@ -49,8 +65,8 @@ def local(tensor: Tensor) -> Tensor:
     """
     if not is_dtensor(tensor):
         return tensor
-    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
+    with torch.no_grad():
+        return waited(tensor.to_local())
 
 
 def distributed(part: Tensor, like: Tensor) -> Tensor:
@@ -89,7 +105,7 @@ def shard_dims(tensor: Tensor) -> dict[int, int]:
     """
     if not is_dtensor(tensor):
         return {}
-    placements = tensor.placements  # type: ignore[attr-defined]
+    placements = tensor.placements
     return {axis: int(p.dim) for axis, p in enumerate(placements) if hasattr(p, "dim") and not p.is_partial()}
 
 

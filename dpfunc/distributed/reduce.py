@@ -19,7 +19,7 @@ def axes_over(param: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
     """The dimensions of a DTensor's mesh whose processes belong to a group."""
     if not is_dtensor(param):
         return ()
-    mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+    mesh: Any = param.device_mesh
     members = set(dist.get_process_group_ranks(group))
     return tuple(
         axis for axis in range(mesh.ndim) if set(dist.get_process_group_ranks(mesh.get_group(axis))) <= members

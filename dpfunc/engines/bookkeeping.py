@@ -21,11 +21,11 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
-from dpfunc.engines.sharded import is_dtensor
 from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.taps import as_it_is, leaf, tapped
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 

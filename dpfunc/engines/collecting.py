@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dpfunc.checks import shorten
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
-from dpfunc.engines.sharded import local
 from dpfunc.engines.tracking import Tracked, Tracker
 from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.sharding import local
 
 
 def check_differentiable(losses_B: Tensor, num_samples: int) -> None:

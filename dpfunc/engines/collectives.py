@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfunc.engines.sharded import is_dtensor
 from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor
 
 NAMESPACES = ("_c10d_functional", "c10d")
 # These only wait for, or wrap, the result of another one.

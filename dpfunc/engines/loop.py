@@ -13,7 +13,8 @@ from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.scope import backward_inside
-from dpfunc.engines.sharded import local, local_like
+from dpfunc.engines.sharded import local_like
+from dpfunc.sharding import local
 from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from dpfunc.checks import shorten
 from dpfunc.engines.isolation import COARSE, TOLERANCES
 from dpfunc.engines.lockstep import of_all
-from dpfunc.engines.sharded import is_dtensor
 from dpfunc.engines.sums import lengths
 from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor
 from dpfunc.types import Params
 
 if TYPE_CHECKING:

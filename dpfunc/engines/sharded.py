@@ -7,15 +7,15 @@ of the gradient, a row-parallel one (its columns are split) its part of the inpu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor, waited
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -24,12 +24,6 @@ ADVICE = (
     "Train linear layers that parallelize_module has split with ColwiseParallel or RowwiseParallel, and plain "
     "parameters that see whole activations; leave this one out, or do not split it."
 )
-
-
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor. Does not import what makes them: where there is one, it is imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -41,24 +35,12 @@ def is_sharded(param: Tensor) -> bool:
     return is_dtensor(param) and any(not placement.is_replicate() for placement in param.placements)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, a plain tensor without history; a plain tensor itself.
-
-    >>> local(torch.ones(2))
-    tensor([1., 1.])
-    """
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        return _plain(tensor.to_local())
-
-
 def whole_of(tensor: Tensor) -> Tensor:
     """All of it, on every rank; a plain tensor itself. Communicates."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return _plain(tensor.full_tensor())
+        return waited(tensor.full_tensor())
 
 
 def local_like(tensor: Tensor, param: Tensor) -> Tensor:
@@ -66,21 +48,6 @@ def local_like(tensor: Tensor, param: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     return placed(tensor, param.placements if is_dtensor(param) else ())
-
-
-def like(part: Tensor, param: Tensor) -> Tensor:
-    """The inverse of `local`: a DTensor where the parameter is one, of which `part` is this rank's part.
-
-    >>> like(torch.zeros(2), torch.ones(2))
-    tensor([0., 0.])
-    """
-    if not is_dtensor(param):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 def cut(full: Tensor, param: Tensor) -> Tensor:
@@ -92,13 +59,6 @@ def cut(full: Tensor, param: Tensor) -> Tensor:
     return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Waited for."""
-    wait = getattr(tensor, "wait", None)
-    result: Tensor = wait() if wait is not None else tensor
-    return result
-
-
 def placed(tensor: Tensor, placements: Sequence[Any]) -> Tensor:
     """This rank's part of a tensor with these placements."""
     if not is_dtensor(tensor):
@@ -106,7 +66,7 @@ def placed(tensor: Tensor, placements: Sequence[Any]) -> Tensor:
     with torch.no_grad():
         if tuple(tensor.placements) != tuple(placements):
             tensor = tensor.redistribute(placements=placements)
-        return _plain(tensor.to_local())
+        return waited(tensor.to_local())
 
 
 def wanted_of(output: DTensor) -> tuple[Any, ...]:

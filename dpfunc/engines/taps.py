@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from dpfunc.engines.sharded import is_dtensor, placed, wanted_of, whole_of
+from dpfunc.engines.sharded import placed, wanted_of, whole_of
+from dpfunc.sharding import is_dtensor
 
 Catch = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 """(gradient of the output, saved tensors) -> gradients of the leaves."""

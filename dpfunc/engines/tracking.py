@@ -22,9 +22,10 @@ from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, R
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.table import Rule, Use
-from dpfunc.engines.sharded import check_use, is_dtensor, local, unsupported
+from dpfunc.engines.sharded import check_use, unsupported
 from dpfunc.engines.taps import catch_any, leaf, watched
 from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor, local
 
 Key = tuple[str, str, tuple[int, ...]]
 """Parameter, operation, dimensions of its tensors: uses with the same key have the same layout."""

@@ -14,8 +14,8 @@ from dpfunc.checks import shorten, whole
 from dpfunc.engines.collectives import none_batched
 from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.sharded import is_dtensor
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.sharding import is_dtensor
 from dpfunc.types import Batch, Engine, LossFn, Params
 
 # What torch says when a loss does something that vmap or grad cannot do -> what the user can do about it.

@@ -18,8 +18,9 @@ from torch.nn import functional as F  # noqa: N812
 import dpfunc
 from dpfunc import engines
 from dpfunc.engines.isolation import shaken
-from dpfunc.engines.sharded import is_sharded, like, local
+from dpfunc.engines.sharded import is_sharded
 from dpfunc.errors import DPFuncError
+from dpfunc.sharding import distributed, local
 from dpfunc.tree import rows
 
 VOCAB, LENGTH, BATCH = 32, 6, 5
@@ -188,7 +189,7 @@ def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,), checkpointin
     losses_B, norms_B, sums = clipped(engine, loss_fn, parts, batch, sizes, summed)
     whole = {}
     for key, value in sums.items():
-        found = like(value, parts[key])
+        found = distributed(value, parts[key])
         whole[key] = found.full_tensor() if is_sharded(parts[key]) else local(found)
     every = torch.cat([value.flatten() for value in whole.values()])
     every_expected = torch.cat([value.flatten() for value in expected[2].values()])

@@ -45,6 +45,7 @@ def _serve(pipe: Any) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
             )
+            dist.barrier()  # nobody leaves the group while another still connects
             module, _, function = name.partition(":")
             outcome = Outcome(getattr(importlib.import_module(module), function)(*args))
         except Exception as error:  # noqa: BLE001  (told to whoever asked)

@@ -1,0 +1,70 @@
+"""Whole steps of models that are cut over processes: the parameters, the ledger and the errors of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from workers import outcomes, run
+
+JOBS = "tp_step_jobs"
+# name of the model, processes, parts, more
+RUNS = [
+    ("mlp", 2, 2, {}),
+    ("mlp", 4, 2, {"engine": "auto", "clip": "layers"}),
+    ("mlp", 2, 2, {"engine": "ghost", "microbatch_size": 2, "expected": 9.0}),
+    ("llama lora", 2, 2, {"engine": "loop"}),
+    ("llama lora", 4, 4, {"clip": "layers"}),
+    ("llama lora", 4, 2, {"frozen_sharded": True}),
+    ("llama", 2, 2, {}),
+]
+
+
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: "-".join(map(str, (*case[:3], *case[3].values()))))
+def test_cut_models_train_like_whole_ones(case):
+    """Eight noisy steps, some without records; the last case but one also shards the frozen base by FSDP2."""
+    name, size, parts, more = case
+    plain = {key: value for key, value in more.items() if key in ("clip", "expected")}
+    [(expected, ledger, _)] = run(1, f"{JOBS}:plain", name, plain)
+    for params, its_ledger, _ in run(size, f"{JOBS}:cut", name, parts, more):
+        assert its_ledger == ledger
+        assert params.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(params[key], value, rtol=1e-9, atol=1e-9)
+
+
+def test_norms_of_parts_are_found_out():
+    """Without the sum over processes each clips by another norm: what nobody cuts then differs, which all notice."""
+    for outcome in outcomes(2, f"{JOBS}:without_the_sum_of_norms", "mlp"):
+        assert outcome.error == "RankMismatch"
+        assert "about whole at step 1" in outcome.message
+
+
+TROUBLE = {
+    "data parallel": ("InvalidArgument", "dpfunc.distributed.sharded"),
+    "one process": ("InvalidArgument", "dpfunc.distributed.sharded"),
+    "vmap": ("UnsupportedModel", "bookkeeping"),
+    "compile": ("InvalidArgument", "compile=False"),
+    "other records": ("RankMismatch", "same records"),
+    "one ulp": ("RankMismatch", ""),
+}
+
+
+@pytest.mark.parametrize("kind", TROUBLE)
+def test_trouble_is_an_error_of_all(kind):
+    error, advice = TROUBLE[kind]
+    for found, text, spent in run(2, f"{JOBS}:trouble", kind):
+        assert (found, spent) == (error, 0)
+        assert advice in text
+
+
+def test_trouble_of_one_is_an_error_of_all():
+    found = run(4, f"{JOBS}:trouble", "nan")
+    assert [row[0] for row in found] == ["StepAborted"] * 3 + ["InvalidArgument"]
+    assert all(row[2] == 0 for row in found)
+
+
+def test_every_dimension_of_the_mesh_is_named():
+    assert run(2, f"{JOBS}:mesh_dims", ("dp", "cp"), ("tp",)) == ["ok"] * 2
+    for dims in ((("dp",), ("tp",)), ((), ("tp", "dp", "cp")), (("dp", "dp"), ("tp",)), (("dp", "pp"), ("tp",))):
+        for text in run(2, f"{JOBS}:mesh_dims", *dims):
+            assert "Context, sequence and pipeline parallelism" in text
