@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 import dpfunc
-from dpfunc import clipping
+from dpfunc import clipping, distributed
 from dpfunc.integrations.persons import group_by_person, mean_over_texts
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "main_job"))
 from fetch import FetchError
+from processes import Processes, join
 
 TEXTS = (1, 2, 4, 8, 16, 64)  # how many mails a sender has, in the table of epsilons
 
@@ -84,14 +85,15 @@ def group_as_one(plan: dpfunc.Plan, k: int) -> float:
 
 
 def train(
-    loss_fn: Any, plan: dpfunc.Plan, batches: Any, params: dict[str, Tensor], lr: float, key: dpfunc.Key  # noqa: ANN401
+    loss_fn: Any, plan: dpfunc.Plan, batches: Any, params: dict[str, Tensor], lr: float, key: dpfunc.Key,  # noqa: ANN401
+    processes: Processes,
 ) -> tuple[dict[str, Tensor], dpfunc.StepState]:  # fmt: skip
     """The loop; `batches` gives the batch of some indices."""
     params = {name: param.clone().requires_grad_() for name, param in params.items()}
     optimizer = torch.optim.Adam(list(params.values()), lr=lr)
-    dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=512)
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=512, ranks=processes.ranks)
     state = dp_step.init(params, key)
-    for indices in plan.batches(state):
+    for indices in plan.batches(state, processes.ranks):
         grads, state, _ = dp_step(params, batches(indices), state)
         for name, param in params.items():
             param.grad = grads[name]
@@ -131,6 +133,8 @@ def main(
     """Train with a mail and with an author as the unit of privacy, at the same noise."""
     settings, since = dict(click.get_current_context().params), time.perf_counter()
     try:
+        processes = join()
+        processes.first(lambda: load_table(data_name))  # downloads
         table = load_table(data_name)
         train_rows, test_rows = split(table, 0.2)
         public_key = dpfunc.insecure_key(0)  # which texts of an author are used is no secret
@@ -149,18 +153,21 @@ def main(
     test_authors = [table.authors[r] for r in test_rows]
     forward, params = dpfunc.functionalize(nn.Linear(WIDTH, 2))
     params = {name: torch.zeros_like(param) for name, param in params.items()}
-    key = dpfunc.secure_key() if insecure_seed is None else dpfunc.insecure_key(insecure_seed)
+    key = processes.key(insecure_seed)
 
     rows: list[dict[str, Any]] = []
     for unit, plan, loss, batches in (
         ("mail", by_text, sample_loss, partial(dpfunc.take, texts)),
         ("author", by_author, mean_over_texts(sample_loss), partial(persons.batch, texts)),
     ):
-        found, state = train(partial(loss, forward), plan, batches, params, lr, dpfunc.fold_in(key, unit))
+        found, state = train(partial(loss, forward), plan, batches, params, lr, dpfunc.fold_in(key, unit), processes)
         spent = state.ledger.epsilon(delta).epsilon
         claims = {str(k): epsilon_of_group(plan, k) if unit == "mail" and k > 1 else spent for k in TEXTS}
         scores = accuracies(forward, found, test, test_authors)
         rows.append({"unit": unit, "epsilon_of_the_unit": spent, "epsilon_of_a_person_with_texts": claims, **scores})
+    distributed.leave()
+    if not processes.writes:
+        return
     report(rows, len(persons), len(train_rows), persons.dropped, max_texts, by_author, delta)
     majority = max(table.labels.count(value) for value in (0, 1)) / len(table.labels)
     print(f"Majority class: {majority:.3f}. Test: {len(test_rows)} mails of {len(set(test_authors))} other authors.")

@@ -22,6 +22,7 @@ from made import TOPICS, rows, write_model
 from rich.console import Console
 from rich.table import Table
 
+from dpfunc import distributed
 from dpfunc.errors import DPFuncError
 from dpfunc.integrations.data import Row, read_table
 from dpfunc.integrations.generate import Sampling, load_writer, sample, write_texts
@@ -97,6 +98,14 @@ def show(result: Result) -> None:
     console.print("The held-out texts are not protected: these accuracies are for you, and not released.")
 
 
+def make_up(train: Path, test: Path, model: Path) -> None:
+    """Texts and a tiny model, to see how it works."""
+    model.mkdir(parents=True, exist_ok=True)
+    for path, count, seed in ((train, SHORT_TRAIN, 0), (test, SHORT_TEST, 1)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed)))
+    write_model(model)
+
+
 @click.command(context_settings={"show_default": True})
 @click.option(
     "--train", type=click.Path(exists=True, path_type=Path), help="Private texts, .jsonl or .csv: text, label."
@@ -116,15 +125,14 @@ def main(
     steps: int, batch_size: int, num: int, out: Path, short: bool,
 ) -> None:  # fmt: skip
     """Train a language model privately, sample from it, train a classifier on the samples."""
+    ranks = distributed.from_environment()
     if short:
         train, test, model = out / "made" / "train.jsonl", out / "made" / "test.jsonl", out / "made" / "model"
         labels, steps, num = ",".join(TOPICS), 30, SHORT_TEXTS
-        model.mkdir(parents=True, exist_ok=True)
-        for path, count, seed in ((train, SHORT_TRAIN, 0), (test, SHORT_TEST, 1)):
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed)))
-        write_model(model)
+        distributed.once(ranks, lambda: make_up(train, test, model))
     if train is None or test is None or model is None or labels is None:
         raise click.UsageError("Expected --train, --test, --model and --labels, or --short.")
+    writes = distributed.is_writer(ranks)
     classes = tuple(label.strip() for label in labels.split(","))
     try:
         run = out / "run"
@@ -133,6 +141,9 @@ def main(
         )  # fmt: skip
         real, held_out = (read_table(path, ["text", "label"]).rows for path in (train, test))
         run_job(job)
+        distributed.leave()
+        if not writes:  # the rest is the work of one process
+            return
         writer = load_writer(run)
         prompts = [{"prompt": PROMPT.format(label=label), "label": label} for label in classes]
         how = Sampling(num, max_new_tokens=12 if short else 128, batch_size=64)

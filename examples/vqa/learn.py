@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from processes import Processes
 from torch import Tensor
 from tqdm import tqdm
 from vlm import per_image_loss
 
 import dpfunc
 from dpfunc import clipping
+from dpfunc.integrations.processes import NUM_PROCESSES, check_processes, place
 from dpfunc.journal import Journal
 
 # Learning rates and shares of the clip norm by kind of parameter. Chosen on the validation images.
@@ -115,11 +117,14 @@ class Run:
     curve: list[tuple[int, float]]
 
 
-def train_private(task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, resume: bool) -> Run:
+def train_private(
+    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, resume: bool, processes: Processes
+) -> Run:
     """The loop, with a journal and checkpoints from which it can be resumed."""
     dp_step = dpfunc.make_dp_step(
-        task.losses, plan, engine="auto", microbatch_size="auto", journal=Journal(folder / "journal.jsonl", plan)
-    )
+        task.losses, plan, engine="auto", microbatch_size="auto", journal=Journal(folder / "journal.jsonl", plan),
+        ranks=processes.ranks,
+    )  # fmt: skip
     params = {n: p.clone().requires_grad_() for n, p in task.params.items()}
     optimizer, set_rate = adam(params, lr, plan.num_steps)
     curve: list[tuple[int, float]] = []
@@ -127,22 +132,27 @@ def train_private(task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, fol
         saved = dpfunc.load(
             folder / "checkpoint", plan=plan, params=params, data=task.train, journal=folder / "journal.jsonl"
         )
+        check_processes(saved, folder / "journal.jsonl", processes.ranks)
         for n, p in params.items():
             p.data.copy_(saved.params[n])
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
         state, curve = saved.state, [tuple(point) for point in saved.extra["curve"]]
-        print(f"Resumed at step {state.step}; {state.ledger.num_steps} steps are in the ledger.")
+        processes.say(f"Resumed at step {state.step}; {state.ledger.num_steps} steps are in the ledger.")
     else:
         state = dp_step.init(params, key)
 
     def checkpoint() -> None:
-        dpfunc.save(
-            folder / "checkpoint", params=params, state=state, plan=plan, data=task.train,
-            optimizer_state=optimizer.state_dict(), extra={"curve": curve},
-        )  # fmt: skip
+        if processes.writes:
+            dpfunc.save(
+                folder / "checkpoint", params=params, state=state, plan=plan, data=task.train,
+                optimizer_state=optimizer.state_dict(),
+                extra={"curve": curve, NUM_PROCESSES: place(processes.ranks)[1]},
+            )  # fmt: skip
 
     checkpoint()
-    for indices in tqdm(plan.batches(state), desc="DP", total=state.limit, initial=state.step, unit="step"):
+    batches = plan.batches(state, processes.ranks)
+    quiet = not processes.writes
+    for indices in tqdm(batches, desc="DP", total=state.limit, initial=state.step, unit="step", disable=quiet):
         set_rate(state.step)
         grads, state, _ = dp_step(params, dpfunc.take(task.train, indices), state)
         for n, p in params.items():
@@ -151,5 +161,5 @@ def train_private(task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, fol
         if state.step % max(1, plan.num_steps // 6) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.validation)))
             checkpoint()
-    print(dp_step.decision)
+    processes.say(dp_step.decision)
     return Run({n: p.detach() for n, p in params.items()}, state, curve)

@@ -23,11 +23,13 @@ import vision
 from fetch import FetchError
 from learn import Run, Task, accuracy, blind, make_plan, train_plain, train_private
 from model import load_encoder
+from processes import Processes, join
 from questions import ImageQuestions, Part, load
 from report import PeakMemory, Row, print_table, write_json, write_metrics
 from vlm import VisionLanguage
 
 import dpfunc
+from dpfunc import distributed
 from dpfunc.journal import journal_ledger
 
 # At the place where the answer is read: keys and values of words stay frozen, and are kept.
@@ -114,10 +116,9 @@ def main(
         steps, batch_size, epochs = min(steps, 2), 24, 1
     start = time.perf_counter()
     try:
-        data = load(downloads.fetch_questions(), 60 if smoke else None)
-        encoder = load_encoder(downloads.fetch_model())
-        rows = rows_of(data, keep=not smoke)
-    except (FetchError, OSError) as error:
+        processes = join()
+        data, encoder, rows = inputs(processes, smoke)
+    except (FetchError, OSError, dpfunc.DPFuncError) as error:
         raise click.ClickException(str(error)) from error
     model = VisionLanguage(encoder, data.texts, data.answers, rows["train"]["features"].shape[-1], seed).eval()
     adapter = dpfunc.lora.attach(
@@ -129,16 +130,26 @@ def main(
         plan = make_plan(adapter.params, epsilon=epsilon, delta=delta, n=n, batch=batch_size, steps=steps)
     except dpfunc.DPFuncError as error:
         raise click.ClickException(str(error)) from error
-    describe(data, plan, time.perf_counter() - start)
+    processes.say(describe(data, plan, time.perf_counter() - start))
     folder = resume or out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
+    if processes.writes:
+        folder.mkdir(parents=True, exist_ok=True)
     num_test = int(data.test.asked.sum())
     table = [Row("majority answer", data.majority_accuracy, num_test, None, None, 0, 0.0, 0.0)]
-    key = dpfunc.secure_key() if insecure_seed is None else dpfunc.insecure_key(insecure_seed)
+    key = processes.key(insecure_seed)
     memory, run = PeakMemory(), None
     try:
         for name, trained, params, found, seconds in phases(
-            task, plan, lr, key, folder, plain_lr=plain_lr, epochs=epochs, seed=seed, resume=resume is not None
+            task,
+            plan,
+            lr,
+            key,
+            folder,
+            plain_lr=plain_lr,
+            epochs=epochs,
+            seed=seed,
+            resume=resume is not None,
+            processes=processes,
         ):
             run = found or run
             spent = epsilons(found, delta)
@@ -149,22 +160,38 @@ def main(
     except dpfunc.DPFuncError as error:
         raise click.ClickException(str(error)) from error
     settings["seconds"] = time.perf_counter() - start
-    write_all(folder, table, settings, plan, adapter, run)
-    print_table(table, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
-    print(f"Written to {folder}. Whole command: {settings['seconds']:.0f} s.")
+    distributed.leave()
+    if processes.writes:
+        write_all(folder, table, settings, plan, adapter, run)
+        print_table(table, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
+        print(f"Written to {folder}. Whole command: {settings['seconds']:.0f} s.")
 
 
-def describe(data: ImageQuestions, plan: dpfunc.Plan, seconds: float) -> None:
+def inputs(processes: Processes, smoke: bool) -> tuple[ImageQuestions, Any, dict[str, dict[str, torch.Tensor]]]:
+    """Questions, the encoder of texts, and the rows of the three parts. One process downloads and computes features."""
+
+    def read() -> tuple[ImageQuestions, Any, dict[str, dict[str, torch.Tensor]]]:
+        data = load(downloads.fetch_questions(), 60 if smoke else None)
+        return data, load_encoder(downloads.fetch_model()), rows_of(data, keep=not smoke)
+
+    if processes.ranks is not None:
+        processes.first(read)
+    return read()
+
+
+def describe(data: ImageQuestions, plan: dpfunc.Plan, seconds: float) -> str:
     """What will be done."""
     sizes = ", ".join(
         f"{len(part.pixels)} {name} images with {int(part.asked.sum())} questions"
         for name, part in (("training", data.train), ("validation", data.validation), ("test", data.test))
     )
-    print(f"easy-VQA: {sizes}; {len(data.texts)} distinct questions, {len(data.answers)} answers.")
-    print(f"Image features and lower layers are ready, once and for all ({seconds:.0f} s).")
     share = plan.sampler.expected_batch_size(0) / plan.sampler.dataset_size
-    print(f"Plan: {plan.num_steps} steps, sampling probability {share:.3f}, noise {plan.noise_multiplier:.3f}.")
-    print(plan.guarantee())
+    return (
+        f"easy-VQA: {sizes}; {len(data.texts)} distinct questions, {len(data.answers)} answers.\n"
+        f"Image features and lower layers are ready, once and for all ({seconds:.0f} s).\n"
+        f"Plan: {plan.num_steps} steps, sampling probability {share:.3f}, noise {plan.noise_multiplier:.3f}.\n"
+        f"{plan.guarantee()}"
+    )
 
 
 def epsilons(run: Run | None, delta: float) -> tuple[float, float]:
@@ -176,16 +203,16 @@ def epsilons(run: Run | None, delta: float) -> tuple[float, float]:
 
 def phases(
     task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, *, plain_lr: float, epochs: int,
-    seed: int, resume: bool,
+    seed: int, resume: bool, processes: Processes,
 ) -> Iterator[tuple[str, Task, dict[str, torch.Tensor], Run | None, float]]:  # fmt: skip
     """The trainings of the table, in order; the last one is the result. Each with its time."""
-    if not resume:
+    if not resume and processes.writes:  # the others wait
         for name, variant in (("question only (not private)", blind(task)), ("non-private twin", task)):
             since = time.perf_counter()
             params = train_plain(variant, plain_lr, epochs, seed)
             yield name, variant, params, None, time.perf_counter() - since
     since = time.perf_counter()
-    run = train_private(task, plan, lr, key, folder, resume)
+    run = train_private(task, plan, lr, key, folder, resume, processes)
     yield "DP training", task, run.params, run, time.perf_counter() - since
 
 
