@@ -390,3 +390,14 @@ def hugging_face(shard):
     handle.remove()
     names = [kind.__name__.removeprefix("FSDP") for kind in repeated]
     return params, names.count("LlamaAttention") > 2 * names.count("LlamaModel")
+
+
+def guide(code, folder):
+    """The blocks of docs/guides/sharded.md, in order."""
+    import os
+
+    os.chdir(folder)
+    names = {}
+    exec(compile(code, "sharded.md", "exec"), names)
+    held = {name: (tuple(p.shape), tuple(local(p).shape)) for name, p in names["parts"].items()}
+    return names["state"].step, held, names["trained"]
