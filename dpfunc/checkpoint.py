@@ -23,6 +23,7 @@ from dpfunc.saved import (
     PREFIX,
     STATE,
     Checkpoint,
+    check_journal,
     check_schema,
     data_fingerprint,
     described,
@@ -130,7 +131,8 @@ def load(
         journal: the file of `Journal`, if the run has one.
 
     Raises:
-        CheckpointError: none there, damaged, or of another run; the difference is shown.
+        CheckpointError: none there, damaged, or of another run; the difference is shown. A journal that lacks steps
+            which the checkpoint has.
 
     Guarantees:
         tests/test_checkpoint.py: the resumed run is bit-identical (test_resume_is_bit_identical) and epsilon never
@@ -158,7 +160,10 @@ def load(
     saved = load_file(path / PARAMS)
     refuse("parameter set", path, difference(described(saved), described(params)))
     run = fingerprint(Key(bytes.fromhex(values["key"])))
-    state = state_from_dict(values, plan, () if journal is None else read_steps(Path(journal)).get(run, ()))
+    taken = {} if journal is None else read_steps(Path(journal)).get(run, {})
+    if journal is not None:
+        check_journal(values, taken)
+    state = state_from_dict(values, plan, taken)
     moved = {name: saved[name].to(param.device) for name, param in params.items()}
     optimizer = path / OPTIMIZER
     optimizer_state = torch.load(optimizer, weights_only=True) if optimizer.exists() else None

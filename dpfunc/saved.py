@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,23 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Iterable[int])
         charged = later
     key = Key(bytes.fromhex(values["key"]))
     return StepState(int(values["step"]), int(values["limit"]), charged, key, (), ledger)
+
+
+def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:
+    """A journal that lacks what the checkpoint has is another one, or was lost: it cannot say what was released.
+
+    Args:
+        values: the saved state. taken: the steps of this run that the journal has. since: the first it should have.
+
+    Raises:
+        CheckpointError: it lacks the checkpoint's last step.
+    """
+    last = int(values["charged"]) - 1
+    if last >= since and last not in taken:
+        raise CheckpointError(
+            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
+            "another run, or incomplete: pass the right one."
+        )
 
 
 def described(params: Params) -> dict[str, str]:

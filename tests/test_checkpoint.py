@@ -84,6 +84,23 @@ def test_epsilon_never_shrinks(tmp_path):
     assert journal_ledger(journal.path) == resumed.ledger
 
 
+@pytest.mark.parametrize("lost", ["missing", "empty", "short"])
+def test_a_journal_that_lacks_steps_is_refused(tmp_path, lost):
+    """It cannot say what was released after the checkpoint."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    store(tmp_path / "c", state, values, optimizer)
+    assert load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path).state.step == 0
+    state = steps(state, values, optimizer, 3, journal)
+    store(tmp_path / "c", state, values, optimizer)
+    lines = journal.path.read_text().splitlines(keepends=True)
+    journal.path.unlink()
+    if lost != "missing":
+        journal.path.write_text("" if lost == "empty" else "".join(lines[:2]))
+    with pytest.raises(CheckpointError, match="Expected the journal to have step 2 of this run"):
+        load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+
+
 def test_budget_holds_after_resume(tmp_path):
     state, values, optimizer = start()
     state = steps(state, values, optimizer, 8)

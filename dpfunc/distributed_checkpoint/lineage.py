@@ -18,7 +18,7 @@ from dpfunc.checks import shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
-from dpfunc.saved import difference, state_from_dict
+from dpfunc.saved import check_journal, difference, state_from_dict
 from dpfunc.step import StepState
 from dpfunc.types import Adjacency, Event
 
@@ -126,7 +126,7 @@ def resume(
     Raises:
         CheckpointError: the steps after the checkpoint cannot be repeated, or nobody knows which were released.
     """
-    _check_journal(history)
+    _own_journal(history)
     state = state_from_dict(history.values, plan, history.steps)
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
@@ -154,17 +154,12 @@ def resume(
     return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
 
 
-def _check_journal(history: History) -> None:
-    """A journal that lacks what the checkpoint has is another one, or was lost: it cannot say what was released."""
+def _own_journal(history: History) -> None:
+    """The journal is that of the run, from where its own key begins."""
     if history.taken is None:
         return
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
-    last = int(history.values["charged"]) - 1
-    if last >= (born[0] if born else 0) and last not in history.steps:
-        raise CheckpointError(
-            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
-            "another run, or incomplete: pass the right one."
-        )
+    check_journal(history.values, history.steps, since=born[0] if born else 0)
 
 
 def _with_relatives(state: StepState, history: History, plan: Plan, counted: dict[str, int]) -> StepState:
