@@ -19,7 +19,8 @@ from dpfunc.engines.lockstep import on_its_own
 from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.managed import (
-    managed,
+    constant,
+    copies,
     recovered,
     refuse_communication,
     refuse_managed,
@@ -153,8 +154,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
         InvalidArgument: no parameter selected, unknown names, or parameters that are not floating; from `forward` also
             params with other names or shapes.
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing, a forward that writes buffers, or trained
-            parameters that `fully_shard` or DeepSpeed manage. Where
-            torch.compile traces `forward` the last two are not seen: writes into buffers are thrown away.
+            parameters that `fully_shard` manages. Where torch.compile traces `forward` checkpointing and writes are not
+            seen: writes into buffers are thrown away.
 
     Guarantees:
         the module is bit-identical afterwards, tied and shared layers included
@@ -172,15 +173,13 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     refuse_unsupported(module)
     chosen = select(module, trainable)
     refuse_managed(module, chosen)
-    swapped = managed(module)
+    stay = constant(module)
     others = {
-        name: p
-        for name, p in module.named_parameters()
-        if name not in chosen and p.requires_grad and name not in swapped
+        name: p for name, p in module.named_parameters() if name not in chosen and p.requires_grad and name not in stay
     }
     buffers = dict(module.named_buffers())
     places = storage_places(module)
-    params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}
+    params = copies(chosen)
     forward = Forward(
         module,
         {name: param.shape for name, param in params.items()},

@@ -7,8 +7,8 @@ parameter that it manages cannot be an argument of a function.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,18 +77,11 @@ def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
     """Trained parameters must be those of nobody else.
 
     Raises:
-        UnsupportedModel: naming those that FSDP or DeepSpeed manage, and what to do.
+        UnsupportedModel: naming those that FSDP manages, or a wrapper, and what to do.
     """
     for name, part in module.named_modules():
         _refuse_wrapper(name or "The module", part)
     refuse_swapped(module, trained)
-    partitioned = [name for name, param in module.named_parameters() if name in trained and _of_zero(param)]
-    if partitioned:
-        raise UnsupportedModel(
-            f"The parameters {shorten(partitioned)} are partitioned by DeepSpeed ZeRO-3, which overwrites in each "
-            "forward pass what is given as an argument. Keep trained parameters out of it: attach the adapter to "
-            "engine.module (dpfunc.lora.attach), or use ZeRO-1."
-        )
 
 
 def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
@@ -123,6 +116,23 @@ def _refuse_wrapper(name: str, part: nn.Module) -> None:
 
 def _of_zero(param: Tensor) -> bool:
     return hasattr(param, "ds_id") and hasattr(param, "ds_shape")
+
+
+def constant(module: nn.Module) -> set[str]:
+    """Names of parameters that somebody else puts together: they stay in the module."""
+    return {*managed(module), *(name for name, param in module.named_parameters() if _of_zero(param))}
+
+
+def copies(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Detached contiguous copies; of what DeepSpeed ZeRO-3 partitions, of the whole: then all processes call it."""
+    partitioned = [param for param in params.values() if _of_zero(param)]
+    with _gathered(partitioned) if partitioned else nullcontext():
+        return {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in params.items()}
+
+
+def _gathered(params: Sequence[Tensor]) -> AbstractContextManager[None]:
+    context: AbstractContextManager[None] = sys.modules["deepspeed"].zero.GatheredParameters(list(params))
+    return context
 
 
 def communicates(module: nn.Module) -> str | None:
