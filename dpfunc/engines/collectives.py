@@ -29,7 +29,8 @@ PLUMBING = (
     "torch._ops", "torch._library", "torch._compile", "torch._dynamo", "torch._functorch", "torch._tensor",
     "torch.autograd", "torch.overrides", "torch.utils", "torch.distributed._functional_collectives",
     "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.distributed.nn",
-    "deepspeed.comm", "deepspeed.utils", "contextlib", "functools", "dpfunc.engines",
+    "deepspeed.comm", "deepspeed.utils", "contextlib", "functools", "typing_extensions", "warnings",
+    "dpfunc.engines",
 )  # fmt: skip
 OWN = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._tensor", "deepspeed.runtime.zero")
 # Parts of torch that split a record over ranks in a way that no rule follows.

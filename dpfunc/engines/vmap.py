@@ -32,6 +32,10 @@ TRANSLATIONS = {
         "The loss communicates between ranks or runs an autograd.Function that torch.func does not know: tensor "
         'parallel layers, FSDP2 before torch 2.13. Use engine="bookkeeping".'
     ),
+    "it does not have vmap support": (
+        "The loss runs an autograd.Function that vmap does not know, such as those of DeepSpeed ZeRO-3. Use "
+        'engine="bookkeeping".'
+    ),
     "Batching rule not implemented for c10d": (
         "The loss communicates between ranks in place (torch.distributed): the loss of a record would depend on those "
         "of other ranks. Compute the loss of each record from its own row."
