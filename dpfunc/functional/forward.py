@@ -20,7 +20,6 @@ from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.managed import (
     constant,
-    copies,
     recovered,
     refuse_communication,
     refuse_managed,
@@ -154,8 +153,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
         InvalidArgument: no parameter selected, unknown names, or parameters that are not floating; from `forward` also
             params with other names or shapes.
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing, a forward that writes buffers, or trained
-            parameters that `fully_shard` manages. Where torch.compile traces `forward` checkpointing and writes are not
-            seen: writes into buffers are thrown away.
+            parameters that `fully_shard` or ZeRO-3 manage. Where torch.compile traces `forward`, checkpointing and
+            writes are not seen: writes into buffers are thrown away.
 
     Guarantees:
         the module is bit-identical afterwards, tied and shared layers included
@@ -179,7 +178,7 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     }
     buffers = dict(module.named_buffers())
     places = storage_places(module)
-    params = copies(chosen)
+    params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}
     forward = Forward(
         module,
         {name: param.shape for name, param in params.items()},

@@ -7,8 +7,8 @@ parameter that it manages cannot be an argument of a function.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,11 +77,18 @@ def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
     """Trained parameters must be those of nobody else.
 
     Raises:
-        UnsupportedModel: naming those that FSDP manages, or a wrapper, and what to do.
+        UnsupportedModel: naming those that FSDP or DeepSpeed manage, and what to do.
     """
     for name, part in module.named_modules():
         _refuse_wrapper(name or "The module", part)
     refuse_swapped(module, trained)
+    partitioned = [name for name, param in module.named_parameters() if name in trained and _of_zero(param)]
+    if partitioned:
+        raise UnsupportedModel(
+            f"The parameters {shorten(partitioned)} are partitioned by DeepSpeed ZeRO-3, which does not take others in "
+            "their place. Add what is trained after deepspeed.initialize, e.g. get_peft_model(engine.module, config), "
+            "or use ZeRO-1 or 2."
+        )
 
 
 def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
@@ -121,18 +128,6 @@ def _of_zero(param: Tensor) -> bool:
 def constant(module: nn.Module) -> set[str]:
     """Names of parameters that somebody else puts together: they stay in the module."""
     return {*managed(module), *(name for name, param in module.named_parameters() if _of_zero(param))}
-
-
-def copies(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached contiguous copies; of what DeepSpeed ZeRO-3 partitions, of the whole: then all processes call it."""
-    partitioned = [param for param in params.values() if _of_zero(param)]
-    with _gathered(partitioned) if partitioned else nullcontext():
-        return {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in params.items()}
-
-
-def _gathered(params: Sequence[Tensor]) -> AbstractContextManager[None]:
-    context: AbstractContextManager[None] = sys.modules["deepspeed"].zero.GatheredParameters(list(params))
-    return context
 
 
 def communicates(module: nn.Module) -> str | None:
