@@ -26,10 +26,11 @@ class Company:
     """The other processes of a step.
 
     Args:
-        group: processes with other records. independent: nothing inside of the loss communicates.
+        group: processes with other records; None for a step of one process. independent: nothing inside of the loss
+            communicates.
     """
 
-    group: ProcessGroup
+    group: ProcessGroup | None
     independent: bool
 
 
@@ -37,8 +38,8 @@ _company: ContextVar[Company | None] = ContextVar("dpfunc_company", default=None
 
 
 @contextmanager
-def in_company(group: ProcessGroup, *, independent: bool) -> Iterator[None]:
-    """Inside, a step of several processes computes its gradients."""
+def in_company(group: ProcessGroup | None, *, independent: bool) -> Iterator[None]:
+    """Inside, a step computes its gradients, together with those of other processes or alone."""
     token = _company.set(Company(group, independent))
     try:
         yield

@@ -146,7 +146,7 @@ def communicates(module: nn.Module) -> str | None:
 
 
 def refuse_communication(module: nn.Module) -> None:
-    """With replicas a model that communicates inside of the loss could hang: an error before it does.
+    """A step that promises no lockstep could hang, and steps on their own would be many runs: an error before that.
 
     Raises:
         UnsupportedModel: it does.
@@ -154,8 +154,8 @@ def refuse_communication(module: nn.Module) -> None:
     what = communicates(module)
     if what is not None:
         raise UnsupportedModel(
-            f"The model communicates inside of the loss: it has {what}. All processes must run it in lockstep, which "
-            "ranks=dpfunc.distributed.data_parallel() does not promise. Use ranks=dpfunc.distributed.sharded(mesh)."
+            f"The model communicates inside of the loss: it has {what}. All processes must take one step in lockstep, "
+            "which no ranks, or those of data_parallel(), do not promise. Use ranks=dpfunc.distributed.sharded(mesh)."
         )
 
 

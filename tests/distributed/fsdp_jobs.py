@@ -213,12 +213,12 @@ def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1
     return found, state.step, state.ledger.num_steps, result[-1] if result else None
 
 
-def replicas_refuse_to_communicate(engine):
-    """A sharded model with ranks for replicas."""
+def refuse_to_communicate(engine, alone):
+    """A sharded model with ranks for replicas, or with none."""
     forward, params = built("by hand", mesh_of())
-    calls = []
+    ranks, calls = None if alone else distributed.data_parallel(), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
-    found = one_step(forward, params, distributed.data_parallel(), engine)
+    found = one_step(forward, params, ranks, engine)
     handle.remove()
     return *found[:3], len(calls)
 

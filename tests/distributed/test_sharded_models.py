@@ -80,10 +80,12 @@ def test_each_process_holds_its_part():
         assert counts[False][1:] == (3, True)
 
 
-@pytest.mark.parametrize("engine", ["bookkeeping", "vmap", "auto"])
-def test_replicas_must_not_communicate(engine):
-    """`data_parallel()` with a sharded model is an error on all processes, before anything is computed or spent."""
-    for [(kind, text)], step, spent, calls in run(2, "fsdp_jobs:replicas_refuse_to_communicate", engine):
+@pytest.mark.parametrize(
+    ("engine", "alone"), [("bookkeeping", False), ("vmap", False), ("auto", False), ("auto", True), ("loop", True)]
+)
+def test_steps_without_lockstep_must_not_communicate(engine, alone):
+    """`data_parallel()`, or no ranks, with a sharded model: an error on all, before anything is computed or spent."""
+    for [(kind, text)], step, spent, calls in run(2, "fsdp_jobs:refuse_to_communicate", engine, alone):
         assert kind == "UnsupportedModel"
         assert "fully_shard" in text
         assert "ranks=dpfunc.distributed.sharded(mesh)" in text
