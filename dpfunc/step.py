@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,12 +20,14 @@ from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_g
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.distributed.handshake import Card, card
+from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed.reduce import check_layout, gathered, whole_norms
 from dpfunc.distributed.together import checked, confirmed, padded, summed
 from dpfunc.engines.auto import Decision, auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
+from dpfunc.engines.lockstep import in_company
 from dpfunc.engines.loop import loop
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
@@ -137,7 +140,8 @@ class DPStep:
         if self.ranks is None:
             mask_B = self._check(params, batch, state, mask_B)
             state = self._run_of_its_own(params) if state is None else state
-            clipped, unreleased = self._clip(params, batch, mask_B, state)
+            with in_company(None, independent=True):
+                clipped, unreleased = self._clip(params, batch, mask_B, state)
         else:
             state = _a_state(state)
             clipped, unreleased = self._clip_together(params, batch, mask_B, state, self.ranks)
@@ -347,6 +351,8 @@ def make_dp_step(
         engine = ENGINES[one_of("engine", engine, ENGINES)]()
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
+    if ranks is None:
+        check_alone(os.environ)
     if journal is not None and not callable(journal):
         raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
     if ranks is not None and compile and not ranks.independent:

@@ -90,6 +90,30 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
         )
 
 
+def check_alone(environment: Mapping[str, str]) -> None:
+    """A run without ranks is the run of one process: several would be several runs, and nobody adds up what they cost.
+
+    Args:
+        environment: `os.environ`.
+
+    Raises:
+        InvalidArgument: a launcher started several processes.
+
+    >>> check_alone({"WORLD_SIZE": "2"})
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected ranks=... because WORLD_SIZE=2: without it each process is a run of its \
+own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment() to make_dp_step and \
+plan.batches; for runs on different data, unset WORLD_SIZE.
+    """
+    said = environment.get("WORLD_SIZE", "1")
+    if said != "1":
+        raise InvalidArgument(
+            f"Expected ranks=... because WORLD_SIZE={said}: without it each process is a run of its own, and nobody "
+            "adds up what they cost. Pass ranks=dpfunc.distributed.from_environment() to make_dp_step and plan.batches; "
+            "for runs on different data, unset WORLD_SIZE."
+        )
+
+
 def leave() -> None:
     """The orderly end: this process needs the others no more, and cannot join them again. Alone it does nothing."""
     if dist.is_available() and dist.is_initialized():

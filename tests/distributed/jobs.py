@@ -137,3 +137,10 @@ def one_step(**trouble):
 def one_step_of(trouble):
     """The same, with the trouble as one argument."""
     return one_step(**trouble)
+
+
+def document(code):
+    """A script of a guide: its parameters and what it spent."""
+    names = {}
+    exec(compile(code, "guide.py", "exec"), names)
+    return {name: value.detach() for name, value in names["params"].items()}, names["state"].ledger.to_json()
