@@ -109,8 +109,8 @@ plan.batches; for runs on different data, unset WORLD_SIZE.
     if said != "1":
         raise InvalidArgument(
             f"Expected ranks=... because WORLD_SIZE={said}: without it each process is a run of its own, and nobody "
-            "adds up what they cost. Pass ranks=dpfunc.distributed.from_environment() to make_dp_step and plan.batches; "
-            "for runs on different data, unset WORLD_SIZE."
+            "adds up what they cost. Pass ranks=dpfunc.distributed.from_environment() to make_dp_step and "
+            "plan.batches; for runs on different data, unset WORLD_SIZE."
         )
 
 
