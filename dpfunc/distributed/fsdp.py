@@ -88,7 +88,12 @@ def shard_frozen(
         names = [*model.constants, *model.params]
         _own_parameters(module, set(names))
         _shard(module, mesh, layers, names, mp_policy, reshard_after_forward)
-        return dataclasses.replace(model, _adapted=functionalize(module, names).forward)
+        params, constants = (
+            {name: tensor.to(mesh.device_type) for name, tensor in tensors.items()}
+            for tensors in (model.params, model.constants)
+        )
+        forward = functionalize(module, names).forward
+        return dataclasses.replace(model, params=params, constants=constants, _adapted=forward)
     if not isinstance(model, nn.Module):
         raise InvalidArgument(
             f"Expected a torch module or an adapter of dpfunc.lora.attach, got {type(model).__name__}."

@@ -97,8 +97,12 @@ def built(way, mesh, hsdp=False, bf16=False, reshard=None, gradient_checkpointin
     """`(forward, params)` of a model that is sharded in a way; whole where there is no mesh."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
     if way == "full":
-        forward, params = dpfunc.functionalize(net(nn.Linear), ".")
-        return forward, params if mesh is None else distributed.shard(params, mesh, min_size=4)
+        model = net(nn.Linear)
+        forward, params = dpfunc.functionalize(model, ".")
+        if mesh is not None:
+            params = distributed.shard(params, mesh, min_size=4)
+            model.to("meta")  # all parameters are arguments
+        return forward, params
     if way == "attach":
         adapter = dpfunc.lora.attach(
             net(nn.Linear), insecure_key(5), targets="up|down", rank=2, alpha=4, also_train="norm"
@@ -308,21 +312,37 @@ def refused_on_one(engine):
     return one_step(forward, params, ranks_of(mesh_of()), engine, loss_fn)[:3]
 
 
-def after_an_error():
-    """An error in the middle of the model, on all processes; the step is then taken as if there had been none."""
-    forward, params = built("helper", mesh_of())
-    plainly, broken = classes(forward), []
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-    def stop(module, *_):
-        if isinstance(module, Block) and not broken:
-            broken.append(1)
-            raise ValueError("stop")
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("stop")
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(stop)
-    found = one_step(forward, params, ranks_of(mesh_of()), loss_fn=plainly, steps=2)
+
+def after_an_error(backward):
+    """An error in the middle of a pass, on all processes; the step is then taken as if there had been none."""
+    model = net()
+    distributed.shard_frozen(model, mesh_of(), trainable=LORA)
+    forward, params = dpfunc.functionalize(model, LORA)
+
+    def stop(module, *args):
+        if isinstance(module, Block):
+            if not backward:
+                raise ValueError("stop")
+            return Stop.apply(args[-1])
+        return None
+
+    modules = torch.nn.modules.module
+    register = modules.register_module_forward_hook if backward else modules.register_module_forward_pre_hook
+    handle = register(stop)
+    first = one_step(forward, params, ranks_of(mesh_of()))
     handle.remove()
-    expected = one_step(*built("helper", mesh_of()), ranks_of(mesh_of()))
-    return found, expected
+    found = one_step(forward, params, ranks_of(mesh_of()))
+    cut = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
+    return first[0], found, one_step(*built("helper", mesh_of()), ranks_of(mesh_of())), cut
 
 
 def one_replica_differs():
@@ -401,3 +421,19 @@ def guide(code, folder):
     exec(compile(code, "sharded.md", "exec"), names)
     held = {name: (tuple(p.shape), tuple(local(p).shape)) for name, p in names["parts"].items()}
     return names["state"].step, held, names["trained"]
+
+
+def an_adapter_is_sharded():
+    """Whether the original module is as it was, merging works, and the adapter's own parts are cut."""
+    original = net(nn.Linear)
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in original.named_parameters()}
+    adapter = dpfunc.lora.attach(original, insecure_key(5), targets="up", rank=2, alpha=4, train="B")
+    adapter = distributed.shard_frozen(adapter, mesh_of(), layers=["layers.1", "layers.1.down", "layers.0"])
+    after = dict(original.named_parameters())
+    kept = all(torch.equal(after[name], p) and after[name].requires_grad == flag for name, (p, flag) in before.items())
+    whole = not any(is_dtensor(p) for p in after.values())
+    frozen = [p for name, p in adapter.adapted.named_parameters() if "lora_" not in name]
+    params = {name: torch.ones_like(p) for name, p in adapter.params.items()}
+    ids = data()["ids"][:4]
+    merged = (adapter.merge(params)(ids) - adapter.forward(params, ids)).abs().max()
+    return kept, whole, all(is_dtensor(p) for p in frozen), float(merged), len(adapter.constants)

@@ -131,8 +131,17 @@ def test_what_one_process_refuses_all_refuse(engine):
     assert "depends on the other samples" in second[1]
 
 
-def test_a_step_after_an_error():
-    for (found, step, spent, grads), wanted in run(2, "fsdp_jobs:after_an_error"):
-        assert [kind for kind, _ in found] == ["ValueError", "ok"]
-        assert (step, spent) == (1, 1)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_step_after_an_error(backward):
+    """Nothing of the broken pass is left: the gradients are right, and layers are cut again."""
+    for [(kind, _)], (found, step, spent, grads), wanted, cut in run(2, "fsdp_jobs:after_an_error", backward):
+        assert (kind, found) == ("ValueError", [("ok", "")])
+        assert (step, spent, cut) == (1, 1, True)
         close(grads, wanted[3], 0)
+
+
+def test_the_original_of_an_adapter_is_left_alone():
+    """Its parameters stay whole and equal, so that merging still works; those of the adapter's copy are cut."""
+    for kept, whole, cut, difference, constants in run(2, "fsdp_jobs:an_adapter_is_sharded"):
+        assert (kept, whole, cut, constants) == (True, True, True, 2)
+        assert difference < 1e-6
