@@ -2,10 +2,24 @@
 
 from dpfunc.distributed.fsdp import shard_frozen
 from dpfunc.distributed.launch import check_same, from_environment, is_writer, leave, once, replicate
+from dpfunc.distributed.managed import functionalize_managed
 from dpfunc.distributed.params import shard, whole
 from dpfunc.distributed.ranks import Ranks, any_rank, data_parallel, sharded, shared_key
 
 __all__ = [
-    "Ranks", "any_rank", "check_same", "data_parallel", "from_environment", "is_writer", "leave", "once", "replicate",
-    "shard", "shard_frozen", "sharded", "shared_key", "whole",
-]  # fmt: skip
+    "Ranks",
+    "any_rank",
+    "check_same",
+    "data_parallel",
+    "from_environment",
+    "functionalize_managed",
+    "is_writer",
+    "leave",
+    "once",
+    "replicate",
+    "shard",
+    "shard_frozen",
+    "sharded",
+    "shared_key",
+    "whole",
+]

@@ -31,6 +31,7 @@ class Ranks:
         independent: nothing inside of the loss communicates, so that a process with an error can still tell the others.
         dummy: one public row, a batch of length 1, that processes without records run with weight zero. None is a row
             of zeros.
+        keeps_parts: the engine takes parts of parameters, and its sums are those of all processes.
     """
 
     group: dist.ProcessGroup = field(repr=False)
@@ -39,6 +40,7 @@ class Ranks:
     size: int
     independent: bool
     dummy: Batch | None = field(default=None, repr=False)
+    keeps_parts: bool = False
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfunc.checks import shorten
 from dpfunc.distributed.ranks import Ranks, message_device
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.sharding import distributed, is_dtensor, shard_dims
@@ -55,7 +56,7 @@ def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, param in params.items():
         over = axes_over(param, ranks.group)
-        if not over:
+        if not over or ranks.keeps_parts:
             result[name] = param
             continue
         spec: Any = param
@@ -82,12 +83,17 @@ def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False
     Guarantees:
         tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all.
     """
+    if ranks.keeps_parts:  # added already; without records nobody has any
+        alone = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
+        if alone:
+            raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(alone)}.")
+        return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
     cut = [name for name in sums if _cut_by_data(params[name], ranks)]
     packed = _all_reduce({name: value for name, value in sums.items() if name not in cut}, ranks, failed)
     if failed:
         return {}
     return {
-        name: _scattered(sums[name], params[name], ranks) if name in cut else distributed(packed[name], params[name])
+        name: scattered(sums[name], params[name], ranks) if name in cut else distributed(packed[name], params[name])
         for name in sums
     }
 
@@ -121,7 +127,7 @@ def _all_reduce(sums: Params, ranks: Ranks, failed: bool) -> dict[str, Tensor]:
     return result
 
 
-def _scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
+def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial
 
     spec: Any = param

@@ -20,6 +20,7 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
+from dpfunc.engines.standing import leaves_of, reduced
 from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
@@ -81,7 +82,7 @@ class Meter:
                     self.sq_norms[self.params[target]] = grads[argument].sq_norms()
                 elif argument in single and self.factors is not None:
                     name = self.params[target]
-                    self.sums[name] = grads[argument].weighted_sum(self.factors[name])
+                    self.sums[name] = reduced(name, grads[argument].weighted_sum(self.factors[name]))
                 elif self.factors is None:
                     self.kept.setdefault(target, []).append(grads[argument])
         return (None,)
@@ -184,7 +185,7 @@ def ghost() -> GhostEngine:
 
 def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Ghost:
     num_samples = batch_size(batch)
-    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+    leaves = leaves_of(params)
     first = next(iter(leaves.values()))
     meter = Meter({id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device))
     tracker = Tracker(leaves, num_samples, known, meter)

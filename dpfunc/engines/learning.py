@@ -19,6 +19,7 @@ from dpfunc.engines.lockstep import refused_by_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.standing import leaves_of
 from dpfunc.engines.taps import as_it_is, leaf, tapped, watched
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import UnsupportedModel
@@ -99,7 +100,7 @@ Seen = dict[Key, list[tuple[torch.Size, list[Tensor | None]]]]
 
 def _differentiate(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int, known: Layouts) -> Seen:
     watcher = Watcher()
-    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+    leaves = leaves_of({name: param.clone() for name, param in params.items()})
     with (
         torch_seed(insecure_key(0)),
         torch.enable_grad(),

@@ -21,7 +21,8 @@ from dpfunc.sharding import is_dtensor
 WAY_OUT = (
     "Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, trainable=...), or "
     "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then cuts them, their "
-    "gradients and the optimizer's state over the processes. Call functionalize after fully_shard."
+    "gradients and the optimizer's state over the processes. Call functionalize after fully_shard. To train what it "
+    "manages: dpfunc.distributed.functionalize_managed(module, ranks)."
 )
 STATE = ("_is_root", "_fsdp_param_groups", "_fsdp_param_group")
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfunc
 from dpfunc import clipping, distributed, sampling
+from dpfunc.distributed.managed import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.sharding import is_dtensor, local
@@ -122,6 +123,39 @@ def built(way, mesh, hsdp=False, bf16=False, reshard=None, gradient_checkpointin
     return forward, params
 
 
+def managed(mesh, hsdp=False, gradient_checkpointing=False, unused=False):
+    """A model all of whose parameters are trained, and managed by fully_shard."""
+    model = net(nn.Linear)
+    if unused:
+        model.unused = nn.Linear(2, 2)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.gradient_checkpointing = gradient_checkpointing
+    return functionalize_managed(model, ranks_of(mesh))
+
+
+def managed_refusals():
+    """What is said about everything but the engine and the ranks that belong to a managed module."""
+    mesh, found = mesh_of(), {}
+    forward, params, engine, ranks = managed(mesh)
+    for name in ("bookkeeping", "ghost", "vmap", "loop", "auto"):
+        for these in (ranks, ranks_of(mesh)):
+            found[name, these.keeps_parts] = one_step(forward, params, these, name)[:3]
+    found["ranks"] = one_step(forward, params, ranks_of(mesh), engine)[:3]
+    found["alone"] = one_step(forward, params, distributed.data_parallel(), engine)[:3]
+    unused = managed(mesh, unused=True)
+    found["unused"] = one_step(*unused[:2], unused.ranks, unused.engine)[:3]
+    model = net()
+    by_hand(model, mesh)
+    found["ignored"] = [caught(functionalize_managed, model, ranks_of(mesh))], 0, 0
+    found["frozen"] = [caught(functionalize_managed, net().requires_grad_(False), ranks_of(mesh))], 0, 0
+    evaluated = forward(params, data()["ids"][:3])
+    expected = net(nn.Linear)(data()["ids"][:3])
+    cut = all(is_dtensor(p) for p in dict(forward.module.layers.named_parameters()).values())
+    return found, float((evaluated - expected).abs().max()), cut
+
+
 def plan(size=2.9, steps=8, clip=None):
     return Plan(
         sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS),
@@ -140,7 +174,10 @@ def train(way, engine, whole=False, microbatch_size=None, size=2.9, adam=False, 
     """A run of eight noisy steps: parameters put together, ledger, records of this process in each step."""
     mesh = None if whole else mesh_of(options.get("hsdp", False))
     ranks = None if whole else ranks_of(mesh)
-    forward, params = built(way, mesh, **options)
+    if way == "managed":
+        forward, params, engine, ranks = managed(mesh, **options)
+    else:
+        forward, params = built(way, mesh, **options)
     the_plan = plan(size)
     dp_step = make_dp_step(classes(forward), the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
     weights = {name: nn.Parameter(param) for name, param in params.items()}

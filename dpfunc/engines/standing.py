@@ -1,0 +1,65 @@
+"""Parameters that stand for others: where a module puts its own tensors in place, uses are those of its own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from torch import Tensor
+
+from dpfunc.types import Params
+
+
+class Standing(Protocol):
+    """Who knows the tensors that a module computes with."""
+
+    def leaves(self, params: Params) -> Mapping[str, Tensor]:
+        """The module's own tensors, which hold these values when it runs: name -> tensor that requires a gradient."""
+        ...
+
+    def reduced(self, name: str, total: Tensor) -> Tensor:
+        """What is kept of a weighted sum."""
+        ...
+
+
+_standing: ContextVar[Standing | None] = ContextVar("dpfunc_standing", default=None)
+
+
+@contextmanager
+def stood_in(standing: Standing) -> Iterator[None]:
+    """Inside, the tensors of a module stand for parameters."""
+    token = _standing.set(standing)
+    try:
+        yield
+    finally:
+        _standing.reset(token)
+
+
+def is_stood_in() -> bool:
+    """Whether the tensors of a module stand for parameters.
+
+    >>> is_stood_in()
+    False
+    """
+    return _standing.get() is not None
+
+
+def leaves_of(params: Params) -> dict[str, Tensor]:
+    """What the uses of parameters are recognised by: tensors that require gradients.
+
+    >>> import torch
+    >>> leaves_of({"w": torch.ones(1)})["w"].requires_grad
+    True
+    """
+    standing = _standing.get()
+    if standing is not None:
+        return dict(standing.leaves(params))
+    return {name: param.detach().requires_grad_() for name, param in params.items()}
+
+
+def reduced(name: str, total: Tensor) -> Tensor:
+    """What is kept of a weighted sum; by default all of it."""
+    standing = _standing.get()
+    return total if standing is None else standing.reduced(name, total)
