@@ -135,6 +135,33 @@ def managed(mesh, hsdp=False, gradient_checkpointing=False, unused=False):
     return functionalize_managed(model, ranks_of(mesh))
 
 
+def managed_costs():
+    """All-gathers and reduce-scatters of one microbatch, and the most numbers that are whole at once, of how many."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    forward, params, engine, _ = managed(mesh_of())
+    batch, loss_fn = take(data(), torch.arange(6)), classes(forward)
+    every = list(engine.forward.whole().values())
+    gathers, sums, most = [], [], [0]
+
+    def gather(*args):
+        gathers.append(1)
+        most[0] = max(most[0], sum(p.numel() for p in every if p.untyped_storage().size()))
+        return original(*args)
+
+    def clipped():
+        found = engine(loss_fn, params, batch)
+        factors = dict.fromkeys(params, torch.ones(6))
+        return found.weighted_sum(factors)
+
+    clipped()
+    original, groups.foreach_all_gather = groups.foreach_all_gather, gather
+    total = clipped()
+    groups.foreach_all_gather = original
+    sums = sum(local(value).numel() for value in total.values())
+    return len(gathers), sums, most[0], sum(p.numel() for p in every)
+
+
 def managed_refusals():
     """What is said about everything but the engine and the ranks that belong to a managed module."""
     mesh, found = mesh_of(), {}

@@ -36,3 +36,11 @@ def test_refusals():
         assert "does not manage them" in found["ignored"][0][0][1]
         assert difference < 1e-6
         assert cut
+
+
+def test_one_layer_is_whole_at_a_time():
+    """Each layer is put together three times: forward, norms, sums; half of the sums is kept."""
+    for gathers, kept, most, every in run(2, "fsdp_jobs:managed_costs"):
+        assert gathers == 8  # two layers three times, and what is outside of them twice
+        assert kept < 0.6 * every
+        assert most < 0.75 * every
