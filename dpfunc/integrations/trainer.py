@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers.trainer_utils import TrainOutput
 
 from dpfunc import distributed
 from dpfunc.accounting import Ledger
+from dpfunc.checkpoint import Checkpoint
+from dpfunc.distributed_checkpoint.together import all_or_none
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.integrations import processes, trainer_data, trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
@@ -39,6 +42,7 @@ from dpfunc.integrations.trainer_run import (
     trainable,
     twin_loss,
     warning_step,
+    warning_text,
 )
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, secure_key
@@ -195,10 +199,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         resumed = None if self._start is None or self._start.resumed is None else self._start.resumed.path.parents[1]
         try:
             output = super().train(None if resumed is None else str(resumed), None, ignore_keys_for_eval)
+        except BaseException:
+            if self._run is not None and distributed.is_writer(self._ranks):  # the others may not come here
+                self._write_accounting()
+            raise
         finally:
-            if self._run is not None and distributed.is_writer(self._ranks):  # also when training was stopped
-                trainer_state.write_accounting(Path(self.args.output_dir), self._accounting())
+            self._start = None
+        distributed.once(self._ranks, self._write_accounting)
         return output._replace(training_loss=math.nan)
+
+    def _write_accounting(self) -> None:
+        trainer_state.write_accounting(Path(self.args.output_dir), self._accounting())
 
     def _dry_run(self) -> TrainOutput:
         if distributed.is_writer(self._ranks):
@@ -216,10 +227,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         distributed.check_same("data sets", data, self._ranks)
         writes = distributed.is_writer(self._ranks)
         if resume_from_checkpoint:
-            start = self._resume(resume_from_checkpoint, data)
+            saved = all_or_none(partial(self._resume, resume_from_checkpoint, data), self._ranks, "Nothing was resumed")
+            processes.check_processes(saved, self._journal(), self._ranks)
+            skipping = not self.args.ignore_data_skip
+            start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
         elif self._run is None:
-            if writes:
-                trainer_state.note_earlier_runs(self._journal())
+            distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal()))
             key = self._given_key or secure_key()
             key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
             start = Start(key, plan.step_limit(self.ledger), data, self._earlier)
@@ -242,35 +255,31 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
 
-    def _resume(self, checkpoint: str | bool, data: str) -> Start:
+    def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
         path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
         saved = trainer_state.load_run(
-            path,
-            params=trainable(self.model),
-            plan=self.plan,
-            data=data,
-            journal=self._journal(),
-            key=self._given_key,
+            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), key=self._given_key
         )
-        processes.check_processes(saved, self._journal(), self._ranks)
-        return Start(saved.state.key, saved.state.limit, data, self._earlier, saved, not self.args.ignore_data_skip)
+        if self._run is not None:
+            trainer_state.check_goes_on(self._run.state, saved)
+        return saved
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The plan's batches, one for each optimizer step. Inside of `train` this starts the run."""
         if not self.privacy.dp_enabled:
             return super().get_train_dataloader()  # type: ignore[no-any-return]
-        start = self._start
-        if start is None:  # to look at batches: other draws than those of the run
-            start = Start(secure_key(), self.plan.num_steps, "")
-        else:
+        pending, self._start = self._start, None  # a run begins once, however often its batches are asked for
+        start = pending or Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
+        if pending is not None:
             self._run = begin(
                 self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal(),
                 self._ranks,
             )  # fmt: skip
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
         sampler = trainer_data.EpochSampler(
-            self.plan.sampler, start.key, epoch, start.limit, self._first_step, *processes.place(self._ranks)
-        )
+            self.plan.sampler, start.key, epoch, start.limit, self._first_step if pending else int,
+            *processes.place(self._ranks),
+        )  # fmt: skip
         return trainer_data.loader(self.train_dataset, self._collator(), sampler, self.args)
 
     def _collator(self) -> Callable[[list[Any]], Any]:
@@ -280,10 +289,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def _first_step(self) -> int:
         """The step at which the Trainer starts to iterate; after a resume it skips what it saw of the epoch."""
-        if self._run is None or self._start is None:
+        if self._run is None:
             return 0
-        step, resumed = self._run.state.step, self._start.resumed
-        if resumed is None or not self._start.skipping or step != resumed.state.step:
+        step, resumed = self._run.state.step, self._run.start.resumed
+        if resumed is None or not self._run.start.skipping or step != resumed.state.step:
             return step
         return step - step % self._steps_per_epoch(self.plan.sampler.dataset_size)
 
@@ -314,18 +323,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def _warn(self, state: StepState) -> None:
         self._warn_at = math.inf  # once
-        if not distributed.is_writer(self._ranks):
-            return
-        plan = self.plan
-        logger.warning(
-            "Privacy budget: epsilon=%.4g of %g at delta=%g is spent after step %d. %d steps are left, and they stay "
-            "within the budget.",
-            state.ledger.epsilon(plan.delta, plan.accountant).epsilon,
-            plan.epsilon,
-            plan.delta,
-            state.step,
-            state.limit - state.step,
-        )
+        if distributed.is_writer(self._ranks):
+            logger.warning(warning_text(self.plan, state))
 
     def compute_loss(
         self,
@@ -363,15 +362,26 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
-        if self._run is not None and distributed.is_writer(self._ranks):
-            run, folder = self._run, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            if not self.args.save_only_model:  # which is also how to get a checkpoint without the key
+        save, run, args = super()._save_checkpoint, self._run, self.args
+        if run is None:
+            return save(model, trial)  # type: ignore[no-any-return]
+        folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
+        now, accounting, number = run.at(self.state.global_step), self._accounting(), processes.place(self._ranks)[1]
+
+        def before() -> None:
+            if not args.save_only_model:  # which is also how to get a checkpoint without the key
                 trainer_state.save_run(
-                    folder, params=run.params, state=run.at(self.state.global_step), plan=self.plan,
-                    data=run.start.data, num_processes=processes.place(self._ranks)[1],
-                )  # fmt: skip
-            trainer_state.write_accounting(folder, self._accounting())
-        super()._save_checkpoint(model, trial)
+                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data, num_processes=number
+                )
+            trainer_state.write_accounting(folder, accounting)
+
+        distributed.once(self._ranks, before)
+        self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
+        try:
+            all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
+        finally:
+            self.args = args
+        distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""

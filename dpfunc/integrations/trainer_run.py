@@ -156,6 +156,15 @@ def warning_step(plan: Plan, start: Start, share: float) -> float:
     return 1 + within
 
 
+def warning_text(plan: Plan, state: StepState) -> str:
+    """What is said when most of a budget is spent."""
+    spent = state.ledger.epsilon(plan.delta, plan.accountant).epsilon
+    return (
+        f"Privacy budget: epsilon={spent:.4g} of {plan.epsilon:g} at delta={plan.delta:g} is spent after step "
+        f"{state.step}. {state.limit - state.step} steps are left, and they stay within the budget."
+    )
+
+
 def plan_text(plan: Plan, microbatch: int) -> str:
     """The plan in words."""
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(0)

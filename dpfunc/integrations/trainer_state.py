@@ -14,6 +14,7 @@ from dpfunc.integrations.processes import NUM_PROCESSES
 from dpfunc.journal import read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
+from dpfunc.saved import sha256, verify, write_json
 from dpfunc.step import StepState
 from dpfunc.types import Params, schedule_at
 
@@ -23,28 +24,48 @@ ACCOUNTING = "privacy_accounting.json"
 JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
 TRAINER_STATE = "trainer_state.json"
+FILES = "trainer_files.json"
+"""A digest of every file that the Trainer has written into a checkpoint."""
 
 
 def save_run(
     checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str, num_processes: int = 1
 ) -> None:
     """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
-    (checkpoint / TRAINER_STATE).unlink(missing_ok=True)  # of an earlier run: the Trainer writes it last
+    (checkpoint / FOLDER / FILES).unlink(missing_ok=True)  # of an earlier run
     extra = {NUM_PROCESSES: num_processes}
     save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1)
+
+
+def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
+    """The Trainer has written its own files: say what they are, which makes the checkpoint whole; remove older ones."""
+    from transformers.trainer_utils import rotate_checkpoints
+
+    if (checkpoint / FOLDER).exists():
+        own = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        names = [path.relative_to(checkpoint) for path in own]
+        write_json(checkpoint / FOLDER / FILES, {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER})
+    rotate_checkpoints(
+        output_dir=args.output_dir,
+        save_total_limit=args.save_total_limit,
+        best_model_checkpoint=state.best_model_checkpoint,
+        use_mtime=True,
+    )
 
 
 def load_run(checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None) -> Checkpoint:
     """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
 
     Raises:
-        CheckpointError: not whole, or of another plan, data set, parameter set or key.
+        CheckpointError: not whole, or of another plan, data set, parameter set or key; or a file of the Trainer
+            (optimizer, scheduler, its state) is missing or was changed, without which it would start anew.
     """
     if not is_whole(checkpoint):
         raise CheckpointError(
             f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
-            f"{FOLDER}/; with save_only_model nothing can be resumed."
+            f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
         )
+    verify(checkpoint, json.loads((checkpoint / FOLDER / FILES).read_text()))
     saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal)
     if key is not None and key != saved.state.key:
         raise CheckpointError(
@@ -52,6 +73,23 @@ def load_run(checkpoint: Path, *, params: Params, plan: Plan, data: str, journal
             f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
         )
     return saved
+
+
+def check_goes_on(before: StepState, saved: Checkpoint) -> None:
+    """A trainer that was interrupted goes on with its own run, and with all that it has spent.
+
+    Raises:
+        CheckpointError: another run's checkpoint, or a journal that lacks steps of this trainer.
+    """
+    if saved.state.key != before.key:
+        raise CheckpointError(
+            f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new DPTrainer."
+        )
+    if saved.state.charged < before.charged:
+        raise CheckpointError(
+            f"Expected the journal to have all {before.charged} steps that this trainer took, got "
+            f"{saved.state.charged}. It is incomplete: restore it."
+        )
 
 
 def newest(output_dir: Path) -> Path:
@@ -75,9 +113,10 @@ def _numbered(path: Path) -> re.Match[str] | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether all of a checkpoint is there: `trainer_state.json` is written last."""
+    """Whether all of a checkpoint was written: the list of its files comes last."""
     try:
-        json.loads((checkpoint / TRAINER_STATE).read_text())
+        for path in (checkpoint / TRAINER_STATE, checkpoint / FOLDER / FILES):
+            json.loads(path.read_text())
     except (OSError, ValueError):
         return False
     return any((path / MANIFEST).exists() for path in (checkpoint / FOLDER).glob(f"{PREFIX}*"))

@@ -28,6 +28,7 @@ from transformers import TrainerCallback
 
 import dpfunc
 from dpfunc.errors import CheckpointError
+from dpfunc.integrations import trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.trainer import DPTrainer
 from dpfunc.journal import journal_ledger
@@ -188,6 +189,88 @@ def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_p
     assert json.loads((tmp_path / "privacy_accounting.json").read_text())["global_step"] == 5
     trainer.train(resume_from_checkpoint=True)
     assert same(trained(trainer.model), trained(uninterrupted.model))
+
+
+def test_looking_at_batches_changes_nothing(killed, tmp_path):
+    """After a run, after an error, and inside of a run: nothing begins again, and the ledger never falls."""
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            self.trainer.get_train_dataloader()
+            assert self.trainer.ledger.num_steps >= state.global_step
+
+    class Fail(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    look = Look()
+    trainer = look.trainer = run(copy_of(killed, tmp_path / "resumed"), callbacks=[look])
+    trainer.train(resume_from_checkpoint=True)
+    after, spent = {name: p.clone() for name, p in trained(trainer.model).items()}, trainer.ledger
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == 5
+    assert trainer.ledger == spent == trainer.plan.ledger()
+    assert same(trained(trainer.model), after)
+    failed = run(tmp_path / "failed", callbacks=[Fail()])
+    with pytest.raises(KeyboardInterrupt):
+        failed.train()
+    before = failed._run
+    failed.get_train_dataloader()
+    assert failed._run is before
+
+
+def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
+    class InterruptAt(StopAt):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == self.step:
+                raise KeyboardInterrupt
+
+    trainer = run(tmp_path / "one", callbacks=[InterruptAt(5)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    journal = tmp_path / "one" / "privacy_journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:4]))
+    with pytest.raises(CheckpointError, match="have all 5 steps that this trainer took, got 4"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.ledger == trainer.plan.ledger(5)
+    run(tmp_path / "two", callbacks=[StopAt(4)]).train()
+    shutil.copy(tmp_path / "two" / "privacy_journal.jsonl", journal)
+    with pytest.raises(CheckpointError, match="another run than this trainer's"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+
+
+FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_files_of_the_trainer_that_are_missing_or_changed_are_refused(killed, tmp_path, name, damage):
+    """The Trainer would start the optimizer anew: other parameters, and later steps, with the same noise."""
+    file = copy_of(killed, tmp_path) / "checkpoint-6" / name
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes() + b" ")
+    journal = (tmp_path / "privacy_journal.jsonl").read_bytes()
+    whole = (name, damage) != ("trainer_state.json", "missing")  # which counts as half-written
+    with pytest.raises(CheckpointError, match=f"{name} is missing or was changed" if whole else "found none"):
+        run(tmp_path).train(resume_from_checkpoint=True)
+    assert (tmp_path / "privacy_journal.jsonl").read_bytes() == journal
+
+
+def test_no_checkpoint_is_removed_before_the_next_one_is_whole(killed, tmp_path, monkeypatch):
+    """A kill after the Trainer's own files: the old checkpoint is there, and the other is passed over."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    folder = copy_of(killed, tmp_path)
+    monkeypatch.setattr(trainer_state, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder).train(resume_from_checkpoint=True)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-9"}
+    assert trainer_state.newest(folder).name == "checkpoint-6"
 
 
 def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterrupted, tmp_path):
