@@ -63,6 +63,29 @@ def read_notes(path: Path) -> list[Note]:
         raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
 
 
+def known_notes(path: Path, count: int) -> list[Note]:
+    """All notes of a run that has a checkpoint; the first save begins the file.
+
+    Args:
+        path: of the notes. count: how many there were when the checkpoint was saved.
+
+    Raises:
+        CheckpointError: the file is gone or shorter: without it a run that took a new key or another layout looks like
+            one that never did.
+
+    Guarantees:
+        tests/distributed/test_lineage.py::test_notes_that_were_lost_are_not_read_as_never_resumed.
+    """
+    notes = read_notes(path)
+    if not path.exists() or len(notes) < count:
+        raise CheckpointError(
+            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got "
+            f"{len(notes) if path.exists() else 'no such file'}. It says with which keys and layouts steps were "
+            "released: restore it."
+        )
+    return notes
+
+
 @dataclass(frozen=True)
 class History:
     """What is known about a run when it is resumed.
@@ -127,6 +150,7 @@ def resume(
         CheckpointError: the steps after the checkpoint cannot be repeated, or nobody knows which were released.
     """
     _own_journal(history)
+    _explained(history)
     state = state_from_dict(history.values, plan, history.steps)
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
@@ -160,6 +184,19 @@ def _own_journal(history: History) -> None:
         return
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
     check_journal(history.values, history.steps, since=born[0] if born else 0)
+
+
+def _explained(history: History) -> None:
+    """Runs that began after this one in its journal are of its descent; those before were there when it was planned."""
+    family, runs = {history.run, *history.relatives()}, list(history.taken or {})
+    began = next((number for number, run in enumerate(runs) if run in family), len(runs))
+    strangers = [run for run in runs[began:] if run not in family]
+    if strangers:
+        raise CheckpointError(
+            f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "
+            "that it continues it. If notes were lost, restore them; if it is a run of its own, give each run a "
+            "journal and a folder of its own: what it cost is not in this ledger."
+        )
 
 
 def _with_relatives(state: StepState, history: History, plan: Plan, counted: dict[str, int]) -> StepState:

@@ -13,7 +13,7 @@ import torch
 from dpfunc.distributed.launch import is_writer
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed_checkpoint.layout import layout
-from dpfunc.distributed_checkpoint.lineage import NOTES, History, note_line, read_notes, resume
+from dpfunc.distributed_checkpoint.lineage import NOTES, History, known_notes, note_line, resume
 from dpfunc.distributed_checkpoint.saving import LATEST, latest
 from dpfunc.distributed_checkpoint.tensors import METADATA, PARAMS, decode, read_table, read_tensors, room
 from dpfunc.distributed_checkpoint.together import all_or_none, joint_group, place, shared
@@ -36,6 +36,7 @@ from dpfunc.saved import (
     state_from_dict,
     state_to_dict,
     verify,
+    whole_checkpoints,
 )
 from dpfunc.step import replay
 from dpfunc.types import Batch, Params
@@ -127,7 +128,7 @@ def _found(parent: Path, ranks: Ranks | None) -> bytes:
         return b""
     name = latest(parent)
     if name is None:
-        raise CheckpointError(f"Expected a checkpoint in {parent}, found none. Start a new run.")
+        raise CheckpointError(f"Expected a checkpoint in {parent}, found none. {_instead(parent)}")
     path = parent / name
     if not (path / MANIFEST).exists():
         raise CheckpointError(
@@ -136,6 +137,16 @@ def _found(parent: Path, ranks: Ranks | None) -> bytes:
         )
     verify(path, {STATE: _manifest(path)[STATE]})
     return json.dumps([name, json.loads((path / STATE).read_text())]).encode()
+
+
+def _instead(parent: Path) -> str:
+    """What to do in a folder that names no newest checkpoint."""
+    there = whole_checkpoints(parent)
+    if not there:
+        return "Start a new run."
+    if (there[-1] / METADATA).exists():
+        return f"The file {LATEST} is missing: write the name of the newest checkpoint into it, e.g. {there[-1].name}."
+    return f"But {there[-1].name} is there, which dpfunc.save wrote: read it with dpfunc.load."
 
 
 def _verify_share(path: Path, ranks: Ranks | None) -> None:
@@ -167,7 +178,7 @@ def _decided(
     if not is_writer(ranks):
         return b""
     taken = None if journal is None else read_steps(Path(journal))
-    history = History(values, read_notes(parent / NOTES), taken)
+    history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
     state, note = resume(history, plan, now, secure_key(), recharge=recharge)
     line = None if note is None else note_line(note)
     return json.dumps({"state": state_to_dict(state, "", {}), "note": line}).encode()

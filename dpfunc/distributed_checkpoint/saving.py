@@ -17,7 +17,7 @@ from dpfunc.checks import whole
 from dpfunc.distributed.launch import is_writer
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed_checkpoint.layout import layout
-from dpfunc.distributed_checkpoint.lineage import NOTES, read_notes
+from dpfunc.distributed_checkpoint.lineage import NOTES, known_notes
 from dpfunc.distributed_checkpoint.tensors import METADATA, PARAMS, encode, write_tensors
 from dpfunc.distributed_checkpoint.together import agreed, all_or_none, joint_group, place, shared
 from dpfunc.errors import CheckpointError
@@ -132,6 +132,16 @@ def latest(parent: Path) -> str | None:
     return pointer.read_text().strip() if pointer.exists() else None
 
 
+def _count_notes(parent: Path) -> int:
+    """The number of notes; the first checkpoint of a folder begins their file."""
+    name = latest(parent)
+    if name is None:
+        (parent / NOTES).touch()
+        sync_file(parent / NOTES)
+    before = parent / (name or "") / STATE
+    return len(known_notes(parent / NOTES, json.loads(before.read_text())["notes"] if before.exists() else 0))
+
+
 def _new_directory(parent: Path, step: int, ranks: Ranks | None) -> bytes:
     if not is_writer(ranks):
         return b""
@@ -159,7 +169,7 @@ def _commit(path: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks
     if not all(part.exists() for part in parts):
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
-    notes = len(read_notes(parent / NOTES))
+    notes = _count_notes(parent)
     write_json(path / STATE, {**files[STATE], "notes": notes})
     write_json(path / PLAN, files[PLAN])
     (path / METADATA).chmod(0o600)

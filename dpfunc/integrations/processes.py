@@ -26,6 +26,9 @@ from dpfunc.types import Batch
 NUM_PROCESSES = "num_processes"
 """What a checkpoint calls the number of processes that wrote it, among its `extra` values."""
 
+NUM_NOTES = "num_process_notes"
+"""What it calls the number of notes beside the journal when it was written."""
+
 NOTES = "privacy_processes.jsonl"
 
 
@@ -96,6 +99,15 @@ def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
     return (total[0] / total[1].clamp(min=1)).float()
 
 
+def as_saved(journal: Path, ranks: Ranks | None) -> dict[str, int]:
+    """What a checkpoint has to know for `check_processes`, among its `extra` values.
+
+    >>> as_saved(Path("no/journal.jsonl"), None)
+    {'num_processes': 1, 'num_process_notes': 0}
+    """
+    return {NUM_PROCESSES: place(ranks)[1], NUM_NOTES: len(read_notes(journal.with_name(NOTES)))}
+
+
 def check_processes(saved: Checkpoint, journal: Path, ranks: Ranks | None) -> None:
     """A run may go on with another number of processes only where it repeats no step.
 
@@ -103,10 +115,10 @@ def check_processes(saved: Checkpoint, journal: Path, ranks: Ranks | None) -> No
     the same noise. A note beside the journal says who computed which steps.
 
     Args:
-        saved: what is resumed; its `extra` says how many processes wrote it. journal: of the run. ranks: of now.
+        saved: what is resumed; its `extra` has `as_saved`. journal: of the run. ranks: of now.
 
     Raises:
-        CheckpointError: steps after the checkpoint were released by another number of processes.
+        CheckpointError: steps after the checkpoint were released by another number of processes, or notes were lost.
         StepAborted: the same, on the processes that do not write.
 
     Guarantees:
@@ -118,7 +130,13 @@ def check_processes(saved: Checkpoint, journal: Path, ranks: Ranks | None) -> No
 def check_number(saved: Checkpoint, notes: Path, now: int) -> None:
     """The rule of `check_processes`, for the process that writes; it leaves a note where the number changes."""
     before = {NUM_PROCESSES: int(saved.extra.get(NUM_PROCESSES, 1))}
-    history = History({"key": saved.state.key.secret.hex(), "layout": before}, read_notes(notes), None)
+    known, count = read_notes(notes), int(saved.extra.get(NUM_NOTES, 0))
+    if len(known) < count:
+        raise CheckpointError(
+            f"Expected {notes} with at least {count} notes, as when {saved.path} was saved, got {len(known)}. It says "
+            "how many processes released which steps: restore it."
+        )
+    history = History({"key": saved.state.key.secret.hex(), "layout": before}, known, None)
     for step in range(saved.state.step, saved.state.charged):
         by = history.layout_of(step)[NUM_PROCESSES]
         if by != now:

@@ -366,13 +366,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if run is None:
             return save(model, trial)  # type: ignore[no-any-return]
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
-        now, accounting, number = run.at(self.state.global_step), self._accounting(), processes.place(self._ranks)[1]
+        now, accounting = run.at(self.state.global_step), self._accounting()
 
         def before() -> None:
             if not args.save_only_model:  # which is also how to get a checkpoint without the key
                 trainer_state.save_run(
-                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data, num_processes=number
-                )
+                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data,
+                    extra=processes.as_saved(self._journal(), self._ranks),
+                )  # fmt: skip
             trainer_state.write_accounting(folder, accounting)
 
         distributed.once(self._ranks, before)

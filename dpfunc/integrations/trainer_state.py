@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dpfunc.checkpoint import MANIFEST, PREFIX, Checkpoint, load, save
 from dpfunc.errors import CheckpointError
-from dpfunc.integrations.processes import NUM_PROCESSES
 from dpfunc.journal import read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -29,11 +29,10 @@ FILES = "trainer_files.json"
 
 
 def save_run(
-    checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str, num_processes: int = 1
+    checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str, extra: Mapping[str, Any]
 ) -> None:
     """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
     (checkpoint / FOLDER / FILES).unlink(missing_ok=True)  # of an earlier run
-    extra = {NUM_PROCESSES: num_processes}
     save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1)
 
 

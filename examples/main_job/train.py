@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import dpfunc
 from dpfunc import clipping, distributed
-from dpfunc.integrations.processes import NUM_PROCESSES, check_processes, place
+from dpfunc.integrations.processes import as_saved, check_processes
 from dpfunc.journal import Journal, journal_ledger
 
 HEAD = r"^head\."
@@ -177,7 +177,7 @@ def train_private(
             dpfunc.save(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=data,
                 optimizer_state=optimizer.state_dict(), 
-                extra={"curve": curve, "norms": norms, NUM_PROCESSES: place(processes.ranks)[1]},
+                extra={"curve": curve, "norms": norms, **as_saved(folder / "journal.jsonl", processes.ranks)},
             )  # fmt: skip
 
     checkpoint()

@@ -15,7 +15,7 @@ from vlm import per_image_loss
 
 import dpfunc
 from dpfunc import clipping
-from dpfunc.integrations.processes import NUM_PROCESSES, check_processes, place
+from dpfunc.integrations.processes import as_saved, check_processes
 from dpfunc.journal import Journal
 
 # Learning rates and shares of the clip norm by kind of parameter. Chosen on the validation images.
@@ -146,7 +146,7 @@ def train_private(
             dpfunc.save(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=task.train,
                 optimizer_state=optimizer.state_dict(),
-                extra={"curve": curve, NUM_PROCESSES: place(processes.ranks)[1]},
+                extra={"curve": curve, **as_saved(folder / "journal.jsonl", processes.ranks)},
             )  # fmt: skip
 
     checkpoint()

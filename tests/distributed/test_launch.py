@@ -217,9 +217,9 @@ class Saved:
 def test_steps_are_repeated_by_as_many_processes_as_before(tmp_path):
     """Also where the number changed and changed back between two checkpoints: a note says who took which steps."""
 
-    def saved(step, charged, by):
+    def saved(step, charged, by, **extra):
         state = dpfunc.StepState(step, 10, charged, dpfunc.insecure_key(1), (), dpfunc.Ledger())
-        return Saved(state, {"num_processes": by})
+        return Saved(state, {"num_processes": by, **extra})
 
     notes = tmp_path / "notes.jsonl"
     check_number(saved(4, 6, 2), notes, 2)
@@ -236,3 +236,8 @@ def test_steps_are_repeated_by_as_many_processes_as_before(tmp_path):
     with pytest.raises(CheckpointError, match="Expected 4 processes"):
         check_number(saved(4, 8, 2), notes, 1)
     assert len(notes.read_text().splitlines()) == 2
+    check_number(saved(4, 6, 1, num_process_notes=2), notes, 1)
+    notes.write_text(notes.read_text().splitlines(keepends=True)[0])
+    for count in (2, 0):
+        with pytest.raises(CheckpointError, match="with at least 2 notes"):
+            check_number(saved(4, 6, 1, num_process_notes=2), notes if count else tmp_path / "gone", 1)

@@ -206,6 +206,64 @@ def test_the_journal_of_another_run_is_refused(tmp_path):
         run.load(2)
 
 
+def test_notes_that_were_lost_are_not_read_as_never_resumed(tmp_path):
+    """Layout 2 and a new key are in the notes only: without them layout 1 would repeat what 2 released."""
+    run = Run(tmp_path)
+    notes = run.folder / "c" / NOTES
+    run.step(2)
+    run.save()
+    assert notes.read_bytes() == b""
+    run.step(2)
+    run.load(2, recharge=True)
+    run.step(1)
+    run.save()
+    kept = notes.read_bytes()
+    assert kept.count(b"\n") == 1
+    for lost in (None, b"", kept[:-1]):
+        notes.unlink()
+        if lost is not None:
+            notes.write_bytes(lost)
+        with pytest.raises(CheckpointError, match="with at least 1 notes.*restore it"):
+            run.load(2)
+        with pytest.raises(CheckpointError, match="with at least 1 notes.*restore it"):
+            run.save()
+        notes.touch()
+    # A checkpoint of before there was a note: the journal has a run that nobody explains.
+    oldest = min(path.name for path in (run.folder / "c").glob("step-*"))
+    (run.folder / "c" / "LATEST").write_text(oldest)
+    notes.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="another run that began after this one"):
+        run.load(1)
+    notes.write_bytes(kept)
+    run.load(1)
+    run.check()
+
+
+def test_a_missing_file_of_notes_is_refused_even_if_it_was_empty(tmp_path):
+    run = Run(tmp_path)
+    run.save()
+    (run.folder / "c" / NOTES).unlink()
+    with pytest.raises(CheckpointError, match="no such file"):
+        run.load(1)
+
+
+def test_earlier_runs_in_the_journal_are_no_business_of_this_one(tmp_path):
+    """They were there when this run was planned; one that began later is not in its ledger."""
+    earlier, run = Run(tmp_path / "a"), Run(tmp_path / "b")
+    earlier.step(2)
+    run.path.parent.mkdir()
+    run.path.write_bytes(earlier.path.read_bytes())
+    run.step(1)
+    run.save()
+    run.load(1)
+    assert run.state.ledger == run.plan.ledger(1)
+    later = Run(tmp_path / "a")
+    later.step(1)
+    run.path.write_bytes(run.path.read_bytes() + earlier.path.read_bytes().splitlines(keepends=True)[-1])
+    with pytest.raises(CheckpointError, match="another run that began after this one"):
+        run.load(1)
+
+
 def test_an_epoch_is_not_drawn_anew_from_its_middle(tmp_path):
     plan = poisson(sampler=sampling.Shuffled(50, 20), adjacency="zero_out", num_steps=9)
     run = Run(tmp_path, plan)

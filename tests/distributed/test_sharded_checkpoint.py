@@ -21,6 +21,7 @@ from workers import outcomes, run
 
 from dpfunc import sampling
 from dpfunc.accounting import Ledger
+from dpfunc.checkpoint import save
 from dpfunc.distributed_checkpoint import load_sharded, save_sharded, saving
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import journal_ledger
@@ -223,8 +224,19 @@ def test_what_was_never_finished_is_ignored(one):
     (one / "c" / "step-00000099.000").mkdir()
     assert load_one(one).state.step == 3
     (one / "c" / "LATEST").unlink()
+    with pytest.raises(CheckpointError, match="LATEST is missing: write the name.*step-00000003.000"):
+        load_one(one)
+    shutil.rmtree(one / "c" / "step-00000003.000")
     with pytest.raises(CheckpointError, match="found none. Start a new run"):
         load_one(one)
+
+
+def test_a_folder_of_one_process_is_named_as_such(tmp_path):
+    """Whoever is told to start a new run pays for all of it again."""
+    state = make_dp_step(loss_fn, PLAN).init(params(), insecure_key(78))
+    save(tmp_path / "c", params=params(), state=state, plan=PLAN, data=data())
+    with pytest.raises(CheckpointError, match="step-00000000.000 is there, which dpfunc.save wrote.*dpfunc.load"):
+        load_one(tmp_path)
 
 
 class Evil:
