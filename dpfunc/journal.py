@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dpfunc.accounting import Ledger
 from dpfunc.errors import CheckpointError
@@ -24,7 +25,7 @@ class Journal:
         plan: the plan of the run.
 
     A line that was cut off by a crash is a step whose gradients nobody saw; it is removed before the next one.
-    It holds public facts only: step numbers, events, and a fingerprint of the run's key.
+    It holds public facts only: step numbers, events, a digest of what was released, and a fingerprint of the run's key.
 
     Guarantees:
         a process killed at any moment has journalled every step it released
@@ -51,8 +52,22 @@ class Journal:
         """Append the step that leads to `after`, and wait until it is on disk."""
         step = after.step - 1
         events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in self.plan.events(step, step + 1)]
-        line = {"run": fingerprint(after.key), "step": step, "adjacency": self.plan.adjacency, "events": events}
+        run, release = fingerprint(after.key), dict(after.released).get(step, "")
+        line = {
+            "run": run, "step": step, "adjacency": self.plan.adjacency, "events": events, "release": release
+        }  # fmt: skip
+        if step == 0:  # a run begins: its key must not have begun another
+            self._check_new(run, release)
         append_line(self.path, json.dumps(line))
+
+    def _check_new(self, run: str, release: str) -> None:
+        taken = read_steps(self.path).get(run, {})
+        if 0 in taken and taken[0].release != release:
+            raise CheckpointError(
+                f"The journal {self.path} has a run with this key, whose first step released other values: the same "
+                "noise would be used twice. Take a new key from dpfunc.secure_key(), or resume the run. Nothing was "
+                "released."
+            )
 
 
 def append_line(path: Path, line: str) -> None:
@@ -82,13 +97,21 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def read_steps(path: Path) -> dict[str, dict[int, tuple[Adjacency, tuple[Event, ...]]]]:
-    """What each run in a journal has taken: run -> step -> (adjacency, events). A repeated step counts once.
+class Taken(NamedTuple):
+    """A step that was taken: what it cost, and a digest of what it released."""
+
+    adjacency: Adjacency
+    events: tuple[Event, ...]
+    release: str
+
+
+def read_steps(path: Path) -> dict[str, dict[int, Taken]]:
+    """What each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
     Raises:
         CheckpointError: a complete line that cannot be read.
     """
-    runs: dict[str, dict[int, tuple[Adjacency, tuple[Event, ...]]]] = {}
+    runs: dict[str, dict[int, Taken]] = {}
     if not path.exists():
         return runs
     complete = path.read_bytes().rpartition(b"\n")[0]
@@ -96,7 +119,8 @@ def read_steps(path: Path) -> dict[str, dict[int, tuple[Adjacency, tuple[Event, 
         try:
             values = json.loads(line)
             events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
-            runs.setdefault(values["run"], {})[int(values["step"])] = (values["adjacency"], events)
+            taken = Taken(values["adjacency"], events, str(values["release"]))
+            runs.setdefault(values["run"], {}).setdefault(int(values["step"]), taken)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"Line {number} of the journal {path} cannot be read: {error}.") from error
     return runs
@@ -109,5 +133,5 @@ def journal_ledger(path: Path) -> Ledger:
         LedgerConflict: runs of different adjacency.
         CheckpointError: a line that cannot be read.
     """
-    ledgers = [Ledger(events, adjacency) for steps in read_steps(path).values() for adjacency, events in steps.values()]
+    ledgers = [Ledger(taken.events, taken.adjacency) for run in read_steps(path).values() for taken in run.values()]
     return Ledger() if not ledgers else ledgers[0].compose(*ledgers[1:])

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from dpfunc.accounting import Ledger
 from dpfunc.checks import shorten
 from dpfunc.errors import CheckpointError
+from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.step import StepState
@@ -73,6 +74,7 @@ def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any]) -> dict
         "charged": state.charged,
         "key": state.key.secret.hex(),
         "ledger": json.loads(state.ledger.to_json()),
+        "released": state.released,
         "data": data,
         "extra": dict(extra),
     }
@@ -88,8 +90,8 @@ def check_schema(values: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
 
 
-def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Iterable[int]) -> StepState:
-    """The state from `state_to_dict`, charged for every step that was taken.
+def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
+    """The state from `state_to_dict`, charged for every step that was taken, which may be repeated bit for bit.
 
     Args:
         values: as saved. plan: of the run. taken: the steps of this run that a journal has.
@@ -100,7 +102,9 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Iterable[int])
         ledger = ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
         charged = later
     key = Key(bytes.fromhex(values["key"]))
-    return StepState(int(values["step"]), int(values["limit"]), charged, key, (), ledger)
+    step = int(values["step"])
+    released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
+    return StepState(step, int(values["limit"]), charged, key, (), ledger, tuple(sorted(released.items())))
 
 
 def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:

@@ -19,7 +19,7 @@ from dpfunc.checks import fail, one_of
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.distributed.handshake import Card, card
+from dpfunc.distributed.handshake import Card, card, checksum
 from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed.reduce import check_layout, gathered, whole_norms
@@ -53,6 +53,7 @@ class StepState(NamedTuple):
         key: the root of the run's randomness; as secret as the data.
         noise_state: of the noise mechanism; empty for Gaussian noise.
         ledger: what was spent, earlier phases included.
+        released: (step, digest) of what an interrupted run released after this state; repeated bit for bit or refused.
 
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
     StepState(step=0, limit=10, charged=0, key=Key(hidden), noise_state=(), ledger=...)
@@ -64,6 +65,7 @@ class StepState(NamedTuple):
     key: Key
     noise_state: Any
     ledger: Ledger
+    released: tuple[tuple[int, str], ...] = ()
 
 
 class StepResult(NamedTuple):
@@ -153,8 +155,8 @@ class DPStep:
         key = fold_in(state.key, "step", state.step)
         released, noise_state = mechanism.add(clipped, state.noise_state, fold_in(key, "release"))
         after = self._advance(state, noise_state)
-        if self.journal is not None:  # on disk before anybody sees the gradients
-            write = partial(self.journal, after)
+        if self.journal is not None or state.released:  # on disk before anybody sees the gradients
+            write = partial(self._write, released, state, after)
             write() if self.ranks is None else confirmed(write, self.ranks)
         _next_release[fingerprint(state.key)] = after.step
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
@@ -195,6 +197,12 @@ class DPStep:
 
         return summed(compute, params, ranks)
 
+    def _write(self, released: Params, state: StepState, after: StepState) -> None:
+        digest = f"{checksum(released.items()):016x}"
+        check_repeated(state, digest)
+        if self.journal is not None:
+            self.journal(after._replace(released=((state.step, digest),)))
+
     def _described(self, state: StepState) -> str:
         """What must be the same in all processes."""
         clipped = self.clipped_grad
@@ -234,7 +242,8 @@ class DPStep:
     def _advance(self, state: StepState, noise_state: Any) -> StepState:  # noqa: ANN401  (any pytree)
         step = state.step + 1
         if step <= state.charged:
-            return state._replace(step=step, noise_state=noise_state)
+            left = tuple(item for item in state.released if item[0] >= step)
+            return state._replace(step=step, noise_state=noise_state, released=left)
         cost = Ledger(self.plan.events(state.step, step), self.plan.adjacency)
         return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
 
@@ -284,6 +293,27 @@ def check_state(state: StepState, plan: Plan) -> None:
             "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
             "or a key that was used for an earlier run: take a new one from dpfunc.secure_key(). To reproduce a run "
             "with the same data on purpose, see dpfunc.step.replay. Nothing was spent."
+        )
+
+
+def check_repeated(state: StepState, digest: str) -> None:
+    """A step that an interrupted run released is released again bit for bit, or not at all.
+
+    Args:
+        state: before the step. digest: of what it would release.
+
+    Raises:
+        StateReused: other values would be released with the same noise.
+    """
+    before = dict(state.released).get(state.step)
+    if state.step < state.charged and before != digest:
+        raise StateReused(
+            f"Step {state.step} of this run was released before the interruption, and with other values: their "
+            "difference would have no noise. Something is not as it was: optimizer or its state, learning rate, loss, "
+            "engine, precision, microbatch_size (with dropout), number of processes or threads, or a kernel that is "
+            "not deterministic. Resume with what the run was started with; or go on as a new run from the saved "
+            "parameters, which counts the old one: dp_step.init(params, dpfunc.secure_key(), journal_ledger(path)). "
+            "Nothing was released and nothing was spent."
         )
 
 

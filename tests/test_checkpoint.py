@@ -18,11 +18,11 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import load, save
-from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.journal import Journal, journal_ledger, read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
-from dpfunc.step import make_dp_step
+from dpfunc.step import make_dp_step, replay
 from dpfunc.tree import take
 from dpfunc.types import Event
 
@@ -99,6 +99,45 @@ def test_a_journal_that_lacks_steps_is_refused(tmp_path, lost):
         journal.path.write_text("" if lost == "empty" else "".join(lines[:2]))
     with pytest.raises(CheckpointError, match="Expected the journal to have step 2 of this run"):
         load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+
+
+def test_other_values_with_the_same_noise_are_refused(tmp_path):
+    """A step that was released is released again bit for bit, or not at all."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 2, journal)
+    store(tmp_path / "c", state, values, optimizer)
+    steps(state, values, optimizer, 2, journal)
+    before = journal.path.read_text()
+
+    def resumed():
+        return load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+
+    def other_loss(params, batch):
+        return -linear_loss(params, batch)
+
+    saved = resumed()
+    dp_step = make_dp_step(other_loss, PLAN, journal=journal)
+    batch = take(DATA, next(iter(PLAN.batches(saved.state))))
+    with pytest.raises(StateReused, match="Step 2 of this run was released before the interruption"):
+        dp_step(saved.params, batch, saved.state)
+    assert journal.path.read_text() == before
+    repeated = steps(resumed().state, {n: p.clone() for n, p in saved.params.items()}, optimizer, 2, journal)
+    assert (repeated.step, repeated.charged, repeated.released) == (4, 4, ())
+
+
+def test_a_key_begins_one_run(tmp_path):
+    """Also when another process forgets that it did."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    again = state
+    steps(state, values, optimizer, 1, journal)
+    other = {name: value + 1.0 for name, value in DATA.items()}
+    dp_step = make_dp_step(linear_loss, PLAN, journal=journal)
+    batch = take(other, next(iter(PLAN.batches(again))))
+    with pytest.raises(CheckpointError, match="whose first step released other values"):
+        dp_step(values, batch, replay(again))
+    dp_step(values, take(DATA, next(iter(PLAN.batches(again)))), replay(again))  # the same values: a reproduction
 
 
 def test_budget_holds_after_resume(tmp_path):
@@ -261,7 +300,7 @@ import torch, dpfunc
 from pathlib import Path
 from test_checkpoint import DATA, PLAN, linear_loss, start, store
 from dpfunc.journal import Journal
-from dpfunc.step import make_dp_step
+from dpfunc.step import make_dp_step, replay
 from dpfunc.tree import take
 folder = Path({folder!r})
 state, values, optimizer = start()

@@ -16,14 +16,15 @@ from typing import Any
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checks import shorten
 from dpfunc.errors import CheckpointError
+from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.saved import check_journal, difference, state_from_dict
 from dpfunc.step import StepState
-from dpfunc.types import Adjacency, Event
+from dpfunc.types import Event
 
 NOTES = "resumed.jsonl"
-Taken = Mapping[str, Mapping[int, tuple[Adjacency, tuple[Event, ...]]]]
+Runs = Mapping[str, Mapping[int, Taken]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class History:
 
     values: Mapping[str, Any]
     notes: list[Note]
-    taken: Taken | None
+    taken: Runs | None
 
     @property
     def run(self) -> str:
@@ -105,7 +106,7 @@ class History:
         return fingerprint(Key(bytes.fromhex(self.values["key"])))
 
     @property
-    def steps(self) -> Mapping[int, object]:
+    def steps(self) -> Mapping[int, Taken]:
         """Steps of this run in the journal."""
         return (self.taken or {}).get(self.run, {})
 
@@ -173,7 +174,7 @@ def resume(
     if state.step % epoch:
         _refuse(changed, layout, f"An epoch of {epoch} shuffled steps cannot be drawn anew from its middle.")
     counted[history.run] = state.charged
-    fresh = state._replace(key=new_key, charged=state.step)
+    fresh = state._replace(key=new_key, charged=state.step, released=())
     fresh = fresh._replace(limit=_limit(fresh, plan))
     return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
 
@@ -204,7 +205,7 @@ def _with_relatives(state: StepState, history: History, plan: Plan, counted: dic
     extra: list[Event] = []
     for run in sorted(history.relatives()):
         steps = (history.taken or {}).get(run, {})
-        extra += [event for step, (_, events) in steps.items() if step >= counted.get(run, 0) for event in events]
+        extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
         counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])
     if not extra:
         return state
