@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def generate(
 
     Example: dpfunc generate runs/mails --num 100 --prompt "Subject:" --out texts.jsonl
     """
+    from dpfunc.distributed_checkpoint.together import all_or_none
     from dpfunc.integrations import generate as generation
 
     how = generation.Sampling(num, max_new_tokens, temperature, top_p, seed, batch_size)
@@ -130,16 +132,18 @@ def generate(
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
     with processes() as ranks:
         with without_noise():
-            writer = generation.load_writer(run_dir, allow_non_private=allow_non_private)
+            read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private)
+            writer = all_or_none(read, ranks, "Nothing was drawn")
         from rich.console import Console
         from rich.progress import track
 
         texts: Iterator[dict[str, Any]] = generation.sample(writer, rows, how, ranks)
-        if ranks is not None and not ranks.writes:
-            sum(1 for _ in texts)  # its share
-            return
-        texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
-        count = generation.write_texts(out, texts)
+        speaks = ranks is None or ranks.writes
+        if speaks:
+            texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
+        count = generation.write_texts(out, texts, ranks)
+    if not speaks:
+        return
     spent = (
         "nothing protects the training records" if writer.epsilon is None else
         f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"

@@ -59,6 +59,9 @@ def dry_run(job: Job) -> list[str]:
             f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, "
             f"{plan.adjacency}",
         ]
+        if prepared.spent is not None:
+            both = accounting.epsilon(prepared.spent.compose(plan.ledger()), plan.delta, plan.accountant)
+            lines.append(f"with {prepared.spent.num_steps} steps of earlier runs: epsilon: {both.epsilon:.4g} in all")
     return [*lines, *memory_lines(job, prepared), "Nothing was trained, written or spent."]
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpfunc import distributed
 from dpfunc.checks import fail, positive, probability, whole
 from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed_checkpoint.together import all_or_none
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations.data import read_table
 from dpfunc.integrations.job import Job
@@ -193,7 +197,9 @@ def sample(
     wanted = [prompts[i * len(prompts) // how.num] if len(prompts) < how.num else prompts[i] for i in range(how.num)]
     starts, (rank, size) = range(0, how.num, how.batch_size), place(ranks)
     for turn in range(0, len(starts), size):
-        texts = [text for start in starts[turn + rank : turn + rank + 1] for text in _chunk(writer, wanted, how, start)]
+        own = starts[turn + rank : turn + rank + 1]
+        draw = partial(_chunks, writer, wanted, how, own)
+        texts = all_or_none(draw, ranks, "No more texts are drawn")
         if ranks is not None:
             told: list[list[str]] = [[]] * size
             dist.all_gather_object(told, texts, group=ranks.group)
@@ -201,6 +207,10 @@ def sample(
         first = starts[turn]
         for row, text in zip(wanted[first : first + len(texts)], texts, strict=True):
             yield {"text": text, **row, "epsilon": writer.epsilon, "delta": writer.delta}
+
+
+def _chunks(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, starts: Sequence[int]) -> list[str]:
+    return [text for start in starts for text in _chunk(writer, wanted, how, start)]
 
 
 def _chunk(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, start: int) -> list[str]:
@@ -231,19 +241,42 @@ def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str
     return [text.strip() for text in tokenizer.batch_decode(ids[:, length:], skip_special_tokens=True)]
 
 
-def write_texts(path: Path, texts: Iterator[dict[str, Any]]) -> int:
+def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None = None) -> int:
     """Write texts to a new .jsonl file as they come.
+
+    Args:
+        path: of the file. texts: from `sample`. ranks: as given to `sample`; all iterate, and one of them writes.
 
     Returns:
         Their number.
 
     Raises:
-        InvalidArgument: the file is there already, or is none of .jsonl.
+        InvalidArgument: the file is there already, cannot be written, or is none of .jsonl.
+        StepAborted: the same, on the processes that do not write.
+
+    Guarantees:
+        tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all.
     """
     if path.suffix != ".jsonl":
         raise fail("a .jsonl file", "out", str(path))
+    files: list[TextIO] = []
+    count = 0
+    with ExitStack() as stack, _written(path):
+        distributed.once(ranks, lambda: files.append(stack.enter_context(open(path, "x", encoding="utf-8"))))
+        for text in texts:
+            count += 1
+            distributed.once(ranks, partial(_write, files, text))
+        distributed.once(ranks, stack.close)
+    return count
+
+
+def _write(files: Sequence[TextIO], text: Mapping[str, Any]) -> None:
+    files[0].write(json.dumps(text, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
     try:
-        with open(path, "x", encoding="utf-8") as file:
-            return sum(1 for text in texts if file.write(json.dumps(text, ensure_ascii=False) + "\n"))
+        yield
     except OSError as error:
         raise InvalidArgument(f"Expected to write a new file {str(path)!r}: {error.strerror}.") from error

@@ -49,6 +49,9 @@ class DataSection:
     train: str = _key("Table to train on, .jsonl or .csv; private.")
     eval: str | None = _key("Table to evaluate on; not protected.", None)
     eval_fraction: float = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
+    spent: tuple[str, ...] | None = _key(
+        "Journals or ledgers of earlier runs on these records: the budget counts them.", None
+    )
     deduplicate: bool = _key("Leave out exact duplicates: a record that is there k times counts k-fold.", True)
     max_length: int = _key("Tokens of a record that are used.", 128)
     text_column: str = _key("Column with the text.", "text")

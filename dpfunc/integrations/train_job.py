@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 from torch import nn
 
 from dpfunc import distributed
+from dpfunc.accounting import Ledger
 from dpfunc.checks import shorten
+from dpfunc.distributed_checkpoint.together import all_or_none
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations.job import Job, job_from_dict, job_to_dict
 from dpfunc.integrations.job_model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.integrations.job_records import Records, collator, read_records
+from dpfunc.integrations.spent import read_spent
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 
@@ -39,7 +43,7 @@ class Prepared:
 
     Args:
         model: with what is trained requiring gradients. processing: tokenizer or processor. records: private.
-        plan: None for the twin without privacy. num_steps: of the optimizer.
+        plan: None for the twin without privacy. num_steps: of the optimizer. spent: by earlier runs.
     """
 
     model: nn.Module = field(repr=False)
@@ -47,6 +51,7 @@ class Prepared:
     records: Records = field(repr=False)
     plan: Plan | None
     num_steps: int
+    spent: Ledger | None = None
 
     @property
     def num_trained(self) -> int:
@@ -64,9 +69,10 @@ def prepare(job: Job) -> Prepared:
     records = read_records(job, processing)
     num_steps = job.training.num_steps(len(records.train))
     private = job.privacy.dp_enabled
-    plan = job.privacy.plan(len(records.train), job.training.batch_size, num_steps) if private else None
+    spent = read_spent(job.data.spent) if private else None
+    plan = job.privacy.plan(len(records.train), job.training.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job)
-    return Prepared(model, processing, records, plan, num_steps if plan is None else plan.num_steps)
+    return Prepared(model, processing, records, plan, num_steps if plan is None else plan.num_steps, spent)
 
 
 def twin(job: Job) -> Job:
@@ -100,23 +106,30 @@ def run_job(
     folder, ranks = Path(job.output_dir), distributed.from_environment(LONGEST_WAIT)
     writes = distributed.is_writer(ranks)
     distributed.once(ranks, lambda: check_folder(job, folder, resume, insecure_seed))
-    prepared = prepare(job)
+    prepared = all_or_none(partial(prepare, job), ranks, "Nothing was trained")
     if writes and prepared.records.duplicates:
         say(f"{prepared.records.duplicates} exact duplicates were left out (a private number).")
     trainer = make_trainer(job, prepared, insecure_seed)
     if not resume:
         distributed.once(ranks, lambda: write_job(job, folder, insecure_seed))
     trainer.train(resume_from_checkpoint=True if resume else None)
-    if writes:
-        trainer.model.save_pretrained(folder / MODEL)
-        prepared.processing.save_pretrained(folder / MODEL)
+    distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))
     measured = trainer.evaluate() if prepared.records.evaluation else {}  # all processes, each some of the records
-    if not writes:
-        return {}
-    accounting = json.loads((folder / ACCOUNTING).read_text()) if job.privacy.dp_enabled else {}
-    for line in report(job, folder, accounting, measured, insecure_seed):
-        say(line)
+    accounting: dict[str, Any] = {}
+
+    def finish() -> None:
+        accounting.update(json.loads((folder / ACCOUNTING).read_text()) if job.privacy.dp_enabled else {})
+        for line in report(job, folder, accounting, measured, insecure_seed):
+            say(line)
+
+    distributed.once(ranks, finish)
     return accounting
+
+
+def save_model(folder: Path, model: Any, processing: Any) -> None:  # noqa: ANN401  (of Transformers or PEFT)
+    """The model with its tokenizer or processor, for from_pretrained."""
+    model.save_pretrained(folder)
+    processing.save_pretrained(folder)
 
 
 def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
@@ -178,6 +191,7 @@ def make_trainer(job: Job, prepared: Prepared, insecure_seed: int | None) -> Any
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=job.physical_batch_size, dp_dry_run=False),
         loss=LOSSES[job.task],
         key=None if insecure_seed is None else insecure_key(insecure_seed),
+        ledger=prepared.spent,
         train_dataset=records.train,
         eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),

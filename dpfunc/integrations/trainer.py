@@ -46,7 +46,7 @@ from dpfunc.integrations.trainer_run import (
 )
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, secure_key
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 
 logger = logging.getLogger(__name__)
 
@@ -238,9 +238,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             start = Start(key, plan.step_limit(self.ledger), data, self._earlier)
         else:
             raise InvalidArgument(
-                "Expected one run for each DPTrainer: the noise was chosen for one. To go on after an interruption use "
-                "train(resume_from_checkpoint=True); for another phase make a new DPTrainer(..., "
-                "ledger=trainer.ledger)."
+                "Expected one run for each DPTrainer: the noise was chosen for one. After an interruption use train("
+                "resume_from_checkpoint=True); for another phase make a new DPTrainer(..., ledger=trainer.ledger)."
             )
         if start.limit < 1:
             raise BudgetExhausted(

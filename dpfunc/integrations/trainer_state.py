@@ -15,7 +15,7 @@ from dpfunc.journal import read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.saved import sha256, verify, write_json
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 from dpfunc.types import Params, schedule_at
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,12 @@ def newest(output_dir: Path) -> Path:
             return path
         logger.warning("The checkpoint %s is not whole and is passed over.", path)
     steps = count_steps(output_dir / JOURNAL)
-    more = f" The journal counts {steps} steps: if they were kept, pass ledger=journal_ledger(path)." if steps else ""
+    more = (
+        f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
+        f"DPTrainer(..., ledger=journal_ledger(path)), or dpfunc train with --spent {output_dir / JOURNAL} and another "
+        "--output_dir."
+        if steps else ""
+    )  # fmt: skip
     raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run.{more}")
 
 

@@ -173,14 +173,14 @@ def train_private(
     spent = spent_curve(plan)
 
     def checkpoint() -> None:
-        if folder and processes.writes:
+        if folder:
             dpfunc.save(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=data,
-                optimizer_state=optimizer.state_dict(), 
+                optimizer_state=optimizer.state_dict(),
                 extra={"curve": curve, "norms": norms, **as_saved(folder / "journal.jsonl", processes.ranks)},
             )  # fmt: skip
 
-    checkpoint()
+    processes.first(checkpoint)
     bar = tqdm(
         plan.batches(state, processes.ranks), desc=name, total=state.limit, initial=state.step, unit="step",
         disable=not processes.writes,
@@ -196,7 +196,7 @@ def train_private(
             norms += unreleased.norms_BG.square().sum(1).sqrt().tolist()
         if state.step % max(1, plan.num_steps // 8) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.parts.validation)))
-            checkpoint()
+            processes.first(checkpoint)
     return Run({n: p.detach() for n, p in params.items()}, state, curve, spent, norms)
 
 

@@ -142,14 +142,13 @@ def train_private(
         state = dp_step.init(params, key)
 
     def checkpoint() -> None:
-        if processes.writes:
-            dpfunc.save(
-                folder / "checkpoint", params=params, state=state, plan=plan, data=task.train,
-                optimizer_state=optimizer.state_dict(),
-                extra={"curve": curve, **as_saved(folder / "journal.jsonl", processes.ranks)},
-            )  # fmt: skip
+        dpfunc.save(
+            folder / "checkpoint", params=params, state=state, plan=plan, data=task.train,
+            optimizer_state=optimizer.state_dict(),
+            extra={"curve": curve, **as_saved(folder / "journal.jsonl", processes.ranks)},
+        )  # fmt: skip
 
-    checkpoint()
+    processes.first(checkpoint)
     batches = plan.batches(state, processes.ranks)
     quiet = not processes.writes
     for indices in tqdm(batches, desc="DP", total=state.limit, initial=state.step, unit="step", disable=quiet):
@@ -160,6 +159,6 @@ def train_private(
         optimizer.step()
         if state.step % max(1, plan.num_steps // 6) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.validation)))
-            checkpoint()
+            processes.first(checkpoint)
     processes.say(dp_step.decision)
     return Run({n: p.detach() for n, p in params.items()}, state, curve)

@@ -101,6 +101,43 @@ def sharded_loader(ranks):
     return caught(dp_step, params, batch, state)
 
 
+def troubles(folder, ranks):
+    """One process cannot write, read or draw: what each is told, and at once."""
+    from trainer_cases import Seen, again
+
+    from dpfunc.integrations import generate, trainer_state
+
+    def fails(*args, **kwargs):
+        raise OSError("the disk is full")
+
+    found = {}
+    for name in ("save_run", "finish", "write_accounting", "load_run"):
+        again(KEY)
+        usual = getattr(trainer_state, name)
+        try:
+            if name != "load_run" or ranks.rank == 1:
+                setattr(trainer_state, name, fails)
+            if name == "load_run":
+                resumed = trainer_of(folder / "run", 10, Seen())
+                found[name] = caught(resumed.train, True)
+            else:
+                found[name] = caught(train, folder / name, 10)
+        finally:
+            setattr(trainer_state, name, usual)
+    texts = [{"text": str(number)} for number in range(3)]
+    (folder / "there.jsonl").touch()
+    found["there"] = caught(generate.write_texts, folder / "there.jsonl", iter(texts), ranks)
+    generate._write, write = fails, generate._write
+    found["full"] = caught(generate.write_texts, folder / "full.jsonl", iter(texts), ranks)
+    generate._write = write
+    found["written"] = generate.write_texts(folder / "texts.jsonl", iter(texts), ranks)
+    generate._chunk = fails if ranks.rank == 1 else lambda *args: ["text"]
+    how = generate.Sampling(num=2, batch_size=1)
+    writer = generate.Writer(None, None, 1.0, 1e-3, 8)
+    found["draw"] = caught(lambda: list(generate.sample(writer, [{"prompt": ""}], how, ranks)))
+    return found
+
+
 def trainer(folder):
     """The Trainer and what surrounds it, in one launch: it takes longer to import than to run."""
     from trainer_cases import Seen
@@ -119,6 +156,7 @@ def trainer(folder):
         raise OSError("the disk is full")
 
     found["once"] = caught(distributed.once, ranks, fails)
+    found.update(troubles(folder, ranks))
     # Last: it makes the Trainer forget the other processes.
     found["alone"] = caught(lambda: trainer_of(folder / "alone", 0, Seen(), use_cpu=False))
     torch.save(found, folder / f"rank{ranks.rank}.pt")

@@ -173,6 +173,19 @@ def test_what_the_processes_share(launched):
     assert [each["once"][0] for each in found] == ["OSError", "StepAborted"]
 
 
+def test_what_one_process_cannot_write_stops_all(launched):
+    """At once, and not when the others have waited for half an hour."""
+    folder, found, _, _ = launched
+    for name in ("save_run", "finish", "write_accounting"):
+        assert [each[name][0] for each in found] == ["OSError", "StepAborted"], name
+    assert [each["load_run"][0] for each in found] == ["CheckpointError", "OSError"]
+    for name in ("there", "full"):
+        assert [each[name][0] for each in found] == ["InvalidArgument", "StepAborted"], name
+    assert [each["draw"][0] for each in found] == ["CheckpointError", "OSError"]
+    assert [each["written"] for each in found] == [3, 3]
+    assert len((folder / "texts.jsonl").read_text().splitlines()) == 3
+
+
 # The environment
 
 

@@ -190,6 +190,43 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     assert spent[0] == spent[1]
 
 
+def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
+    """The message says how, and the noise of the next run is for what is left."""
+    flags = ["--steps", "4", "--save_steps", "50"]
+    code = (
+        "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.integrations import train_job\n"
+        "from dpfunc.cli import main\n"
+        "class Kill(TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n"
+        "        if state.global_step == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "make = train_job.make_trainer\n"
+        "def made(*args):\n    trainer = make(*args)\n    trainer.add_callback(Kill())\n    return trainer\n"
+        "train_job.make_trainer = made\n"
+        f"main(['train', 'job.yaml', *{flags!r}, '--output_dir', 'lost'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, check=False, env=environment)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    told = train(*flags, "--output_dir", "lost", "--resume")
+    assert told.exit_code == 1
+    (path,) = re.findall(r"--spent (\S+)", told.stderr)
+    assert "The journal counts 2 steps" in told.stderr
+    dry = train(*flags, "--output_dir", "next", "--spent", path, "--dry-run").stdout
+    assert 7.9 < float(re.findall(r"with 2 steps of earlier runs: epsilon: (\S+) in all", dry)[0]) <= 8.0
+    assert not Path("next").exists()
+    result = train(*flags, "--output_dir", "next", "--spent", path)
+    assert result.exit_code == 0, result.output
+    spent = json.loads(Path("next/privacy_accounting.json").read_text())
+    first = json.loads(Path("run/privacy_accounting.json").read_text())
+    assert 7.9 < spent["epsilon"] <= 8.0
+    assert spent["noise_multiplier"] > 1.1 * first["noise_multiplier"]
+    assert sum(event[2] if isinstance(event, list) else event["num_steps"] for event in spent["ledger"]["events"]) == 6
+    again = train(*flags, "--output_dir", "third", "--spent", "next/privacy_accounting.json", "--dp_epsilon", 7)
+    assert again.exit_code == 1  # nothing is left of a smaller budget
+    assert not Path("third").exists()
+    assert train(*flags, "--output_dir", "next", "--resume").exit_code == 1  # without --spent it is another job
+
+
 RESUMES = {
     "no run": (["--resume", "--output_dir", "nowhere"], "Expected a run in 'nowhere' to resume, found none"),
     "another rate": (["--resume", "--learning_rate", "0.1"], "learning_rate was 0.01, now 0.1"),
@@ -228,6 +265,7 @@ REFUSED = {  # flags, exit code, message
     "no weights": (["--init", "pretrained"], 1, "Expected a model for causal_lm in 'tiny'"),
     "targets": (["--lora.targets", "nix"], 1, "Target modules {'nix'} not found"),
     "no table": (["--data.train", "nowhere.jsonl"], 1, "nowhere.jsonl"),
+    "no journal": (["--spent", "nowhere.jsonl"], 1, "Expected a journal or ledger of a run, got 'nowhere.jsonl'"),
     "no column": (["--text_column", "body"], 1, "Expected a text in the column 'body' in row 1 of mails.jsonl"),
     "batch above the data": (["--batch_size", "500"], 1, "expected_batch_size <= dataset_size"),
     "delta 1/n": (["--dp_delta", "0.01"], 1, "Expected delta < 1 / dataset_size"),
@@ -453,7 +491,7 @@ def test_T12_T13_commands_of_the_guide_work(tmp_path, monkeypatch):
     Path("job.yaml").write_text(blocks("yaml")[0])
     Path("prompts.jsonl").write_text(blocks("json")[0])
     commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
-    assert [command[0] for command in commands].count("dpfunc") == 8
+    assert [command[0] for command in commands].count("dpfunc") == 9
     for command in commands:
         if command[0] == "torchrun":  # tests/distributed/test_launch.py starts such commands
             assert command[1:5] == ["--nproc-per-node", "2", "-m", "dpfunc.cli"]
@@ -462,7 +500,9 @@ def test_T12_T13_commands_of_the_guide_work(tmp_path, monkeypatch):
         assert result.exit_code == 0, (command, result.output)
     names = {path.name for path in Path("runs/mails").iterdir()}
     assert {"model", "privacy_accounting.json", "privacy_journal.jsonl", "job.json"} <= names
-    assert {"mails", "mails-3", "mails-launched", "mails-no-dp"} == {path.name for path in Path("runs").iterdir()}
+    assert {"mails", "mails-3", "mails-again", "mails-launched", "mails-no-dp"} == {
+        path.name for path in Path("runs").iterdir()
+    }
     assert len(Path("texts.jsonl").read_text().splitlines()) == 20
 
 

@@ -1,0 +1,53 @@
+"""What earlier runs on the same records have cost, from the files that they left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpfunc.accounting import Ledger
+from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.journal import journal_ledger
+
+
+def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
+    """The cost of earlier runs: of all files together, so that each run is named once.
+
+    Args:
+        paths: journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. None or empty: no runs.
+
+    Returns:
+        A ledger for `Plan.for_budget(spent=...)` or `DPTrainer(ledger=...)`; None without paths. Public.
+
+    Raises:
+        InvalidArgument: a file that is missing, cannot be read, or has no steps: a misspelt path must not be free.
+        LedgerConflict: runs of different adjacency.
+
+    Guarantees:
+        tests/integrations/test_spent.py::test_a_killed_run_without_checkpoints_is_counted.
+
+    >>> read_spent(["nowhere.jsonl"])
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a journal or ledger of a run, got 'nowhere.jsonl', which is no file.
+    """
+    ledgers = [_read(Path(path)) for path in paths or ()]
+    return ledgers[0].compose(*ledgers[1:]) if ledgers else None
+
+
+def _read(path: Path) -> Ledger:
+    expected = "Expected a journal or ledger of a run"
+    if not path.is_file():
+        raise InvalidArgument(f"{expected}, got {str(path)!r}, which is no file.")
+    try:
+        ledger = journal_ledger(path) if path.suffix == ".jsonl" else _ledger(path)
+    except (DPFuncError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument(f"{expected}, got {str(path)!r}, which cannot be read: {error}") from error
+    if not ledger.num_steps:
+        raise InvalidArgument(f"{expected}, got {str(path)!r}, which has no steps.")
+    return ledger
+
+
+def _ledger(path: Path) -> Ledger:
+    content = json.loads(path.read_text("utf-8"))
+    return Ledger.from_json(json.dumps(content.get("ledger", content)))
