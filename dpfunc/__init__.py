@@ -22,7 +22,8 @@ from dpfunc.journal import Journal
 from dpfunc.noise import add_gaussian
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key
-from dpfunc.step import StepState, make_dp_step
+from dpfunc.state import StepState
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 from dpfunc.types import ClippedSum, Event, Schedule
 

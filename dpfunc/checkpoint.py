@@ -39,7 +39,7 @@ from dpfunc.saved import (
     whole_checkpoints,
     write_json,
 )
-from dpfunc.step import StepState, replay
+from dpfunc.state import StepState, replay
 from dpfunc.types import Batch, Params
 
 __all__ = ["MANIFEST", "PREFIX", "Checkpoint", "data_fingerprint", "load", "save"]

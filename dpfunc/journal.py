@@ -12,7 +12,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 from dpfunc.types import Adjacency, Event
 
 

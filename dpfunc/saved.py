@@ -20,7 +20,7 @@ from dpfunc.errors import CheckpointError
 from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 from dpfunc.types import Batch, Params
 
 SCHEMA = 1

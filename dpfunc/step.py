@@ -23,17 +23,18 @@ from dpfunc.distributed.handshake import Card, card, checksum
 from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed.reduce import check_layout, gathered, whole_norms
-from dpfunc.distributed.together import checked, confirmed, padded, summed
+from dpfunc.distributed.together import checked, confirmed, dummy_of, padded, summed
 from dpfunc.engines.auto import Decision, auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
 from dpfunc.engines.lockstep import in_company
 from dpfunc.engines.loop import loop
 from dpfunc.engines.vmap import vmap
-from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import gaussian
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
+from dpfunc.state import StepState, a_state, check_repeated, check_state, remember
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
@@ -42,53 +43,12 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }  # fmt: skip
 
 
-class StepState(NamedTuple):
-    """All that the next step needs, and the only state there is. Use it once.
-
-    Args:
-        step: number of the next step, from 0.
-        limit: the step at which the budget, or the plan, ends.
-        charged: steps below this are in the ledger already; a resumed run repeats them at no cost, because it
-            repeats them bit for bit.
-        key: the root of the run's randomness; as secret as the data.
-        noise_state: of the noise mechanism; empty for Gaussian noise.
-        ledger: what was spent, earlier phases included.
-        released: (step, digest) of what an interrupted run released after this state; repeated bit for bit or refused.
-
-    >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
-    StepState(step=0, limit=10, charged=0, key=Key(hidden), noise_state=(), ledger=...)
-    """
-
-    step: int
-    limit: int
-    charged: int
-    key: Key
-    noise_state: Any
-    ledger: Ledger
-    released: tuple[tuple[int, str], ...] = ()
-
-
 class StepResult(NamedTuple):
     """What a step returns: released gradients, the next state, and what must stay private."""
 
     grads: dict[str, Tensor]
     state: StepState
     unreleased: Unreleased
-
-
-# The first step of each run (by the fingerprint of its key) that was not released yet, in this process. A guard against
-# mistakes, not part of the computation: no result depends on it.
-_next_release: dict[str, int] = {}
-
-
-def replay(state: StepState) -> StepState:
-    """Declare that the steps from `state` on may be drawn again, e.g. to reproduce a run.
-
-    Only safe with the same data, parameters and code: then the same values are released again. With anything else
-    changed, two releases share their noise and their difference is not protected.
-    """
-    _next_release[fingerprint(state.key)] = state.step
-    return state
 
 
 @dataclass(frozen=True)
@@ -145,7 +105,7 @@ class DPStep:
             with in_company(None, independent=True):
                 clipped, unreleased = self._clip(params, batch, mask_B, state)
         else:
-            state = _a_state(state)
+            state = a_state(state)
             clipped, unreleased = self._clip_together(params, batch, mask_B, state, self.ranks)
         mechanism = gaussian(
             schedule_at(self.plan.noise_multiplier, state.step),
@@ -158,7 +118,7 @@ class DPStep:
         if self.journal is not None or state.released:  # on disk before anybody sees the gradients
             write = partial(self._write, released, state, after)
             write() if self.ranks is None else confirmed(write, self.ranks)
-        _next_release[fingerprint(state.key)] = after.step
+        remember(after)
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Tensor:
@@ -186,6 +146,7 @@ class DPStep:
         def check() -> Card:
             real.append(self._check(params, batch, state, mask_B))
             check_layout(params, ranks)
+            dummy_of(batch, ranks)
             return card(step=state.step, batch=batch, params=params, run=self._described(state), ranks=ranks)
 
         largest = checked(check, state.step, ranks)
@@ -206,7 +167,10 @@ class DPStep:
     def _described(self, state: StepState) -> str:
         """What must be the same in all processes."""
         clipped = self.clipped_grad
-        settings = (self.plan, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size)
+        settings = (
+            self.plan, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
+            self.journal is None,
+        )  # fmt: skip
         place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
@@ -251,70 +215,6 @@ class DPStep:
         # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
         return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
-
-
-def _a_state(state: StepState | None) -> StepState:
-    if state is None:
-        raise fail(
-            "a state, which all processes share", "state", None, "Start with dp_step.init(params, shared_key(ranks))."
-        )
-    return state
-
-
-def check_state(state: StepState, plan: Plan) -> None:
-    """The state is one that may take a step.
-
-    Raises:
-        InvalidArgument: not a state.
-        BudgetExhausted: the next step would overspend.
-        StateReused: this step was released before.
-    """
-    if not isinstance(state, StepState):
-        raise fail(
-            "state to be a StepState", "state", type(state).__name__, "Start with state = dp_step.init(params, key)."
-        )
-    if state.step >= state.limit:
-        spent = state.ledger.epsilon(plan.delta).epsilon
-        reason = (
-            f"the plan's {plan.num_steps} steps are taken"
-            if state.limit == plan.num_steps
-            else f"another step would exceed epsilon={plan.epsilon:g}"
-        )
-        raise BudgetExhausted(
-            f"No step is left: {reason}. Spent epsilon={spent:.4g} at delta={plan.delta:g} in {state.step} steps of "
-            "this run. The step was not taken."
-        )
-    done = _next_release.get(fingerprint(state.key), 0)
-    if state.step < done:
-        raise StateReused(
-            f"Step {state.step} of this run was already released: a second release with the same noise would give the "
-            "first one away. Each state is used once. The usual mistake:\n"
-            "    grads, _, unreleased = dp_step(params, batch, state)       # state stays what it was\n"
-            "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
-            "or a key that was used for an earlier run: take a new one from dpfunc.secure_key(). To reproduce a run "
-            "with the same data on purpose, see dpfunc.step.replay. Nothing was spent."
-        )
-
-
-def check_repeated(state: StepState, digest: str) -> None:
-    """A step that an interrupted run released is released again bit for bit, or not at all.
-
-    Args:
-        state: before the step. digest: of what it would release.
-
-    Raises:
-        StateReused: other values would be released with the same noise.
-    """
-    before = dict(state.released).get(state.step)
-    if state.step < state.charged and before != digest:
-        raise StateReused(
-            f"Step {state.step} of this run was released before the interruption, and with other values: their "
-            "difference would have no noise. Something is not as it was: optimizer or its state, learning rate, loss, "
-            "engine, precision, microbatch_size (with dropout), number of processes or threads, or a kernel that is "
-            "not deterministic. Resume with what the run was started with; or go on as a new run from the saved "
-            "parameters, which counts the old one: dp_step.init(params, dpfunc.secure_key(), journal_ledger(path)). "
-            "Nothing was released and nothing was spent."
-        )
 
 
 def make_dp_step(
@@ -385,6 +285,11 @@ def make_dp_step(
         check_alone(os.environ)
     if journal is not None and not callable(journal):
         raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
+    if ranks is not None and not ranks.independent and microbatch_size == "auto":
+        raise InvalidArgument(
+            'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures may '
+            "differ, and all must run the same microbatches."
+        )
     if ranks is not None and compile and not ranks.independent:
         raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
     prepared = make_clipped_grad(

@@ -22,7 +22,8 @@ from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, Sta
 from dpfunc.journal import Journal, journal_ledger, read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 from dpfunc.types import Event
 
@@ -300,7 +301,8 @@ import torch, dpfunc
 from pathlib import Path
 from test_checkpoint import DATA, PLAN, linear_loss, start, store
 from dpfunc.journal import Journal
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 folder = Path({folder!r})
 state, values, optimizer = start()

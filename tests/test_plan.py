@@ -15,7 +15,7 @@ from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_difference, plan_from_dict, plan_to_dict
 from dpfunc.rng import insecure_key
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 from dpfunc.types import Event, Schedule
 
 GOOD = {

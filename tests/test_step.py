@@ -15,7 +15,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, secure_key
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 from dpfunc.types import Event, Schedule
 

@@ -17,7 +17,7 @@ from dpfunc.sharding import local, shard_dims, window
 from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Params
 
-WORD = 8
+WORD, PIECE = 8, 2**18
 
 
 class Card(NamedTuple):
@@ -47,7 +47,8 @@ SAME_RECORDS = "Processes that hold parts of the same parameters need the same r
 ADVICE = {
     "step": "All processes take every step, also when they have no records.",
     "run": (
-        "Plan, key, ledger, engine or other settings differ. The usual mistake: each process made a key of its own. "
+        "Plan, key, ledger, engine, journal or other settings differ (all pass a journal, one writes it). The usual "
+        "mistake: each process made a key of its own. "
         "Use dpfunc.distributed.shared_key(ranks), and build the plan from the same numbers."
     ),
     "params": (
@@ -77,9 +78,9 @@ def digest(text: str | bytes) -> int:
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """A digest of names, shapes and the sums of all bits read as integers: one bit more or less is seen.
+    """A digest of names, shapes and all bits, weighted by their place: one changed bit is seen, and a changed order.
 
-    Made for accidents, not for adversaries: it does not see entries that changed places.
+    Made for accidents, not for adversaries.
 
     >>> checksum([("w", torch.ones(3))]) == checksum([("w", torch.tensor([1, 1, 1 + 2**-23]))])
     False
@@ -91,9 +92,19 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
         flat = part.reshape(-1).view(torch.uint8)
         words = len(flat) // WORD * WORD
         head = flat[:words] if flat.storage_offset() % WORD == 0 else flat[:words].clone()
-        sums += [head.view(torch.int64).sum(), flat[words:].sum()]
+        sums += [_mixed(head.view(torch.int64)), flat[words:].sum()]
     values = torch.stack(sums).tolist() if sums else []
     return digest(f"{said}{values}")
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """`sum_i (2 i + 1) (w_i xor (w_i >> 29))` in pieces: the shift lets high bits count in low places, too."""
+    total = words.new_zeros(())
+    weights = torch.arange(1, 2 * min(len(words), PIECE) + 1, 2, device=words.device)
+    for number, piece in enumerate(torch.split(words, PIECE)):
+        mixed = (piece ^ (piece >> 29)) * weights[: len(piece)]
+        total = total * 31 + mixed.sum() + number
+    return total
 
 
 def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> Card:
@@ -190,8 +201,9 @@ def _explained(differing: list[tuple[str, list[int]]], own: Card) -> str:
     if not differing:
         return f"Other processes of this run disagree at step {own.step}; they say about what. Nothing was spent."
     name, values = differing[0]
-    shown = values if name in ("step", "num_samples") else [f"{value:016x}" for value in values]
+    # Digests of parameters and settings say who differs; what is said about records stays among the processes.
+    shown = values if name == "step" else [f"{value:016x}" for value in values]
+    said = "" if name in ("rows", "data", "num_samples") else f": {shown}, in the order of their ranks"
     return (
-        f"The processes of this run disagree about {name} at step {own.step}: {shown}, in the order of their ranks. "
-        f"{ADVICE[name]} Nothing was spent."
+        f"The processes of this run disagree about {name} at step {own.step}{said}. {ADVICE[name]} Nothing was spent."
     )

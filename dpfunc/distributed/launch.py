@@ -101,16 +101,20 @@ def check_alone(environment: Mapping[str, str]) -> None:
 
     >>> check_alone({"WORLD_SIZE": "2"})
     Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected ranks=... because WORLD_SIZE=2: without it each process is a run of its \
-own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment() to make_dp_step and \
-plan.batches; for runs on different data, unset WORLD_SIZE.
+    dpfunc.errors.InvalidArgument: Expected ranks=..., because WORLD_SIZE=2: without it each process is a run of its \
+own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to \
+make_dp_step and plan.batches; for runs on different data, unset what the launcher set.
     """
-    said = environment.get("WORLD_SIZE", "1")
-    if said != "1":
+    said = [
+        f"{name}={environment[name]}" for name in ("WORLD_SIZE", *OTHER_LAUNCHERS) if environment.get(name, "1") != "1"
+    ]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        said.append(f"the process group has {dist.get_world_size()} processes")
+    if said:
         raise InvalidArgument(
-            f"Expected ranks=... because WORLD_SIZE={said}: without it each process is a run of its own, and nobody "
-            "adds up what they cost. Pass ranks=dpfunc.distributed.from_environment() to make_dp_step and "
-            "plan.batches; for runs on different data, unset WORLD_SIZE."
+            f"Expected ranks=..., because {said[0]}: without it each process is a run of its own, and nobody adds up "
+            "what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to make_dp_step and "
+            "plan.batches; for runs on different data, unset what the launcher set."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,16 @@ def check_layout(params: Params, ranks: Ranks) -> None:
             raise InvalidArgument(
                 f"Expected params[{name!r}] to be cut over processes of the run only, got {spec.placements} on "
                 f"{spec.device_mesh}. Name its dimension: dpfunc.distributed.sharded(mesh, data=..., tensor=...)."
+            )
+        over = axes_over(param, ranks.group)
+        if (
+            set(over) & shard_dims(param).keys()
+            and math.prod(spec.device_mesh.size(axis) for axis in over) != ranks.size
+        ):
+            raise InvalidArgument(
+                f"Expected params[{name!r}] on a mesh of all {ranks.size} processes with other records, got "
+                f"{spec.device_mesh}: the others would release sums of their own with the same noise. Cut it over the "
+                "whole mesh that dpfunc.distributed.sharded got; replicas are a dimension of it."
             )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dpfunc.distributed.handshake import Card, agree
 from dpfunc.distributed.ranks import Ranks, any_rank
@@ -46,24 +47,30 @@ def padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batch
     """The batch with rows of weight zero up to the size that all processes run.
 
     The rows repeat the first one; a process without records runs the public dummy row.
-
-    Raises:
-        InvalidArgument: the dummy does not look like a row of the batch.
     """
     missing = size - batch_size(batch)
     if missing <= 0:
         return batch, mask_B
     if not batch_size(batch):
-        dummy = tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), batch)
-        if ranks.dummy is not None:
-            if batch_size(ranks.dummy) != 1 or signature(ranks.dummy) != signature(batch):
-                raise InvalidArgument(
-                    f"Expected dummy to be a batch of one row like those of the data, {signature(batch)}, got "
-                    f"{batch_size(ranks.dummy)} rows of {signature(ranks.dummy)}."
-                )
-            dummy = tree_map(lambda leaf: leaf.to(mask_B.device), ranks.dummy)
-        batch = dummy
+        batch = dummy_of(batch, ranks)
     return pad_rows(batch, size), torch.cat([mask_B, mask_B.new_zeros(missing)])
+
+
+def dummy_of(batch: Batch, ranks: Ranks) -> Batch:
+    """The public row that a process without records runs.
+
+    Raises:
+        InvalidArgument: it does not look like a row of the batch.
+    """
+    if ranks.dummy is None:
+        return tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), batch)
+    same = pytree.tree_structure(ranks.dummy) == pytree.tree_structure(batch)
+    if not same or batch_size(ranks.dummy) != 1 or signature(ranks.dummy) != signature(batch):
+        raise InvalidArgument(
+            f"Expected dummy to be a batch of one row like those of the data, {signature(batch)}, got "
+            f"{batch_size(ranks.dummy)} rows of {signature(ranks.dummy)}."
+        )
+    return pytree.tree_map(lambda row, leaf: row.to(leaf.device), ranks.dummy, batch)
 
 
 def summed(

@@ -20,7 +20,7 @@ from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.saved import check_journal, difference, state_from_dict
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 from dpfunc.types import Event
 
 NOTES = "resumed.jsonl"

@@ -38,7 +38,7 @@ from dpfunc.saved import (
     verify,
     whole_checkpoints,
 )
-from dpfunc.step import replay
+from dpfunc.state import replay
 from dpfunc.types import Batch, Params
 
 FAILED = "No checkpoint was loaded"
@@ -112,7 +112,7 @@ def load_sharded(
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
     read_tensors(path, tensors, group)
     all_or_none(partial(_note, parent, decided["note"], ranks), ranks, FAILED)
-    state = state_from_dict(decided["state"], plan, ())
+    state = state_from_dict(decided["state"], plan, {})
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},
         None if values["optimizer"] is None else decode(values["optimizer"], lambda slot: tensors[slot.name]),

@@ -37,7 +37,7 @@ from dpfunc.saved import (
     whole_checkpoints,
     write_json,
 )
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 from dpfunc.types import Batch, Params
 
 LATEST = "LATEST"

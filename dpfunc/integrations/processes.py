@@ -19,7 +19,7 @@ from dpfunc.distributed_checkpoint.lineage import History, Note, note_line, read
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import append_line
 from dpfunc.plan import Plan
-from dpfunc.step import StepState
+from dpfunc.state import StepState
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch
 

@@ -24,7 +24,8 @@ from dpfunc.integrations.tasks import infer_task, make_loss_fn
 from dpfunc.journal import Journal
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
-from dpfunc.step import DPStep, StepState, make_dp_step
+from dpfunc.state import StepState
+from dpfunc.step import DPStep, make_dp_step
 from dpfunc.types import Params, schedule_at
 
 Loss = str | Callable[..., Tensor]

@@ -14,7 +14,8 @@ from dpfunc import distributed, sampling
 from dpfunc.distributed_checkpoint import load_sharded, save_sharded
 from dpfunc.journal import Journal
 from dpfunc.rng import insecure_key
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 
 PLAN = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3))

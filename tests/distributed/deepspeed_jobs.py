@@ -12,7 +12,8 @@ from torch import nn
 import dpfunc
 from dpfunc import distributed
 from dpfunc.rng import insecure_key
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 
 

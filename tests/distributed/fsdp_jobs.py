@@ -16,7 +16,8 @@ from dpfunc.distributed.managed import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.sharding import is_dtensor, local
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 
 NUM_RECORDS, VOCAB, WIDTH, CLASSES = 40, 11, 7, 3  # sizes that no number of processes divides

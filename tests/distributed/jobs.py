@@ -15,7 +15,8 @@ from dpfunc import clipping, distributed, sampling
 from dpfunc.journal import Journal
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 
 NUM_RECORDS = 40
@@ -144,3 +145,56 @@ def document(code):
     names = {}
     exec(compile(code, "guide.py", "exec"), names)
     return {name: value.detach() for name, value in names["params"].items()}, names["state"].ledger.to_json()
+
+
+def part_of_the_mesh():
+    """Parameters that are cut over some of the processes with other records only: what a step says."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("rep", "shard"))
+    ranks = distributed.sharded(mesh, data=("rep", "shard"))
+    current = distributed.shard(params(), mesh["shard"], min_size=1)
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
+    dp_step = make_dp_step(loss_fn, the_plan, engine="bookkeeping", ranks=ranks)
+    state = replay(dp_step.init(current, insecure_key(3)))
+    try:
+        dp_step(current, take(data(), next(iter(the_plan.batches(state, ranks)))), state)
+    except dpfunc.DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def no_ranks():
+    """A step of a process that does not know of the others."""
+    try:
+        make_dp_step(loss_fn, plan())
+    except dpfunc.DPFuncError as error:
+        return str(error)
+    return "ok"
+
+
+def half_a_journal():
+    """Only one process passes a journal; what the step says."""
+    ranks = distributed.data_parallel()
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
+    journal = (lambda after: None) if ranks.writes else None
+    dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks, journal=journal)
+    state = replay(dp_step.init(params(), insecure_key(3)))
+    try:
+        dp_step(params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
+    except dpfunc.DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def bad_dummy():
+    """A dummy that is no row of the data, which no process needs; what the step says."""
+    ranks = distributed.data_parallel(dummy={"x": torch.zeros(1, 6), "y": torch.zeros(1)})
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.9))
+    dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks)
+    state = replay(dp_step.init(params(), insecure_key(3)))
+    try:
+        dp_step(params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
+    except dpfunc.DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""

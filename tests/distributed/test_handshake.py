@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from workers import outcomes
+from workers import outcomes, run
 
 from dpfunc.distributed.handshake import checksum
 
@@ -39,5 +39,39 @@ def test_a_checksum_sees_one_bit(dtype):
     view = changed.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[changed.element_size()])
     view[517] ^= 1
     assert checksum([("w", tensor)]) == checksum([("w", tensor.clone())])
+    moved = torch.arange(1000).to(dtype)
+    assert checksum([("w", moved)]) != checksum([("w", moved.flip(0))])
     others = [[("w", changed)], [("v", tensor)], [("w", tensor.reshape(10, 100))], [("w", tensor), ("v", tensor)]]
     assert len({checksum(each) for each in [[("w", tensor)], *others]}) == 5
+
+
+def test_a_checksum_sees_two_signs_and_two_rows():
+    """Changes that a plain sum of words would not see."""
+    rows = torch.randn(64, 8, dtype=torch.float64)
+    signs, order = rows.clone(), rows.flip(0)
+    signs[3] = -signs[3]
+    assert len({checksum([("x", each)]) for each in (rows, signs, order, rows + 0.0)}) == 3
+
+
+def test_parameters_on_a_part_of_the_processes_are_refused():
+    """Each part would release a sum of its own with the same noise: the difference would have none."""
+    for kind, text in run(2, "jobs:part_of_the_mesh"):
+        assert kind == "InvalidArgument"
+        assert "release sums of their own with the same noise" in text
+
+
+def test_several_processes_need_ranks():
+    for text in run(2, "jobs:no_ranks"):
+        assert "the process group has 2 processes" in text
+
+
+def test_all_pass_a_journal_or_none():
+    for kind, text in run(2, "jobs:half_a_journal"):
+        assert kind == "RankMismatch"
+        assert "all pass a journal" in text
+
+
+def test_a_bad_dummy_is_found_before_it_is_needed():
+    for kind, text in run(2, "jobs:bad_dummy"):
+        assert kind == "InvalidArgument"
+        assert "Expected dummy to be a batch of one row" in text

@@ -41,7 +41,7 @@ def test_norms_of_parts_are_found_out():
 
 TROUBLE = {
     "data parallel": ("InvalidArgument", "dpfunc.distributed.sharded"),
-    "one process": ("InvalidArgument", "dpfunc.distributed.sharded"),
+    "one process": ("InvalidArgument", "or sharded(mesh)"),
     "vmap": ("UnsupportedModel", "bookkeeping"),
     "compile": ("InvalidArgument", "compile=False"),
     "other records": ("RankMismatch", "same records"),

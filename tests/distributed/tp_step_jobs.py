@@ -14,7 +14,8 @@ from dpfunc.errors import DPFuncError
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.sharding import is_dtensor
-from dpfunc.step import make_dp_step, replay
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 from dpfunc.tree import take
 
 NUM_RECORDS = 24

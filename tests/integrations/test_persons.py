@@ -20,7 +20,7 @@ from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.integrations.persons import group_by_person, mean_over_texts
 from dpfunc.rng import insecure_key
-from dpfunc.step import replay
+from dpfunc.state import replay
 from dpfunc.tree import take
 
 KEY = insecure_key(7)

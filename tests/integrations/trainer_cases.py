@@ -16,7 +16,7 @@ import dpfunc
 from dpfunc.functional import functionalize
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.tasks import infer_task, make_loss_fn
-from dpfunc.step import replay
+from dpfunc.state import replay
 
 NUM_RECORDS = 60
 PRIVACY = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0)

@@ -1,0 +1,38 @@
+"""The benchmark of several processes runs, and the guide shows what it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.distributed import HEADS, RESULT, table
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_it_measures_all_parts(tmp_path):
+    out = tmp_path / "out.json"
+    command = [
+        sys.executable, "-W", "ignore", "-m", "benchmarks.distributed", "--quick", "--rounds", "2", "--cases", "w1",
+        "--processes", "2", "--out", str(out),
+    ]  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["processes"] == 2
+    assert set(row["seconds"]) == {"plain", "dp_step", "clipped sum", "handshake", "all-reduce", "noise"}
+    assert all(value > 0 for value in row["seconds"].values())
+    assert row["ratio"]["plain"] == 1.0
+
+
+def test_the_guide_shows_the_committed_result():
+    lines = table(json.loads(RESULT.read_text())["rows"])
+    guide = (ROOT / "docs" / "guides" / "distributed.md").read_text()
+    assert f"| {' | '.join(HEADS)} |" in guide
+    for line in lines:
+        assert f"| {' | '.join(line)} |" in guide
