@@ -69,7 +69,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         loss: the name of a task, or a function (forward, params, batch) -> one loss a sample. None: from the model.
         key: root of the randomness, as secret as the data. None takes `secure_key()`. A key starts one run.
         ledger: what earlier phases on the same records have cost.
-        data_name: a name of the data set (a version, a hash); None reads some records. The same for a resumed run.
+        data_name: a name of the data set (a version, a hash); None reads them. The same for a resumed run.
 
     Raises:
         InvalidArgument: naming what cannot be used under differential privacy; nothing was spent.
@@ -229,6 +229,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint:
             saved = all_or_none(partial(self._resume, resume_from_checkpoint, data), self._ranks, "Nothing was resumed")
             processes.check_processes(saved, self._journal(), self._ranks)
+            spent = saved.state.ledger.num_steps
+            distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal(), spent))
             skipping = not self.args.ignore_data_skip
             start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
         elif self._run is None:
@@ -243,13 +245,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             )
         if start.limit < 1:
             raise BudgetExhausted(
-                f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} does not allow one more step after the "
-                "given ledger."
+                f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
             )
         if writes and start.limit < self._num_steps(plan.sampler.dataset_size):
-            logger.warning(
-                "The budget allows %d steps: training stops after them, and the schedule is for them.", start.limit
-            )
+            logger.warning("The budget allows %d steps: training stops there, as does the schedule.", start.limit)
         self.args = changed(self.args, {"max_steps": start.limit})
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,13 @@ Drawn = tuple[int, int]
 """A step and the index of a record that was drawn for it."""
 
 # Records that are read to recognise a data set, and to see whether reading it twice gives the same.
-RECOGNISED = 1024
+WHOLE = 1_000_000  # of a list or tuple: measured 8 us for a text of 100 words, 70 us for ids and mask of 128 tokens
+WHOLE_ELSEWHERE = 20_000  # of a data set that may read, tokenize or decode each
+RECOGNISED = 1024  # of larger ones
 PROBED = 16
+NUMBERS = frozenset((int, float, bool))
+# Records may name files of images, which are read when the record is drawn.
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 
 
 @dataclass(frozen=True)
@@ -124,13 +130,23 @@ def read(dataset: Any, indices: Sequence[int]) -> list[Any]:  # noqa: ANN401  (a
 
 
 def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
-    """A digest by which a resumed run recognises its data: the length, and up to 1024 records spread over the set.
+    """A digest by which a resumed run recognises its data: the length, and what is in the records.
 
-    It catches another split, order or version, not a change of one record between the records it reads.
+    All records are read of a list or tuple of up to a million, and of another data set of up to 20000; image files that
+    they name are read too. Of larger ones 1024 records that are spread over the set: that catches another split, order
+    or version, not a change of one record between those it reads.
+
+    Guarantees:
+        tests/integrations/test_data_name.py::test_a_change_of_any_record_is_another_data_set.
     """
-    indices = spread(len(dataset), RECOGNISED)
+    known = WHOLE if isinstance(dataset, (list, tuple)) else WHOLE_ELSEWHERE
+    indices = range(len(dataset)) if len(dataset) <= known else spread(len(dataset), RECOGNISED)
+    state = hashlib.blake2b(digest_size=16)
     with torch_seed(insecure_key(0), accelerators=False):
-        return f"{len(dataset)} records {digest(read(dataset, indices))}"
+        for start in range(0, len(indices), RECOGNISED):
+            for record in read(dataset, indices[start : start + RECOGNISED]):
+                _update(state, record)
+    return f"{len(dataset)} records {state.hexdigest()}"
 
 
 def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:  # noqa: ANN401
@@ -159,7 +175,10 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def digest(value: object) -> str:
-    """A digest of nested records: tensors, arrays, numbers, strings, images. Of anything else only its type counts."""
+    """A digest of nested records: tensors, arrays, numbers, strings, images, files of images, dataclasses.
+
+    Of anything else only its type counts.
+    """
     state = hashlib.blake2b(digest_size=16)
     _update(state, value)
     return state.hexdigest()
@@ -173,6 +192,9 @@ def _update(state: hashlib.blake2b, value: object) -> None:
             _update(state, value[name])
     elif isinstance(value, (list, tuple)):
         state.update(f"{len(value)}:".encode())
+        if NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
+            state.update(repr(value).encode())
+            return
         for item in value:
             _update(state, item)
     elif isinstance(value, Tensor):
@@ -180,7 +202,18 @@ def _update(state: hashlib.blake2b, value: object) -> None:
         state.update(f"{value.dtype}{tuple(value.shape)}".encode())
     elif isinstance(value, np.ndarray):
         state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
-    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, PurePath)):
         state.update(repr(value).encode())
+        if isinstance(value, (str, PurePath)) and str(value).lower().endswith(IMAGES):
+            _update_file(state, Path(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
     elif callable(getattr(value, "tobytes", None)):  # images, numpy scalars
         state.update(value.tobytes())  # type: ignore[attr-defined]
+
+
+def _update_file(state: hashlib.blake2b, path: Path) -> None:
+    """The bytes of a file that a record names, when there is one."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            state.update(hashlib.file_digest(file, "sha256").digest())

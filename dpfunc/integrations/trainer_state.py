@@ -14,7 +14,7 @@ from dpfunc.errors import CheckpointError
 from dpfunc.journal import read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
-from dpfunc.saved import sha256, verify, write_json
+from dpfunc.saved import STATE, sha256, verify, write_json
 from dpfunc.state import StepState
 from dpfunc.types import Params, schedule_at
 
@@ -95,13 +95,21 @@ def newest(output_dir: Path) -> Path:
     """The newest whole checkpoint of a run; one that a kill left half-written is passed over.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it is not clear of which run.
+
+    Guarantees:
+        tests/integrations/test_trainer_resume.py::test_a_folder_of_several_runs_is_not_guessed_about.
     """
     found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _numbered(path))]
+    whole: list[Path] = []
     for _, path in sorted(found, reverse=True):
         if is_whole(path):
-            return path
-        logger.warning("The checkpoint %s is not whole and is passed over.", path)
+            whole.append(path)
+        else:
+            logger.warning("The checkpoint %s is not whole and is passed over.", path)
+    if whole:
+        _of_one_run(whole, output_dir / JOURNAL)
+        return whole[0]
     steps = count_steps(output_dir / JOURNAL)
     more = (
         f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
@@ -110,6 +118,38 @@ def newest(output_dir: Path) -> Path:
         if steps else ""
     )  # fmt: skip
     raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run.{more}")
+
+
+def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
+    """All are of one run, and it is the one that began last in the journal.
+
+    Raises:
+        CheckpointError: a folder that several runs have used; a higher number is not a newer run.
+    """
+    runs = {_run_of(path): path for path in reversed(checkpoints)}
+    which = (
+        "Name the one to go on with: resume_from_checkpoint=PATH. A run of its own belongs into a folder of its own."
+    )
+    if len(runs) > 1:
+        raise CheckpointError(
+            "Expected checkpoints of one run, got several: "
+            f"{', '.join(f'{path.name} of run {run}' for run, path in runs.items())}. {which}"
+        )
+    began = list(read_steps(journal))
+    if began and began[-1] not in runs:
+        raise CheckpointError(
+            f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
+            f"another run, {next(iter(runs))}. {which}"
+        )
+
+
+def _run_of(checkpoint: Path) -> str:
+    """Fingerprint of the key of a checkpoint."""
+    try:
+        (state,) = (checkpoint / FOLDER).glob(f"{PREFIX}*/{STATE}")
+        return fingerprint(Key(bytes.fromhex(json.loads(state.read_text())["key"])))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The state of {checkpoint} was changed after it was saved: {error}.") from error
 
 
 def _numbered(path: Path) -> re.Match[str] | None:
@@ -126,15 +166,20 @@ def is_whole(checkpoint: Path) -> bool:
     return any((path / MANIFEST).exists() for path in (checkpoint / FOLDER).glob(f"{PREFIX}*"))
 
 
-def note_earlier_runs(journal: Path) -> None:
-    """Say it when the journal holds runs that a new run does not count."""
-    steps = count_steps(journal)
-    if steps:
+def note_earlier_runs(journal: Path, counted: int = 0) -> None:
+    """Say it when the journal holds runs that this run does not count.
+
+    Args:
+        journal: of the run. counted: steps in the ledger of a run that is resumed; 0 for a new one.
+    """
+    steps = count_steps(journal) - counted
+    if steps > 0:
         logger.warning(
-            "The journal %s has %d steps of earlier runs. If they saw the same records and anything of them was kept, "
+            "The journal %s has %d steps of %s runs. If they saw the same records and anything of them was kept, "
             "they count too: resume_from_checkpoint=True, or DPTrainer(..., ledger=journal_ledger(path)).",
             journal,
             steps,
+            "other" if counted else "earlier",
         )
 
 

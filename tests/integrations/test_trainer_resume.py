@@ -331,6 +331,26 @@ def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_pat
         run(folder).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
 
 
+def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog):
+    """A higher number is not a newer run: the second run here was killed in its second step, or at its first."""
+    folder = copy_of(killed, tmp_path)
+    options = {"privacy": PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)}
+    run(folder, changes={"save_strategy": "no"}, callbacks=[StopAt(2)], **options).train()
+    with pytest.raises(
+        CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
+    ):
+        run(folder).train(resume_from_checkpoint=True)
+    caplog.clear()
+    run(folder).train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    assert "has 2 steps of other runs" in caplog.text
+    run(folder, changes={"save_steps": 1, "save_total_limit": 9}, callbacks=[StopAt(2)], **options).train()
+    with pytest.raises(
+        CheckpointError,
+        match=r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-10 of run",
+    ):
+        run(folder, **options).train(resume_from_checkpoint=True)
+
+
 def test_nothing_to_resume(killed, tmp_path):
     shutil.copy(killed / "privacy_journal.jsonl", tmp_path)
     with pytest.raises(CheckpointError, match="found none.*The journal counts 8 steps"):

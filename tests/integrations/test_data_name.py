@@ -1,0 +1,65 @@
+"""A resumed run recognises its data: every record, and the images that records name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from dpfunc.integrations.trainer_data import data_name
+
+
+class Elsewhere:
+    """A data set that is not in memory."""
+
+    def __init__(self, records):
+        self.records = records
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, index):
+        return self.records[index]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Elsewhere])
+@pytest.mark.parametrize("changed", [0, 2, 1027, 4998, 4999])
+def test_a_change_of_any_record_is_another_data_set(kind, changed):
+    records = [{"text": str(number), "input_ids": [number, 1]} for number in range(5000)]
+    edited = list(records)
+    edited[changed] = {**records[changed], "input_ids": [changed, 2]}
+    assert data_name(kind(records)) == data_name(kind([dict(record) for record in records]))
+    assert data_name(kind(records)) != data_name(kind(edited))
+
+
+def test_large_data_sets_elsewhere_are_sampled():
+    records = [{"text": str(number)} for number in range(20_001)]
+    edited = [*records[:7], {"text": "edited"}, *records[8:]]
+    assert data_name(Elsewhere(records)) == data_name(Elsewhere(edited))  # as the guide says
+    assert data_name(records) != data_name(edited)
+    assert data_name(Elsewhere(records)) != data_name(Elsewhere(records[::-1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    image: Path
+    question: str
+
+
+@pytest.mark.parametrize("record", [lambda path: {"image": str(path)}, lambda path: Asked(path, "what?")])
+def test_images_that_records_name_are_part_of_them(tmp_path, record):
+    file = tmp_path / "a.PNG"
+    file.write_bytes(b"1")
+    before = data_name([record(file)])
+    file.write_bytes(b"2")
+    assert data_name([record(file)]) != before
+    file.write_bytes(b"1")
+    assert data_name([record(file)]) == before
+    file.unlink()
+    assert data_name([record(file)]) != before
+
+
+def test_texts_between_types_are_not_confused():
+    names = {data_name([value]) for value in ([1, 2], (1, 2), [1, 2.0], [[1], 2], [True, 2], ["1", 2], "12", [12])}
+    assert len(names) == 8
