@@ -112,6 +112,8 @@ class ClippedGrad:
             return num_samples
         if self.microbatch_size != "auto":
             return self.microbatch_size
+        if num_samples < 2:  # one sample does not tell what another adds
+            return num_samples
         shapes = signature(batch)
         if shapes not in self._sizes:
             self._sizes[shapes] = automatic_size(self.loss_fn, params, batch)

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.checks import shorten
 from dpfunc.engines.bookkeeping import bookkeeping
+from dpfunc.engines.isolation import rows_differ
 from dpfunc.engines.loop import loop
 from dpfunc.engines.probe import Probe, take_probe
 from dpfunc.engines.vmap import vmap
@@ -62,7 +63,8 @@ class Auto:
         decision = _decide(loss_fn, probe, self.fast())
         level = logging.INFO if decision.engine == "bookkeeping" else logging.WARNING
         log.log(level, "engine %s: %s", decision.engine, decision.reason)
-        self._decisions[loss_fn] = decision
+        if rows_differ(batch):  # otherwise it holds for these rows, and the next batch decides anew
+            self._decisions[loss_fn] = decision
         return decision.run
 
     def decision(self, loss_fn: LossFn) -> Decision | None:

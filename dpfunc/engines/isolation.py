@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc.checks import shorten
 from dpfunc.engines.collectives import Listener, own_only
-from dpfunc.engines.lockstep import refused_by_all
+from dpfunc.engines.lockstep import of_all, refused_by_all
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.scope import backward_inside
@@ -94,6 +94,20 @@ def some_rows(batch: Batch, num_rows: int) -> Batch:
         return value[torch.arange(num_rows, device=value.device) % value.shape[0]]
 
     return pytree.tree_map(take, batch)
+
+
+def rows_differ(batch: Batch) -> bool:
+    """Whether the first rows differ, here or on a process that runs in lockstep with this one.
+
+    Rows that are all alike (one sample, or one and its copies in place of padding) say nothing about what rows do to
+    each other.
+
+    >>> rows_differ(torch.ones(3, 2)), rows_differ(torch.eye(2))
+    (False, True)
+    """
+    first = [leaf[:LOSS_ROWS] for leaf in pytree.tree_leaves(batch)]
+    found = any(bool((leaf != leaf[:1]).any()) for leaf in first)
+    return bool(of_all(torch.tensor([found])).item())
 
 
 def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, listener: Listener | None = None) -> float:

@@ -14,7 +14,7 @@ from dpfunc.checks import shorten
 from dpfunc.engines import layout as layouts_of
 from dpfunc.engines.collectives import Listener
 from dpfunc.engines.graphs import refuse_reentrant
-from dpfunc.engines.isolation import Still, check_isolated, shaken, some_rows
+from dpfunc.engines.isolation import Still, check_isolated, rows_differ, shaken, some_rows
 from dpfunc.engines.lockstep import refused_by_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.rules.table import Use
@@ -162,7 +162,10 @@ class Memory:
             self.known[loss_fn] = {}
         known, shapes = self.known[loss_fn], signature(batch)
         if shapes not in known:
-            known[shapes] = learn(loss_fn, params, batch, {})
+            found = learn(loss_fn, params, batch, {})
+            if not rows_differ(batch):  # holds for these rows, which say nothing about others
+                return found
+            known[shapes] = found
         return known[shapes]
 
     def retried(self, loss_fn: LossFn, params: Params, batch: Batch, compute: Callable[[Layouts], Result]) -> Result:

@@ -126,7 +126,7 @@ def test_rows_that_are_not_finite_leave_the_decision_to_the_next_batch():
     engine, params = engines.auto(), {"w": torch.ones(4)}
     engine(loss_fn, params, torch.full((3, 4), torch.nan))
     assert engine.decision(loss_fn) is None
-    engine(loss_fn, params, torch.ones(3, 4))
+    engine(loss_fn, params, torch.ones(3, 4).cumsum(0))
     assert engine.decision(loss_fn).engine == "bookkeeping"
 
 
@@ -146,3 +146,23 @@ def test_batch_norm_of_single_rows_is_explained():
     loss_fn = lambda p, b: F.batch_norm(b["x"].mean(1), None, None, p["w"], training=True).square().sum(1)  # noqa: E731
     with pytest.raises(UnsupportedModel, match=r"not that of one sample alone.*replace_batchnorm"):
         engines.auto()(loss_fn, W, tokens([2, 8, 5]))
+
+
+@pytest.mark.parametrize(
+    "make_engine", [engines.auto, engines.bookkeeping, engines.ghost], ids=["auto", "bookkeeping", "ghost"]
+)
+def test_rows_that_are_all_alike_decide_nothing(make_engine):
+    """One sample, or one and its copies, cannot show what rows do to each other: the next batch decides."""
+
+    def mixing(params, batch):
+        losses_B = (params["w"] * batch).sum(1).square() + 1.0
+        return losses_B * (losses_B / losses_B.mean()).detach()
+
+    params, batch = {"w": torch.ones(3)}, torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    engine = make_engine()
+    for alike in (batch[:1], batch[:1].expand(4, 3)):
+        found = engine(mixing, params, alike)
+        expected = engines.loop()(mixing, params, alike)
+        torch.testing.assert_close(found.sq_norms()["w"], expected.sq_norms()["w"])
+    with pytest.raises(UnsupportedModel, match="influence"):
+        engine(mixing, params, batch)
