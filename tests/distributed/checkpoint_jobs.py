@@ -126,7 +126,7 @@ def strided(folder):
         model.bias.copy_(params()["in.bias"])
     fully_shard(parallelize_module(model, mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
     ranks, values = distributed.sharded(mesh, tensor=("tp",)), {f"in.{n}": p for n, p in model.named_parameters()}
-    state = replay(make_dp_step(loss_fn, PLAN).init(params(), insecure_key(5)))
+    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(params(), insecure_key(5)))
     save_sharded(folder, params=values, state=state, plan=PLAN, data="d", ranks=ranks)
     found = load_sharded(folder, params=values, plan=PLAN, data="d", ranks=ranks).params
     return all(torch.equal(found[name].to_local(), p.to_local()) for name, p in values.items())

@@ -18,6 +18,7 @@ from dpfunc.integrations.arguments import PrivacyArguments
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 KEY = dpfunc.insecure_key(2106)
+END = "=== the runs that are compared end here"
 PRIVACY = PrivacyArguments(
     dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="bookkeeping", dp_log_unreleased=True
 )
@@ -156,6 +157,8 @@ def trainer(folder):
         raise OSError("the disk is full")
 
     found["once"] = caught(distributed.once, ranks, fails)
+    if ranks.writes:
+        print(END, flush=True)
     found.update(troubles(folder, ranks))
     # Last: it makes the Trainer forget the other processes.
     found["alone"] = caught(lambda: trainer_of(folder / "alone", 0, Seen(), use_cpu=False))

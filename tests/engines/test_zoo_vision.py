@@ -31,7 +31,7 @@ def results():
     run = subprocess.run(
         [sys.executable, "-W", "error", vision_run.__file__],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=400, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
