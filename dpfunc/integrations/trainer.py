@@ -197,12 +197,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             return self._dry_run()
         self._prepare(resume_from_checkpoint)
         resumed = None if self._start is None or self._start.resumed is None else self._start.resumed.path.parents[1]
-        output = None
+        done = False
         try:
             output = super().train(None if resumed is None else str(resumed), None, ignore_keys_for_eval)
+            done = True
         finally:
             self._start = None
-            if output is None and self._run is not None and distributed.is_writer(self._ranks):  # others may not come
+            if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
                 self._write_accounting()
         distributed.once(self._ranks, self._write_accounting)
         return output._replace(training_loss=math.nan)
