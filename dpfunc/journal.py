@@ -121,7 +121,9 @@ def read_steps(path: Path) -> dict[str, dict[int, Taken]]:
             events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
             taken = Taken(values["adjacency"], events, str(values["release"]))
             runs.setdefault(values["run"], {}).setdefault(int(values["step"]), taken)
-        except (ValueError, KeyError, TypeError) as error:
+        except KeyError as error:
+            raise CheckpointError(f"Line {number} of the journal {path} cannot be read: it lacks {error}.") from error
+        except (ValueError, TypeError) as error:
             raise CheckpointError(f"Line {number} of the journal {path} cannot be read: {error}.") from error
     return runs
 

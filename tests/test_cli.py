@@ -76,7 +76,7 @@ def test_ledger_show(tmp_path):
 
 def test_journal_show(tmp_path):
     path = tmp_path / "journal.jsonl"
-    line = '{"run": "a", "step": %d, "adjacency": "add_remove", "events": [[1.0, 5.0, 1]]}\n'
+    line = '{"run": "a", "step": %d, "adjacency": "add_remove", "events": [[1.0, 5.0, 1]], "release": ""}\n'
     path.write_text("".join(line % step for step in range(10)))
     assert "2.594" in run("ledger", "show", path, "--delta", 1e-5).stdout
 

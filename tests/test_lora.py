@@ -53,7 +53,7 @@ def test_starts_as_the_module_itself(kind):
     make, targets, x = KINDS[kind]
     module = make()
     adapter = lora.attach(module, KEY, targets=targets, rank=2, alpha=6)
-    assert torch.allclose(logits(adapter.forward(adapter.params, x)), logits(module(x)), atol=1e-6)
+    assert torch.allclose(logits(adapter.forward(adapter.params, x)), logits(module(x)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -164,5 +164,5 @@ def test_rows_that_are_all_alike_decide_nothing(make_engine):
         found = engine(mixing, params, alike)
         expected = engines.loop()(mixing, params, alike)
         torch.testing.assert_close(found.sq_norms()["w"], expected.sq_norms()["w"])
-    with pytest.raises(UnsupportedModel, match="influence"):
+    with pytest.raises(UnsupportedModel, match="depends on the other samples"):
         engine(mixing, params, batch)
