@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpfunc.distributed.axes import cut_over
 from dpfunc.distributed.ranks import Ranks, any_rank
 from dpfunc.errors import RankMismatch, StepAborted
 from dpfunc.sharding import local, shard_dims, window
@@ -26,7 +27,8 @@ class Card(NamedTuple):
     Args:
         step: number of the step. num_samples: records this process has. failed: it cannot take the step.
         run: digest of plan, key, ledger and settings. rows: of the shapes of a row. data: of the batch itself.
-        params: of the parameters that the processes of the data group hold alike. whole: of those that nobody cuts.
+        params: of the parameters that the processes of the data group hold alike. whole: of those that the
+            tensor group holds alike.
         part: which part this process holds of those that the data group cuts. replica: digest of that part.
     """
 
@@ -55,7 +57,10 @@ ADVICE = {
         "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
         "initialisation, update every replica in the same way, and load the same checkpoint."
     ),
-    "whole": "Parameters that no process cuts differ in at least one bit. Start from the same initialisation.",
+    "whole": (
+        "Parameters that processes with the same records hold alike differ in at least one bit. Start from the same "
+        "initialisation."
+    ),
     "rows": (
         "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
         "processes."
@@ -117,8 +122,8 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
     data = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_leaves_with_path(batch)]
     rows = [name for name, _ in data], signature(batch)
     layouts = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
-    alike = [(name, p) for name, p in params.items() if not _cut_over(p, ranks.group)]
-    cut = [(name, p) for name, p in params.items() if _cut_over(p, ranks.group)]
+    alike = [(name, p) for name, p in params.items() if not cut_over(p, ranks)]
+    cut = [(name, p) for name, p in params.items() if cut_over(p, ranks)]
     parts = ranks.tensor_group is not None
     return Card(
         step=step,
@@ -128,20 +133,10 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
         rows=digest(str(rows)),
         data=checksum(data) if parts else 0,
         params=checksum(alike),
-        whole=checksum((name, p) for name, p in alike if not shard_dims(p)) if parts else 0,
+        whole=checksum((name, p) for name, p in params.items() if not cut_over(p, ranks, tensor=True)) if parts else 0,
         part=digest(str([(name, window(p, name)) for name, p in cut])),
         replica=checksum(cut),
     )
-
-
-def _cut_over(param: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether processes of the group hold different parts of a parameter."""
-    axes = shard_dims(param)
-    if not axes:
-        return False
-    mesh = param.device_mesh  # type: ignore[attr-defined]
-    members = set(dist.get_process_group_ranks(group))
-    return any(len(members & set(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in axes)
 
 
 def agree(own: Card, ranks: Ranks) -> int:

@@ -32,6 +32,7 @@ class Ranks:
         dummy: one public row, a batch of length 1, that processes without records run with weight zero. None is a row
             of zeros.
         keeps_parts: the engine takes parts of parameters, and its sums are those of all processes.
+        tensor_axes: names of the mesh dimensions of the tensor group.
     """
 
     group: dist.ProcessGroup = field(repr=False)
@@ -41,6 +42,7 @@ class Ranks:
     independent: bool
     dummy: Batch | None = field(default=None, repr=False)
     keeps_parts: bool = False
+    tensor_axes: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -130,7 +132,8 @@ def sharded(
     for each in (group, tensor_group):
         if each is not None:
             check_timeout(each)
-    return Ranks(group, tensor_group, dist.get_rank(group), dist.get_world_size(group), False, dummy)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return Ranks(group, tensor_group, rank, size, False, dummy, tensor_axes=tuple(tensor))
 
 
 def shared_key(ranks: Ranks, key: Key | None = None) -> Key:

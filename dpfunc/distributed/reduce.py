@@ -11,21 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc.checks import shorten
+from dpfunc.distributed.axes import axes_over, cut_over
 from dpfunc.distributed.ranks import Ranks, message_device
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.sharding import distributed, is_dtensor, shard_dims
 from dpfunc.types import Params
-
-
-def axes_over(param: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The dimensions of a DTensor's mesh whose processes belong to a group."""
-    if not is_dtensor(param):
-        return ()
-    mesh: Any = param.device_mesh
-    members = set(dist.get_process_group_ranks(group))
-    return tuple(
-        axis for axis in range(mesh.ndim) if set(dist.get_process_group_ranks(mesh.get_group(axis))) <= members
-    )
 
 
 def check_layout(params: Params, ranks: Ranks) -> None:
@@ -39,13 +29,13 @@ def check_layout(params: Params, ranks: Ranks) -> None:
         if not is_dtensor(param):
             continue
         spec: Any = param
-        known = {axis for group in ranks.groups for axis in axes_over(param, group)}
+        known = {*axes_over(param, ranks), *axes_over(param, ranks, tensor=True)}
         if shard_dims(param).keys() - known or any(p.is_partial() for p in spec.placements):
             raise InvalidArgument(
                 f"Expected params[{name!r}] to be cut over processes of the run only, got {spec.placements} on "
                 f"{spec.device_mesh}. Name its dimension: dpfunc.distributed.sharded(mesh, data=..., tensor=...)."
             )
-        over = axes_over(param, ranks.group)
+        over = axes_over(param, ranks)
         if (
             set(over) & shard_dims(param).keys()
             and math.prod(spec.device_mesh.size(axis) for axis in over) != ranks.size
@@ -66,7 +56,7 @@ def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
 
     result: dict[str, Tensor] = {}
     for name, param in params.items():
-        over = axes_over(param, ranks.group)
+        over = axes_over(param, ranks)
         if not over or ranks.keeps_parts:
             result[name] = param
             continue
@@ -99,7 +89,7 @@ def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False
         if alone:
             raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(alone)}.")
         return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
-    cut = [name for name in sums if _cut_by_data(params[name], ranks)]
+    cut = [name for name in sums if cut_over(params[name], ranks)]
     packed = _all_reduce({name: value for name, value in sums.items() if name not in cut}, ranks, failed)
     if failed:
         return {}
@@ -107,10 +97,6 @@ def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False
         name: scattered(sums[name], params[name], ranks) if name in cut else distributed(packed[name], params[name])
         for name in sums
     }
-
-
-def _cut_by_data(param: Tensor, ranks: Ranks) -> bool:
-    return bool(set(axes_over(param, ranks.group)) & shard_dims(param).keys())
 
 
 def _all_reduce(sums: Params, ranks: Ranks, failed: bool) -> dict[str, Tensor]:
@@ -142,7 +128,7 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial
 
     spec: Any = param
-    over = axes_over(param, ranks.group)
+    over = axes_over(param, ranks)
     placements = [Partial() if axis in over else p for axis, p in enumerate(spec.placements)]
     whole = DTensor.from_local(
         total, spec.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
@@ -161,7 +147,7 @@ def whole_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) ->
         params: as the engine got them. sq_norms: name -> (B,), of what this process holds. ranks: of the run.
     """
     group = ranks.tensor_group
-    cut = [name for name, p in params.items() if group and set(axes_over(p, group)) & shard_dims(p).keys()]
+    cut = [name for name, p in params.items() if cut_over(p, ranks, tensor=True)]
     if group is None or not cut:
         return sq_norms
     parts_NB = torch.stack([sq_norms[name].double() for name in cut])

@@ -16,12 +16,14 @@ RUNS = [
     ("llama lora", 4, 4, {"clip": "layers"}),
     ("llama lora", 4, 2, {"frozen_sharded": True}),
     ("llama", 2, 2, {}),
+    ("mlp", 2, 1, {}),
+    ("llama lora", 2, 1, {"frozen_sharded": True}),
 ]
 
 
 @pytest.mark.parametrize("case", RUNS, ids=lambda case: "-".join(map(str, (*case[:3], *case[3].values()))))
 def test_cut_models_train_like_whole_ones(case):
-    """Eight noisy steps, some without records; the last case but one also shards the frozen base by FSDP2."""
+    """Eight noisy steps, some without records; some also shard the frozen base by FSDP2; a tensor dimension may have size 1."""
     name, size, parts, more = case
     plain = {key: value for key, value in more.items() if key in ("clip", "expected")}
     [(expected, ledger, _)] = run(1, f"{JOBS}:plain", name, plain)
@@ -61,6 +63,11 @@ def test_trouble_of_one_is_an_error_of_all():
     found = run(4, f"{JOBS}:trouble", "nan")
     assert [row[0] for row in found] == ["StepAborted"] * 3 + ["InvalidArgument"]
     assert all(row[2] == 0 for row in found)
+
+
+def test_a_part_that_differs_is_an_error_of_all():
+    for found, text, spent in run(4, f"{JOBS}:trouble", "one ulp of a part"):
+        assert (found, spent) == ("RankMismatch", 0), text
 
 
 def test_every_dimension_of_the_mesh_is_named():

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from tp_jobs import CASES, batch_of, built
 
 import dpfunc
@@ -100,6 +101,11 @@ def trouble(kind):
         data["x"][:] = data["x"] + 1
     if kind == "one ulp" and mine:
         params["norm.weight"][2] = torch.nextafter(params["norm.weight"][2], torch.tensor(9.0, dtype=torch.float64))
+    if kind == "one ulp of a part":  # cut over processes with other records, alike over those with the same
+        part = distribute_tensor(params["norm.weight"], mesh["dp"], [Shard(0)])
+        params["norm.weight"] = part
+        if mine:
+            part.to_local()[0] = torch.nextafter(part.to_local()[0], torch.tensor(9.0, dtype=torch.float64))
     if kind == "nan" and mine:
         params["norm.weight"][2] = float("nan")
     state = None
