@@ -73,6 +73,7 @@ def save(
 
     Raises:
         InvalidArgument: keep < 1.
+        CheckpointError: the directory has a later checkpoint of another run, which `load` would take for this one.
 
     >>> import tempfile
     >>> from dpfunc import clipping, sampling
@@ -93,6 +94,7 @@ def save(
     from safetensors.torch import save_file
 
     parent = Path(directory)
+    _check_latest(parent, state)
     parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
     try:
@@ -114,6 +116,26 @@ def save(
     for old in whole_checkpoints(parent)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def _check_latest(parent: Path, state: StepState) -> None:
+    for latest in whole_checkpoints(parent)[-1:]:
+        _check_kind(latest)
+        values = json.loads((latest / STATE).read_text())
+        if values["key"] != state.key.secret.hex() and values["step"] > state.step:
+            raise CheckpointError(
+                f"Expected no later checkpoint of another run in {parent}, found {latest.name} beside step "
+                f"{state.step}: the next load would resume that run. Give each run a directory of its own. Nothing "
+                "was written."
+            )
+
+
+def _check_kind(path: Path) -> None:
+    if PARAMS not in json.loads((path / MANIFEST).read_text()):
+        raise CheckpointError(
+            f"Expected a checkpoint of dpfunc.save, got {path}, which save_sharded wrote: read it with "
+            "dpfunc.distributed_checkpoint.load_sharded, and give each kind a directory of its own."
+        )
 
 
 def load(
@@ -152,6 +174,7 @@ def load(
     if not found:
         raise CheckpointError(f"Expected a checkpoint in {directory}, found none. Start a new run.")
     path = found[-1]
+    _check_kind(path)
     verify(path, json.loads((path / MANIFEST).read_text()))
     values = json.loads((path / STATE).read_text())
     check_schema(values, path)

@@ -18,6 +18,7 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import load, save
+from dpfunc.distributed_checkpoint import save_sharded
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.journal import Journal, journal_ledger, read_steps
 from dpfunc.plan import Plan
@@ -183,6 +184,26 @@ def test_another_run_is_refused_with_the_difference(tmp_path, name):
     changes, message = REFUSALS[name]
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, **{"plan": PLAN, "params": values, "data": DATA, **changes})
+
+
+def test_the_directory_of_another_run_is_refused(tmp_path):
+    """It has a later step, which the next load would resume; nothing is written or removed."""
+    state, values, optimizer = start()
+    late = store(tmp_path, steps(state, values, optimizer, 3), values, optimizer)
+    other, values, optimizer = start()
+    with pytest.raises(CheckpointError, match="step-00000003.000 beside step 0: the next load would resume that run"):
+        store(tmp_path, other, values, optimizer)
+    assert list(tmp_path.iterdir()) == [late]
+    assert store(tmp_path, steps(other, values, optimizer, 4), values, optimizer).exists()  # load takes this one
+
+
+def test_a_sharded_checkpoint_is_refused(tmp_path):
+    state, values, optimizer = start()
+    save_sharded(tmp_path, params=values, state=state, plan=PLAN, data=DATA, ranks=None)
+    with pytest.raises(CheckpointError, match="which save_sharded wrote"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA)
+    with pytest.raises(CheckpointError, match="a directory of its own"):
+        store(tmp_path, state, values, optimizer)
 
 
 def test_nothing_there(tmp_path):
