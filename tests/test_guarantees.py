@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import GROUPINGS, RULES, as_batch, flat, linear_loss, params, random_rows
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import FACTORS, loop_clipped_sum
 
@@ -46,6 +46,18 @@ def test_sensitivity(rule_name, grouping, seed, size, scale):
     assert (flat(full.sums) - flat(replaced.sums)).norm() <= replaced.sensitivity
     assert full.sensitivity == pytest.approx(1.0)
     assert replaced.sensitivity == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 256])
+@given(seed=seeds, size=st.integers(512, 1024))
+@settings(max_examples=10)
+def test_sensitivity_of_aligned_records(microbatch_size, seed, size):
+    """The largest sums there are, whose float32 numbers lie furthest apart: every gradient points the same way."""
+    rows_BP = random_rows(seed, 1, 100.0).expand(size, -1)
+    rule = clipping.Flat(1.0)
+    full, removed = (clipped_sum(rule, rows, microbatch_size=microbatch_size) for rows in (rows_BP, rows_BP[1:]))
+    moved = (flat(full.sums).double() - flat(removed.sums).double()).norm()
+    assert 0.99 <= moved <= full.sensitivity
 
 
 @every_rule
