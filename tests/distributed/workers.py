@@ -18,6 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+# Imported once, by the server that the workers are forked from: in each worker they would take most of the time.
+IMPORTED = [
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama", "peft", "pytest", "dpfunc.distributed.managed",
+    "dpfunc.distributed_checkpoint",
+]  # fmt: skip
 HERE = Path(__file__).parent
 PATHS = (str(HERE), str(HERE.parent), str(HERE.parents[1]))
 
@@ -62,7 +68,8 @@ class _Pool:
         self.workers: list[tuple[Any, Any]] = []
 
     def grow(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         while len(self.workers) < size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
