@@ -1,11 +1,12 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
-# make test   set up, then lint, types, doctests and tests: what CI runs
+# make test   set up, then lint, types, doctests and tests
+# make test-slow   the tests that take long: whole runs of examples and commands, vision models, compilers; CI runs both
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-slow downloads check bench clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -37,11 +38,18 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: check $(VENV)/vision
+downloads: $(VENV)/dev
 	$(BIN)/python examples/main_job/fetch.py
 	$(BIN)/python examples/language_model/fetch_smollm.py
 	$(BIN)/python examples/vqa/downloads.py
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile $(ARGS)
+
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
+
+test: check downloads
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/vision downloads
+	$(PYTEST) -m slow tests $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/noise_cost.py

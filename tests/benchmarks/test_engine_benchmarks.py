@@ -48,6 +48,7 @@ def written(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_the_result_file_has_its_fields(written):
     assert {"cpu", "cores", "load_1min", "torch_threads", "gpu"} == written["machine"].keys()
     assert {"python", "torch", "opacus", "dpfunc"} <= written["versions"].keys()
@@ -75,6 +76,7 @@ def test_engines_that_exist_agree():
         assert all(result["status"] == "ok" for result in results.values()), results
 
 
+@pytest.mark.slow
 def test_page_and_pictures(written, tmp_path):
     source = tmp_path / "engines.json"
     broken = {"status": "x: NotImplementedError: Parameter tying"}

@@ -22,11 +22,16 @@ cases = pytest.mark.parametrize(("model", "choice"), CASES, ids=[f"{name}, {choi
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="session")
 def results():
     """(model, choice, dtype, engine) -> what the run said about it; engine None is the loop itself."""
     if not (INSTALLED / "torchvision").is_dir() or not (INSTALLED / "timm").is_dir():
-        pytest.fail(f"Expected torchvision and timm in {INSTALLED.relative_to(ROOT)}: `make test` installs them there.")
+        pytest.fail(
+            f"Expected torchvision and timm in {INSTALLED.relative_to(ROOT)}: `make test-slow` installs them there."
+        )
     path = os.pathsep.join(str(folder) for folder in (INSTALLED, ROOT / "tests", ROOT))
     run = subprocess.run(
         [sys.executable, "-W", "error", vision_run.__file__],

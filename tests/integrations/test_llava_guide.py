@@ -122,21 +122,25 @@ def block_with(outputs, text):
     return found[0]
 
 
+@pytest.mark.slow
 def test_L20_the_whole_guide_runs(outputs):
     assert len(outputs) == len(BLOCKS) >= 18
 
 
+@pytest.mark.slow
 def test_L8_the_table_is_that_of_the_command(outputs):
     for line in block_with(outputs, "print(strategy_table(").splitlines():
         assert f"\n{line}\n" in GUIDE
 
 
+@pytest.mark.slow
 def test_L9_dry_run_and_training(outputs):
     printed = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
     assert "Nothing was trained" in printed
     assert "Spent: epsilon=" in printed
 
 
+@pytest.mark.slow
 def test_L11_what_was_spent(outputs):
     printed = dict(line.split() for line in block_with(outputs, 'for name in ("epsilon", "delta"').splitlines())
     assert 0 < float(printed["epsilon"]) <= float(printed["target_epsilon"]) == 8.0
@@ -144,22 +148,26 @@ def test_L11_what_was_spent(outputs):
     assert float(printed["max_grad_norm"]) == 0.1
 
 
+@pytest.mark.slow
 def test_L21_resume_spends_what_the_run_spends(outputs):
     before = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
     spent = re.compile(r"Spent: epsilon=([\d.]+)")
     assert spent.search(block_with(outputs, "--resume")).group(1) == spent.search(before).group(1)
 
 
+@pytest.mark.slow
 def test_L10_metrics_of_the_trainer(outputs):
     printed = block_with(outputs, "trainer.train()")
     for name in ("epsilon", "delta", "max_grad_norm", "remaining_epsilon"):
         assert f"'privacy/{name}'" in printed
 
 
+@pytest.mark.slow
 def test_L17_length_grouping(outputs):
     assert "train_sampling_strategy" in block_with(outputs, "group_by_length")
 
 
+@pytest.mark.slow
 def test_a_loop_of_your_own(outputs):
     assert block_with(outputs, "dp_step.decision.engine").startswith("bookkeeping ")
 

@@ -161,6 +161,7 @@ def test_the_twin_needs_no_privacy_arguments(here):
     assert "epsilon: inf (the twin without privacy)" in result.stdout
 
 
+@pytest.mark.slow
 def test_L21_killed_command_resumes_bit_for_bit(here):
     flags = ["--steps", "40", "--save_steps", "5", "--physical_batch_size", "32", "--insecure-seed", "7"]
     whole = train(*flags, "--output_dir", "whole")
@@ -480,6 +481,7 @@ def blocks(kind):
     return re.findall(rf"```{kind}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_T12_T13_commands_of_the_guide_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_job(tmp_path)  # for its tokenizer and its configuration

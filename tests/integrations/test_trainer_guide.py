@@ -78,6 +78,7 @@ def test_T1_the_ordinary_script_becomes_private_by_the_diff(place):
     assert all(math.isfinite(logs["eval_loss"]) for logs in trainer.state.log_history if "eval_loss" in logs)
 
 
+@pytest.mark.slow
 def test_the_private_script_runs_on_two_processes(place):
     """Also with a head that each process drew differently: all begin with that of the first one."""
     [command] = [block.split() for block in blocks("sh") if "torchrun" in block]

@@ -114,6 +114,7 @@ def copy_of(folder, target):
     return target
 
 
+@pytest.mark.slow
 def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
     """Step 7 was journalled and may have been seen: it is repeated with the same noise, and paid for once."""
     folder = copy_of(killed, tmp_path)
