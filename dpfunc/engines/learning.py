@@ -15,7 +15,7 @@ from dpfunc.engines import layout as layouts_of
 from dpfunc.engines.collectives import Listener
 from dpfunc.engines.graphs import refuse_reentrant
 from dpfunc.engines.isolation import Still, check_isolated, rows_differ, shaken, some_rows
-from dpfunc.engines.lockstep import refused_by_all
+from dpfunc.engines.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
@@ -174,6 +174,12 @@ class Memory:
         try:
             return compute(known)
         except UnknownLayout as error:
+            if in_lockstep():  # the others do not learn with this one: what is sent would meet something else
+                raise UnsupportedModel(
+                    f"{error.args[0][1]} of parameter {error.args[0][0]!r} occurs with this batch and not with the "
+                    "first one. Processes that share a model run the same operations for all rows: choose by "
+                    "torch.where, not by Python conditions on values."
+                ) from error
             known.pop(error.args[0], None)
             known.update(learn(loss_fn, params, batch, known))
         try:

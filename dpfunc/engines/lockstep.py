@@ -57,6 +57,16 @@ def on_its_own() -> bool:
     return company is not None and company.independent
 
 
+def in_lockstep() -> bool:
+    """Whether all processes must run the same forward and backward passes.
+
+    >>> in_lockstep()
+    False
+    """
+    company = _company.get()
+    return company is not None and not company.independent
+
+
 def of_all(flags: Tensor) -> Tensor:
     """Flags (bool) that are set on this process, or on one with other records that runs in lockstep with it.
 

@@ -59,3 +59,12 @@ def test_distributed_data_parallel_is_taken_off():
         assert kind == "Sequential"
         assert len(refused) == 3
         assert all("Take its .module" in said for said in refused)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "ghost"])
+def test_what_others_did_not_learn_is_refused(engine):
+    """Where processes share a model, one that learns a new layout would send what the others do not expect."""
+    assert run(2, "collective_jobs:late_use", engine, True) == [("norms", "")] * 2
+    for kind, said in run(2, "collective_jobs:late_use", engine, False):
+        assert kind == "UnsupportedModel"
+        assert "occurs with this batch and not with the first one" in said
