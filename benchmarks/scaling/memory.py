@@ -29,8 +29,8 @@ class Layout:
     Args:
         title: for tables. tensor: ranks that divide each matrix (TP). cut_frozen, cut_trained: whether frozen and
             trained parameters are also divided over the ranks with different records (FSDP2).
-        streamed: whether trained parameters are gathered, and their sums scattered, block by block. Not built: what it
-            would take.
+        streamed: whether trained parameters are gathered, and their sums scattered, block by block
+            (`distributed.functionalize_managed`).
     """
 
     title: str
@@ -45,7 +45,7 @@ LAYOUTS = {
     "frozen cut": Layout("FSDP2 base, LoRA replicated", cut_frozen=True),
     "all cut": Layout("FSDP2", cut_frozen=True, cut_trained=True),
     "tensor": Layout("TP 8 x FSDP2", tensor=8, cut_frozen=True, cut_trained=True),
-    "streamed": Layout("FSDP2, block by block (not built)", cut_frozen=True, cut_trained=True, streamed=True),
+    "streamed": Layout("FSDP2, managed", cut_frozen=True, cut_trained=True, streamed=True),
 }
 
 
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def trained_held(self) -> int:
-        """Trained numbers that a GPU holds between steps."""
+        """Trained numbers that a GPU is responsible for."""
         return self.trained // self.data_ranks if self.layout.cut_trained else self.trained
 
     @property
@@ -235,7 +235,7 @@ def parts(job: Job) -> dict[str, int]:
     }
     return {
         "frozen": HALF * job.frozen_held,
-        "trained": HALF * job.trained_held,
+        "trained": HALF * job.trained_held * (2 if job.layout.streamed else 1),  # the module's parts, and the caller's
         "optimizer": OPTIMIZER * job.trained_held,
         **computing,
         "computing": sum(computing.values()),

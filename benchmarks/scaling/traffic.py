@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.scaling.memory import HALF, SINGLE, Job, formed, trained_matrices
+from dpfunc.distributed.handshake import Card
 from dpfunc.engines.rules.cost import norm_flops
 
-CARD = 64  # bytes of what a rank says about itself before a step: eight integers
+CARD = 8 * len(Card._fields)  # bytes of what a rank says about itself before a step
 
 
 @dataclass(frozen=True)
