@@ -171,13 +171,15 @@ def check_same(name: str, text: str, ranks: Ranks | None) -> None:
     if ranks is None:
         return
     own = torch.tensor([digest(text)], device=ranks.device)
-    told = [torch.empty_like(own) for _ in range(ranks.size)]
-    dist.all_gather(told, own, group=ranks.group)
-    if len({int(value) for value in told}) > 1:
-        shown = [f"{int(value):016x}" for value in told]
-        raise RankMismatch(
-            f"The processes of this run have different {name}: {shown}, in the order of their ranks. Nothing was spent."
-        )
+    every = []
+    for group in ranks.groups:
+        told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(told, own, group=group)
+        every.append([f"{int(value):016x}" for value in told])
+    differing = [told for told in every if len(set(told)) > 1]
+    if any_rank(bool(differing), ranks):
+        shown = f"{differing[0]}, in the order of their ranks" if differing else "others say which"
+        raise RankMismatch(f"The processes of this run have different {name}: {shown}. Nothing was spent.")
 
 
 @torch.no_grad()
@@ -189,10 +191,10 @@ def replicate(tensors: Iterable[Tensor], ranks: Ranks | None) -> None:
     """
     if ranks is None:
         return
-    source = dist.get_global_rank(ranks.group, 0)
     for tensor in tensors:
         if tensor.is_meta or not tensor.numel():
             continue
         message = tensor.detach().to(ranks.device, copy=True).contiguous()
-        dist.broadcast(message.reshape(-1).view(torch.uint8), source, group=ranks.group)
+        for group in ranks.groups:  # from the first of each: in the end from the one that is first in both
+            dist.broadcast(message.reshape(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
         tensor.copy_(message)

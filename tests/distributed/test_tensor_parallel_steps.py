@@ -75,3 +75,10 @@ def test_every_dimension_of_the_mesh_is_named():
     for dims in ((("dp",), ("tp",)), ((), ("tp", "dp", "cp")), (("dp", "dp"), ("tp",)), (("dp", "pp"), ("tp",))):
         for text in run(2, f"{JOBS}:mesh_dims", *dims):
             assert "Context, sequence and pipeline parallelism" in text
+
+
+def test_a_common_start_is_that_of_all():
+    """Of processes with other records, and of those with other parts."""
+    for tensor, said in run(4, f"{JOBS}:common_start"):
+        assert torch.equal(tensor, torch.ones(2, 3))
+        assert said == ["RankMismatch"] * 4

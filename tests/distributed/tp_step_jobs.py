@@ -130,3 +130,19 @@ def mesh_dims(data, tensor):
     except DPFuncError as error:
         return str(error)
     return "ok"
+
+
+def common_start():
+    """What all processes hold after `replicate`, and who hears of a difference between any two."""
+    ranks = distributed.sharded(_mesh(2), data=("dp",), tensor=("tp",))
+    number = dist.get_rank()
+    tensor = torch.full((2, 3), float(number + 1))
+    distributed.replicate([tensor], ranks)
+    said = []
+    for odd in range(dist.get_world_size()):
+        try:
+            distributed.check_same("data", "other" if number == odd else "usual", ranks)
+        except DPFuncError as error:
+            said.append(type(error).__name__)
+    distributed.check_same("data", "usual", ranks)
+    return tensor, said
