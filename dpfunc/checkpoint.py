@@ -39,7 +39,7 @@ from dpfunc.saved import (
     whole_checkpoints,
     write_json,
 )
-from dpfunc.state import StepState, replay
+from dpfunc.state import StepState, resumed
 from dpfunc.types import Batch, Params
 
 __all__ = ["MANIFEST", "PREFIX", "Checkpoint", "data_fingerprint", "load", "save"]
@@ -190,4 +190,4 @@ def load(
     moved = {name: saved[name].to(param.device) for name, param in params.items()}
     optimizer = path / OPTIMIZER
     optimizer_state = torch.load(optimizer, weights_only=True) if optimizer.exists() else None
-    return Checkpoint(moved, optimizer_state, replay(state), values["extra"], path)
+    return Checkpoint(moved, optimizer_state, resumed(state), values["extra"], path)

@@ -20,7 +20,7 @@ from dpfunc.errors import CheckpointError
 from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
-from dpfunc.state import StepState
+from dpfunc.state import StepState, plan_mark
 from dpfunc.types import Batch, Params
 
 SCHEMA = 1
@@ -104,7 +104,8 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     key = Key(bytes.fromhex(values["key"]))
     step = int(values["step"])
     released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
-    return StepState(step, int(values["limit"]), charged, key, (), ledger, tuple(sorted(released.items())))
+    limit, repeated = int(values["limit"]), tuple(sorted(released.items()))
+    return StepState(step, limit, charged, key, (), ledger, repeated, plan_mark(plan))
 
 
 def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import Any, NamedTuple
 
 from dpfunc.accounting import Ledger
 from dpfunc.checks import fail
-from dpfunc.errors import BudgetExhausted, StateReused
+from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 
@@ -23,6 +25,7 @@ class StepState(NamedTuple):
         noise_state: of the noise mechanism; empty for Gaussian noise.
         ledger: what was spent, earlier phases included.
         released: (step, digest) of what an interrupted run released after this state; repeated bit for bit or refused.
+        plan: `plan_mark` of the plan that limit and charged are about.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -36,26 +39,49 @@ class StepState(NamedTuple):
     noise_state: Any
     ledger: Ledger
     released: tuple[tuple[int, str], ...] = ()
+    plan: str = ""
+
+
+def plan_mark(plan: Plan) -> str:
+    """A digest of a plan, to tell two plans of one process apart.
+
+    Args:
+        plan: any plan. Functions in it count by their names.
+    """
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 # The first step of each run (by the fingerprint of its key) that was not released yet, in this process. A guard against
 # mistakes, not part of the computation: no result depends on it.
 _next_release: dict[str, int] = {}
+# What the steps of each run released, in this process: step -> digest. A step that is repeated releases the same.
+_digests: dict[str, dict[int, str]] = {}
 
 
-def remember(after: StepState) -> None:
-    """The step that leads to `after` was released."""
-    _next_release[fingerprint(after.key)] = after.step
+def remember(after: StepState, digest: str) -> None:
+    """The step that leads to `after` was released; `digest` says what."""
+    run = fingerprint(after.key)
+    _next_release[run] = after.step
+    _digests.setdefault(run, {})[after.step - 1] = digest
+
+
+def resumed(state: StepState) -> StepState:
+    """The steps from `state` on are taken again, bit for bit: `check_repeated` holds them to what they released."""
+    _next_release[fingerprint(state.key)] = state.step
+    return state
 
 
 def replay(state: StepState) -> StepState:
-    """Declare that the steps from `state` on may be drawn again, e.g. to reproduce a run.
+    """Declare that the steps from `state` on may be drawn again, whatever they release, e.g. to reproduce a run.
 
     Only safe with the same data, parameters and code: then the same values are released again. With anything else
     changed, two releases share their noise and their difference is not protected.
     """
-    _next_release[fingerprint(state.key)] = state.step
-    return state
+    known = _digests.get(fingerprint(state.key), {})
+    for step in [step for step in known if step >= state.step]:
+        del known[step]
+    return resumed(state)
 
 
 def a_state(state: StepState | None) -> StepState:
@@ -66,17 +92,26 @@ def a_state(state: StepState | None) -> StepState:
     return state
 
 
-def check_state(state: StepState, plan: Plan) -> None:
+def check_state(state: StepState, plan: Plan, mark: str) -> None:
     """The state is one that may take a step.
 
+    Args:
+        state: given by the caller. plan: of the step. mark: `plan_mark(plan)`.
+
     Raises:
-        InvalidArgument: not a state.
+        InvalidArgument: not a state, or one of another plan.
         BudgetExhausted: the next step would overspend.
         StateReused: this step was released before.
     """
     if not isinstance(state, StepState):
         raise fail(
             "state to be a StepState", "state", type(state).__name__, "Start with state = dp_step.init(params, key)."
+        )
+    if state.plan != mark:
+        raise InvalidArgument(
+            f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "
+            "steps, are not those of this one. For another phase begin a new run that counts the old one: "
+            "dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger). Nothing was spent."
         )
     if state.step >= state.limit:
         spent = state.ledger.epsilon(plan.delta).epsilon
@@ -111,9 +146,10 @@ def check_repeated(state: StepState, digest: str) -> None:
         StateReused: other values would be released with the same noise.
     """
     before = dict(state.released).get(state.step)
-    if state.step < state.charged and before != digest:
+    here = _digests.get(fingerprint(state.key), {}).get(state.step, digest)
+    if here != digest or (state.step < state.charged and before != digest):
         raise StateReused(
-            f"Step {state.step} of this run was released before the interruption, and with other values: their "
+            f"Step {state.step} of this run was released before, and with other values: their "
             "difference would have no noise. Something is not as it was: optimizer or its state, learning rate, loss, "
             "engine, precision, microbatch_size (with dropout), number of processes or threads, or a kernel that is "
             "not deterministic. Resume with what the run was started with; or go on as a new run from the saved "

@@ -19,7 +19,7 @@ from dpfunc.checks import fail, one_of
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.distributed.handshake import Card, card, checksum
+from dpfunc.distributed.handshake import Card, card, joint_digest
 from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed.reduce import check_layout, gathered, whole_norms
@@ -34,7 +34,7 @@ from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, Samp
 from dpfunc.noise import gaussian
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
-from dpfunc.state import StepState, a_state, check_repeated, check_state, remember
+from dpfunc.state import StepState, a_state, check_repeated, check_state, plan_mark, remember
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
@@ -62,6 +62,7 @@ class DPStep:
     verify_batch: bool
     journal: Callable[[StepState], None] | None
     ranks: Ranks | None = None
+    _mark: str = field(default="", repr=False)
     _stateless: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     def init(self, params: Params, key: Key, ledger: Ledger | None = None) -> StepState:
@@ -93,7 +94,7 @@ class DPStep:
                 f"The budget epsilon={self.plan.epsilon:g} at delta={self.plan.delta:g} does not allow one more step: "
                 f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run."
             )
-        return StepState(0, limit, 0, key, (), spent)
+        return StepState(0, limit, 0, key, (), spent, plan=self._mark)
 
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
@@ -115,10 +116,15 @@ class DPStep:
         key = fold_in(state.key, "step", state.step)
         released, noise_state = mechanism.add(clipped, state.noise_state, fold_in(key, "release"))
         after = self._advance(state, noise_state)
-        if self.journal is not None or state.released:  # on disk before anybody sees the gradients
-            write = partial(self._write, released, state, after)
-            write() if self.ranks is None else confirmed(write, self.ranks)
-        remember(after)
+        digest = joint_digest(released, self.ranks)
+
+        def record() -> None:  # on disk before anybody sees the gradients
+            check_repeated(state, digest)
+            if self.journal is not None and (self.ranks is None or self.ranks.writes):
+                self.journal(after._replace(released=((state.step, digest),)))
+
+        record() if self.ranks is None else confirmed(record, self.ranks)
+        remember(after, digest)
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Tensor:
@@ -127,7 +133,7 @@ class DPStep:
         num_samples = batch_size(batch)
         real_B = check_mask(mask_B, num_samples, torch.device("cpu"))
         if state is not None:
-            check_state(state, self.plan)
+            check_state(state, self.plan, self._mark)
             if self.verify_batch:
                 self._check_draw(state, int(real_B.sum()))
         return real_B
@@ -157,12 +163,6 @@ class DPStep:
             return self._clip(every, rows, rows_B, state)
 
         return summed(compute, params, ranks)
-
-    def _write(self, released: Params, state: StepState, after: StepState) -> None:
-        digest = f"{checksum(released.items()):016x}"
-        check_repeated(state, digest)
-        if self.journal is not None:
-            self.journal(after._replace(released=((state.step, digest),)))
 
     def _described(self, state: StepState) -> str:
         """What must be the same in all processes."""
@@ -285,6 +285,11 @@ def make_dp_step(
         check_alone(os.environ)
     if journal is not None and not callable(journal):
         raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
+    if getattr(journal, "plan", plan) != plan:
+        raise InvalidArgument(
+            "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
+            "Journal(path, plan); several runs may share the path."
+        )
     if ranks is not None and not ranks.independent and microbatch_size == "auto":
         raise InvalidArgument(
             'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures may '
@@ -301,4 +306,4 @@ def make_dp_step(
         compile=compile,
         whole_norms=None if ranks is None else partial(whole_norms, ranks=ranks),
     )
-    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)
+    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks, plan_mark(plan))

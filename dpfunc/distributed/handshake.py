@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.distributed.axes import cut_over
-from dpfunc.distributed.ranks import Ranks, any_rank
+from dpfunc.distributed.ranks import Ranks, any_rank, message_device
 from dpfunc.errors import RankMismatch, StepAborted
-from dpfunc.sharding import local, shard_dims, window
+from dpfunc.sharding import is_dtensor, local, shard_dims, window
 from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Params
 
@@ -110,6 +110,20 @@ def _mixed(words: Tensor) -> Tensor:
         mixed = (piece ^ (piece >> 29)) * weights[: len(piece)]
         total = total * 31 + mixed.sum() + number
     return total
+
+
+def joint_digest(released: Params, ranks: Ranks | None) -> str:
+    """A digest of what a step releases, the parts of all processes included. All must call it.
+
+    Args:
+        released: name -> tensor; DTensors where processes hold parts. ranks: of the run; None is one process.
+    """
+    own = checksum(released.items())
+    parts = any(is_dtensor(value) for value in released.values())
+    for group in ranks.groups if ranks is not None and parts else ():
+        told = [row[0] for row in _gather(torch.tensor([own], device=message_device(group)), group)]
+        own = told[0] if len(set(told)) == 1 else digest(str(told))
+    return f"{own:016x}"
 
 
 def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> Card:

@@ -100,20 +100,19 @@ def summed(
 
 
 def confirmed(write: Callable[[], None], ranks: Ranks) -> None:
-    """One process writes, and nobody goes on before it is on disk.
+    """Each process does its part, and nobody goes on before all have.
 
     Raises:
-        StepAborted: it could not be written; on the process that writes, its own error.
+        StepAborted: another process failed. Whatever `write` raises.
     """
     written, failed = False, True
     try:
-        if ranks.writes:
-            write()
+        write()
         written = True
     finally:
         failed = any_rank(not written, ranks)
     if failed:
         raise StepAborted(
-            "The process that writes the journal could not write this step; its own error says why. Nothing was "
-            "released."
+            "Another process could not write this step into its journal, or may not repeat it; its own error says why. "
+            "Nothing was released."
         )

@@ -38,7 +38,7 @@ from dpfunc.saved import (
     verify,
     whole_checkpoints,
 )
-from dpfunc.state import replay
+from dpfunc.state import resumed
 from dpfunc.types import Batch, Params
 
 FAILED = "No checkpoint was loaded"
@@ -116,7 +116,7 @@ def load_sharded(
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},
         None if values["optimizer"] is None else decode(values["optimizer"], lambda slot: tensors[slot.name]),
-        replay(state),
+        resumed(state),
         values["extra"],
         path,
     )

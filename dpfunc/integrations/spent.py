@@ -45,7 +45,24 @@ def _read(path: Path) -> Ledger:
         raise InvalidArgument(f"{expected}, got {str(path)!r}, which cannot be read: {error}") from error
     if not ledger.num_steps:
         raise InvalidArgument(f"{expected}, got {str(path)!r}, which has no steps.")
+    _check_newest(path)
     return ledger
+
+
+def _check_newest(path: Path) -> None:
+    """What a run wrote at its end, or into a checkpoint, says nothing of the steps that it took after that.
+
+    Raises:
+        InvalidArgument: the journal beside it has more.
+    """
+    steps = json.loads(path.read_text("utf-8")).get("global_step") if path.suffix == ".json" else None
+    for journal in (j for folder in (path.parent, path.parent.parent) for j in folder.glob("*journal.jsonl")):
+        taken = journal_ledger(journal).num_steps
+        if isinstance(steps, int) and taken > steps:
+            raise InvalidArgument(
+                f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "
+                f"{str(journal)!r}, and what that run itself was given as spent."
+            )
 
 
 def _ledger(path: Path) -> Ledger:

@@ -256,8 +256,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
         path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
         saved = trainer_state.load_run(
-            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), key=self._given_key
-        )
+            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(),
+            key=self._given_key, earlier=self._earlier,
+        )  # fmt: skip
         if self._run is not None:
             trainer_state.check_goes_on(self._run.state, saved)
         return saved

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import MANIFEST, PREFIX, Checkpoint, load, save
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import read_steps
@@ -52,7 +53,9 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (t
     )
 
 
-def load_run(checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None) -> Checkpoint:
+def load_run(
+    checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None, earlier: Ledger | None
+) -> Checkpoint:
     """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
 
     Raises:
@@ -70,6 +73,13 @@ def load_run(checkpoint: Path, *, params: Params, plan: Plan, data: str, journal
         raise CheckpointError(
             f"The checkpoint {checkpoint} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
             f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
+        )
+    own = plan.ledger(saved.state.charged)
+    if earlier is not None and earlier.compose(own) != saved.state.ledger:
+        raise CheckpointError(
+            f"Expected the ledger that the run was started with, got {earlier} beside the {own.num_steps} steps of "
+            f"this run; the checkpoint {checkpoint} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
+            "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
         )
     return saved
 
@@ -167,11 +177,14 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def note_earlier_runs(journal: Path, counted: int = 0) -> None:
-    """Say it when the journal holds runs that this run does not count.
+    """Say it when the journal holds runs that this run does not count; the accounting of an earlier end is removed.
+
+    A run that is killed later would leave it behind, with fewer steps than were taken.
 
     Args:
         journal: of the run. counted: steps in the ledger of a run that is resumed; 0 for a new one.
     """
+    (journal.parent / ACCOUNTING).unlink(missing_ok=True)
     steps = count_steps(journal) - counted
     if steps > 0:
         logger.warning(

@@ -12,6 +12,7 @@ from jobs import NUM_RECORDS, data, loss_fn, params, plan
 
 from dpfunc import distributed, sampling
 from dpfunc.distributed_checkpoint import load_sharded, save_sharded
+from dpfunc.errors import DPFuncError
 from dpfunc.journal import Journal
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
@@ -97,6 +98,24 @@ def train(folder, kind, stop, load=False, save=None, recharge=False, seen=None):
     if save == stop:
         store(folder, values, ranks, optimizer, state)
     return {name: whole(p) for name, p in values.items()}, state.ledger.to_json(), first, releases
+
+
+def odd_part(folder):
+    """A resumed run where one process learns its own part at another rate, which nobody else holds."""
+    values, ranks, optimizer = start("rows")
+    dp_step = make_dp_step(loss_fn, PLAN, ranks=ranks, journal=Journal(Path(folder) / "journal.jsonl", PLAN))
+    state, records = load_into(folder, values, ranks, optimizer).state, data()
+    first = state.step
+    try:
+        for indices in PLAN.batches(state, ranks):
+            grads, state, _ = dp_step(values, take(records, indices), state)
+            for name, p in values.items():
+                p.grad = grads[name]
+            optimizer.param_groups[0]["lr"] = 0.05 if dist.get_rank() == 0 else 1.0
+            optimizer.step()
+    except DPFuncError as error:
+        return type(error).__name__, state.step - first
+    return "nothing", state.step - first
 
 
 def read(folder, kind):

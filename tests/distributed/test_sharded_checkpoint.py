@@ -19,7 +19,7 @@ from checkpoint_jobs import PLAN, read, start, store, train
 from jobs import NUM_RECORDS, data, loss_fn, params, plan
 from workers import outcomes, run
 
-from dpfunc import sampling
+from dpfunc import sampling, state
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import save
 from dpfunc.distributed_checkpoint import load_sharded, save_sharded, saving
@@ -33,6 +33,12 @@ from dpfunc.step import make_dp_step
 def close(found, expected):
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def another_process():
+    """What one process of a test released is not known to the next one."""
+    state._digests.clear()
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +98,14 @@ def test_the_same_layout_repeats_bit_for_bit(tmp_path):
         assert at == (3, 6)
         assert all(torch.equal(a, b) for a, b in zip(released[3:], repeated[:3], strict=True))
         assert ledger == PLAN.ledger().to_json()
+
+
+def test_parts_of_all_processes_are_repeated(tmp_path):
+    """The digest of a release is that of all parts: what only the second process holds is seen by the first."""
+    run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)
+    before = journal_ledger(tmp_path / "journal.jsonl")
+    assert run(2, "checkpoint_jobs:odd_part", tmp_path) == [("StateReused", 1)] * 2
+    assert journal_ledger(tmp_path / "journal.jsonl") == before
 
 
 def test_other_layouts_pay_again(tmp_path):

@@ -44,6 +44,8 @@ def _serve(pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    from dpfunc import state
+
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
         name, args, rank, size, file, seconds = job
@@ -53,6 +55,8 @@ def _serve(pipe: Any) -> None:
             )
             dist.barrier()  # nobody leaves the group while another still connects
             module, _, function = name.partition(":")
+            state._next_release.clear()  # each job stands for processes of its own
+            state._digests.clear()
             outcome = Outcome(getattr(importlib.import_module(module), function)(*args))
         except Exception as error:  # noqa: BLE001  (told to whoever asked)
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())

@@ -27,9 +27,10 @@ from trainer_cases import (
 from transformers import TrainerCallback
 
 import dpfunc
-from dpfunc.errors import CheckpointError
+from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations import trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
+from dpfunc.integrations.spent import read_spent
 from dpfunc.integrations.trainer import DPTrainer
 from dpfunc.journal import journal_ledger
 from dpfunc.rng import fingerprint
@@ -367,6 +368,39 @@ def test_a_new_run_beside_an_old_journal_is_told(killed, tmp_path, caplog):
     trainer.train()
     assert "has 8 steps of earlier runs" in caplog.text
     assert trainer.ledger.num_steps == 9
+
+
+def test_a_resumed_run_is_given_no_other_ledger(tmp_path):
+    """What another run has spent since cannot be slipped in: the plan was made without it, and it would be lost."""
+    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+    earlier, more = (dpfunc.Ledger((dpfunc.Event(0.5, 2.0, steps),)) for steps in (3, 5))
+    run(tmp_path, privacy=privacy, ledger=earlier, callbacks=[StopAt(4)]).train()
+    with pytest.raises(CheckpointError, match="Expected the ledger that the run was started with"):
+        run(tmp_path, privacy=privacy, ledger=more).train(resume_from_checkpoint=True)
+    for known in (earlier, None):
+        trainer = run(tmp_path, privacy=privacy, ledger=known, callbacks=[StopAt(6)])
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.ledger == earlier.compose(trainer.plan.ledger(trainer.ledger.num_steps - 3))
+
+
+def test_a_killed_run_leaves_no_accounting_of_an_earlier_end(killed, tmp_path):
+    """Of an interruption before: it would count fewer steps than were taken."""
+
+    class Seen(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((tmp_path / "privacy_accounting.json").exists())
+
+    seen = []
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "privacy_accounting.json").write_text(
+        json.dumps({"global_step": 4, "ledger": json.loads(dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),)).to_json())})
+    )
+    with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
+        read_spent([tmp_path / "privacy_accounting.json"])
+    run(tmp_path, callbacks=[Seen()]).train(resume_from_checkpoint=True)
+    assert seen
+    assert not any(seen)
+    assert read_spent([tmp_path / "privacy_accounting.json"]).num_steps == 10
 
 
 def test_the_key_is_readable_by_its_owner_alone(killed):
