@@ -24,6 +24,7 @@ from dpfunc.saved import (
     STATE,
     Checkpoint,
     check_journal,
+    check_own,
     check_schema,
     data_fingerprint,
     described,
@@ -73,7 +74,7 @@ def save(
 
     Raises:
         InvalidArgument: keep < 1.
-        CheckpointError: the directory has a later checkpoint of another run, which `load` would take for this one.
+        CheckpointError: the directory has checkpoints of another run, or of `save_sharded`.
 
     >>> import tempfile
     >>> from dpfunc import clipping, sampling
@@ -94,7 +95,7 @@ def save(
     from safetensors.torch import save_file
 
     parent = Path(directory)
-    _check_latest(parent, state)
+    check_own(parent, state.key, PARAMS)
     parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
     try:
@@ -114,20 +115,9 @@ def save(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     for old in whole_checkpoints(parent)[:-keep]:
-        shutil.rmtree(old)
+        if old != target:
+            shutil.rmtree(old)
     return target
-
-
-def _check_latest(parent: Path, state: StepState) -> None:
-    for latest in whole_checkpoints(parent)[-1:]:
-        _check_kind(latest)
-        values = json.loads((latest / STATE).read_text())
-        if values["key"] != state.key.secret.hex() and values["step"] > state.step:
-            raise CheckpointError(
-                f"Expected no later checkpoint of another run in {parent}, found {latest.name} beside step "
-                f"{state.step}: the next load would resume that run. Give each run a directory of its own. Nothing "
-                "was written."
-            )
 
 
 def _check_kind(path: Path) -> None:

@@ -80,9 +80,14 @@ class Journal:
     Ledger(1 steps, add_remove: (q=0.1, sigma=1) x 1)
     """
 
-    path: Path
+    path: Path | str
     plan: Plan
     _seen: Seen = field(default_factory=Seen, repr=False, compare=False)
+
+    @property
+    def file(self) -> Path:
+        """The path of the file."""
+        return Path(self.path)
 
     def __call__(self, after: StepState) -> None:
         """Append the step that leads to `after`, and wait until it is on disk."""
@@ -92,11 +97,11 @@ class Journal:
         line = {
             "run": run, "step": step, "adjacency": self.plan.adjacency, "events": events, "release": release
         }  # fmt: skip
-        append_line(self.path, json.dumps(line), partial(self._check, run, step, release))
+        append_line(self.file, json.dumps(line), partial(self._check, run, step, release))
 
     def _check(self, run: str, step: int, release: str, file: BinaryIO) -> None:
         """No other release of this step is in the file, whoever wrote it."""
-        self._seen.read(file, self.path)
+        self._seen.read(file, self.file)
         if self._seen.releases.get((run, step), release) != release:
             raise CheckpointError(
                 f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
@@ -139,13 +144,14 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def read_steps(path: Path) -> dict[str, dict[int, Taken]]:
+def read_steps(path: Path | str) -> dict[str, dict[int, Taken]]:
     """What each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
     Raises:
         CheckpointError: a complete line that cannot be read.
     """
     runs: dict[str, dict[int, Taken]] = {}
+    path = Path(path)
     if not path.exists():
         return runs
     for run, step, taken in _lines(path.read_bytes().rpartition(b"\n")[0], path):
@@ -166,7 +172,7 @@ def _lines(complete: bytes, path: Path) -> Iterator[tuple[str, int, Taken]]:
             raise CheckpointError(f"Line {number} of the journal {path} cannot be read: {error}.") from error
 
 
-def journal_ledger(path: Path) -> Ledger:
+def journal_ledger(path: Path | str) -> Ledger:
     """All that the runs in a journal have spent, even when no checkpoint is left.
 
     Raises:

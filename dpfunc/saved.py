@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Container, Mapping
@@ -19,7 +18,7 @@ from dpfunc.checks import shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import Taken
 from dpfunc.plan import Plan
-from dpfunc.rng import Key
+from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState, plan_mark
 from dpfunc.types import Batch, Params
 
@@ -177,13 +176,38 @@ def refuse_data(data: Batch | str, values: Mapping[str, Any], path: Path) -> Non
 
 def whole_checkpoints(parent: Path) -> list[Path]:
     """All checkpoints that were finished, the newest last."""
-    return sorted(path for path in parent.glob(f"{PREFIX}*") if (path / MANIFEST).exists())
+    return sorted((path for path in parent.glob(f"{PREFIX}*") if (path / MANIFEST).exists()), key=_place)
+
+
+def _place(path: Path) -> tuple[int, ...]:
+    return tuple(int(part) for part in path.name.removeprefix(PREFIX).split("."))
 
 
 def free_name(parent: Path, step: int) -> Path:
-    """A new name for each save, also of the same step: nothing is ever overwritten. Later names sort later."""
-    names = (parent / f"{PREFIX}{step:08d}.{copy:03d}" for copy in itertools.count())
-    return next(name for name in names if not name.exists())
+    """A new name for each save, also of the same step: nothing is ever overwritten. Later names are later."""
+    taken = [_place(path)[1] for path in parent.glob(f"{PREFIX}{step:08d}.*")]
+    return parent / f"{PREFIX}{step:08d}.{max(taken, default=-1) + 1:03d}"
+
+
+def check_own(parent: Path, key: Key, marker: str, family: Container[str] = ()) -> None:
+    """All checkpoints in a directory are of one run and of one kind: a load could take another one, a save prune it.
+
+    Args:
+        parent: the directory, which may be missing. key: of the run. marker: a file that this kind of checkpoint has.
+        family: fingerprints of other runs that it continues.
+
+    Raises:
+        CheckpointError: another run's, or of another kind.
+    """
+    for path in whole_checkpoints(parent):
+        run = fingerprint(Key(bytes.fromhex(json.loads((path / STATE).read_text())["key"])))
+        what = "of another run" if run != fingerprint(key) and run not in family else "of another kind"
+        if what == "of another run" or not (path / marker).exists():
+            raise CheckpointError(
+                f"Expected only checkpoints of this run in {parent}, found {path.name} {what}: a load could take it "
+                "for one of this run. Give each run, and each kind of checkpoint (save, save_sharded), a directory of "
+                "its own. Nothing was written."
+            )
 
 
 def verify(path: Path, files: Mapping[str, str]) -> None:

@@ -249,15 +249,30 @@ def test_another_run_is_refused_with_the_difference(tmp_path, name):
         load(tmp_path, **{"plan": PLAN, "params": values, "data": DATA, **changes})
 
 
-def test_the_directory_of_another_run_is_refused(tmp_path):
-    """It has a later step, which the next load would resume; nothing is written or removed."""
+@pytest.mark.parametrize("later", [0, 4])
+def test_the_directory_of_another_run_is_refused(tmp_path, later):
+    """The next load could resume that run, and a save would remove it; nothing is written or removed."""
     state, values, optimizer = start()
-    late = store(tmp_path, steps(state, values, optimizer, 3), values, optimizer)
+    kept = store(tmp_path, steps(state, values, optimizer, 3), values, optimizer)
     other, values, optimizer = start()
-    with pytest.raises(CheckpointError, match="step-00000003.000 beside step 0: the next load would resume that run"):
+    other = steps(other, values, optimizer, later)
+    with pytest.raises(CheckpointError, match="found step-00000003.000 of another run"):
         store(tmp_path, other, values, optimizer)
-    assert list(tmp_path.iterdir()) == [late]
-    assert store(tmp_path, steps(other, values, optimizer, 4), values, optimizer).exists()  # load takes this one
+    with pytest.raises(CheckpointError, match="found step-00000003.000 of another run"):
+        save_sharded(tmp_path, params=values, state=other, plan=PLAN, data=DATA, ranks=None)
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_saved_last_is_there(tmp_path, keep):
+    """Also when a step is saved again and again, and earlier names are free again."""
+    state, values, optimizer = start()
+    for number in range(6):
+        path = store(tmp_path, state, values, optimizer, keep=keep, extra={"number": number})
+        saved = load(tmp_path, plan=PLAN, params=values, data=DATA)
+        assert saved.path == path
+        assert saved.extra == {"number": number}
+    assert len(list(tmp_path.iterdir())) == keep
 
 
 def test_a_sharded_checkpoint_is_refused(tmp_path):
@@ -265,7 +280,7 @@ def test_a_sharded_checkpoint_is_refused(tmp_path):
     save_sharded(tmp_path, params=values, state=state, plan=PLAN, data=DATA, ranks=None)
     with pytest.raises(CheckpointError, match="which save_sharded wrote"):
         load(tmp_path, plan=PLAN, params=values, data=DATA)
-    with pytest.raises(CheckpointError, match="a directory of its own"):
+    with pytest.raises(CheckpointError, match="of another kind"):
         store(tmp_path, state, values, optimizer)
 
 

@@ -8,7 +8,7 @@ steps was computed, and which runs continue others.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,13 +129,22 @@ class History:
 
     def relatives(self) -> set[str]:
         """The other runs of the same descent."""
-        family, size = {self.run}, 0
-        while size < len(family):
-            size = len(family)
-            for note in self.notes:
-                if note.parent is not None and family & {note.run, note.parent}:
-                    family |= {note.run, note.parent}
-        return family - {self.run}
+        return family(self.run, self.notes) - {self.run}
+
+
+def family(run: str, notes: Sequence[Note]) -> set[str]:
+    """A run and all runs of its descent.
+
+    Args:
+        run: fingerprint of its key. notes: of its folder.
+    """
+    found, size = {run}, 0
+    while size < len(found):
+        size = len(found)
+        for note in notes:
+            if note.parent is not None and found & {note.run, note.parent}:
+                found |= {note.run, note.parent}
+    return found
 
 
 def resume(

@@ -17,18 +17,20 @@ from dpfunc.checks import whole
 from dpfunc.distributed.launch import is_writer
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed_checkpoint.layout import layout
-from dpfunc.distributed_checkpoint.lineage import NOTES, known_notes
+from dpfunc.distributed_checkpoint.lineage import NOTES, family, known_notes, read_notes
 from dpfunc.distributed_checkpoint.tensors import METADATA, PARAMS, encode, write_tensors
 from dpfunc.distributed_checkpoint.together import agreed, all_or_none, joint_group, place, shared
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import sync_directory
 from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_to_dict
+from dpfunc.rng import fingerprint
 from dpfunc.saved import (
     MANIFEST,
     PLAN,
     PREFIX,
     STATE,
+    check_own,
     data_fingerprint,
     free_name,
     sha256,
@@ -114,7 +116,7 @@ def save_sharded(
     agreed({**said, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
     files[STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
-    made = all_or_none(partial(_new_directory, parent, state.step, ranks), ranks, FAILED)
+    made = all_or_none(partial(_new_directory, parent, state, ranks), ranks, FAILED)
     path = parent / shared(made, ranks).decode()
     try:
         write_tensors(path, tensors, group)
@@ -142,11 +144,14 @@ def _count_notes(parent: Path) -> int:
     return len(known_notes(parent / NOTES, json.loads(before.read_text())["notes"] if before.exists() else 0))
 
 
-def _new_directory(parent: Path, step: int, ranks: Ranks | None) -> bytes:
+def _new_directory(parent: Path, state: StepState, ranks: Ranks | None) -> bytes:
     if not is_writer(ranks):
         return b""
+    if latest(parent) is not None:  # without its notes, what belongs to this run is not known
+        _count_notes(parent)
+    check_own(parent, state.key, METADATA, family(fingerprint(state.key), read_notes(parent / NOTES)))
     parent.mkdir(parents=True, exist_ok=True)
-    path = free_name(parent, step)
+    path = free_name(parent, state.step)
     path.mkdir(mode=0o700)
     return path.name.encode()
 

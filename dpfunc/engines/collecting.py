@@ -11,8 +11,8 @@ from torch import Tensor
 from dpfunc.checks import shorten
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
 from dpfunc.engines.tracking import Tracked, Tracker
-from dpfunc.engines.vmap import check_losses
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.engines.vmap import check_depends, check_losses
+from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import local
 
 
@@ -23,11 +23,7 @@ def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
         InvalidArgument: it is not.
     """
     check_losses(losses_B, num_samples)
-    if not losses_B.requires_grad:
-        raise InvalidArgument(
-            "Expected loss_fn to depend on params, got a loss without gradient. Use the params that are passed in "
-            "(forward(params, ...) of dpfunc.functionalize), and no torch.no_grad() or detach()."
-        )
+    check_depends(losses_B.requires_grad)
 
 
 def refuse_escaped(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -19,7 +19,7 @@ from dpfunc.engines.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
-from dpfunc.engines.standing import leaves_of
+from dpfunc.engines.standing import is_stood_in, leaves_of
 from dpfunc.engines.taps import as_it_is, leaf, tapped, watched
 from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
 from dpfunc.errors import UnsupportedModel
@@ -78,8 +78,7 @@ def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layo
     listener = Listener()
     check_isolated(loss_fn, values, batch, listener)
     if listener.meshes:  # then single samples show whether ranks agree
-        with torch_seed(insecure_key(0)), Still():
-            loop()(loss_fn, values, some_rows(batch, 2))
+        _look_at(loss_fn, values, some_rows(batch, 2))
     for _ in range(ROUNDS):
         seen = [_differentiate(loss_fn, values, some_rows(batch, count), count, found) for count in (2, 3)]
         if seen[0].keys() != seen[1].keys():
@@ -89,10 +88,18 @@ def learn(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Layo
                 'whose. Use engine="vmap" or "loop".'
             )
         if not seen[0]:
+            if not found and not is_stood_in():
+                _look_at(loss_fn, values, some_rows(batch, 1))
             return found
         with refused_by_all():
             found |= {key: _one_layout(key, seen[0][key], seen[1][key]) for key in seen[0]}
     raise UnsupportedModel('Parameters are transformed too often before they are used. Use engine="vmap" or "loop".')
+
+
+def _look_at(loss_fn: LossFn, params: Params, batch: Batch) -> None:
+    """Single samples: the loop refuses what is wrong with them, also a loss that reaches no parameter."""
+    with torch_seed(insecure_key(0)), Still():
+        loop()(loss_fn, params, batch)
 
 
 Seen = dict[Key, list[tuple[torch.Size, list[Tensor | None]]]]

@@ -14,6 +14,7 @@ from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.sharded import local_like
+from dpfunc.engines.vmap import check_depends
 from dpfunc.sharding import local
 from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
@@ -44,6 +45,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         listener = Listener()
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
+        reached = not num_samples
         for sample in range(num_samples):
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
             with own_only(listener), parameters_unchanged(params), torch.enable_grad(), backward_inside():
@@ -54,7 +56,9 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
             losses.append(losses_1.detach())
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
+                    reached = True
                     grads_B[name][sample] = local_like(grad, params[name])
+        check_depends(reached)
         first = next(iter(parts.values()))
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
         check_replicated(losses_B, grads_B, params, listener.meshes)

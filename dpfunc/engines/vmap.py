@@ -84,16 +84,26 @@ def refuse_split(params: Params) -> None:
         )
 
 
+def check_depends(depends: bool) -> None:
+    """The loss reaches a parameter: not those of a module of the same values, for example.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    if not depends:
+        raise InvalidArgument(
+            "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
+            "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
+            "detach()."
+        )
+
+
 def per_row(params: Params, row: Batch, loss_fn: LossFn) -> tuple[Tensor, Tensor]:
     """The loss of one row, seen by the model as a batch of one."""
     batch_of_one = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), row)
     losses_B = loss_fn(params, batch_of_one)
     check_losses(losses_B, 1)
-    if not losses_B.requires_grad:
-        raise InvalidArgument(
-            "Expected loss_fn to depend on params, got a loss without gradient. Use the params that are passed in "
-            "(forward(params, ...) of dpfunc.functionalize), and no torch.no_grad() or detach()."
-        )
+    check_depends(losses_B.requires_grad)
     loss = losses_B.sum()
     return loss, loss.detach()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def save_run(
     checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str, extra: Mapping[str, Any]
 ) -> None:
     """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
-    (checkpoint / FOLDER / FILES).unlink(missing_ok=True)  # of an earlier run
+    shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)  # of an earlier run, whose files the Trainer has replaced
     save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1)
 
 

@@ -174,8 +174,8 @@ def killed(line, *arguments):
 
     append = journal.append_line
 
-    def append_and_die(path, text):
-        append(path, text)
+    def append_and_die(path, *rest):
+        append(path, *rest)
         if len(path.read_text().splitlines()) == int(line):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -602,3 +602,12 @@ def test_layouts_fit_or_not():
     assert Layout(0).fits((2, 2), 2)
     assert not Layout(0).fits((4, 2), 2)  # the order of samples and positions is not known
     assert Layout(0, minor=False).fits((4, 2), 2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_module_with_parameters_of_its_own_is_refused(engine):
+    """A loss that calls the module, and not its function of params, gives no parameter a gradient: only noise."""
+    module = nn.Linear(D, 3).double()
+    _, parameters = functionalize(module)
+    with pytest.raises(InvalidArgument, match="Expected loss_fn to depend on params"):
+        run(engine, lambda params, rows: module(rows["y"]).square().sum(1), parameters)
