@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.checks import fail, whole
+from dpfunc.errors import CheckpointError
 from dpfunc.journal import read_steps, sync_directory
 from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_difference, plan_to_dict
@@ -73,7 +74,7 @@ def save(
         The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
 
     Raises:
-        InvalidArgument: keep < 1.
+        InvalidArgument: a bad keep, optimizer_state, extra or data.
         CheckpointError: the directory has checkpoints of another run, or of `save_sharded`.
 
     >>> import tempfile
@@ -90,8 +91,9 @@ def save(
     >>> checkpoint.state == state
     True
     """
-    if keep < 1:
-        raise InvalidArgument(f"Expected keep >= 1, got keep={keep}.")
+    keep = whole("keep", keep, minimum=1)
+    if optimizer_state is not None and not isinstance(optimizer_state, Mapping):
+        raise fail("the result of optimizer.state_dict()", "optimizer_state", type(optimizer_state).__name__)
     from safetensors.torch import save_file
 
     parent = Path(directory)

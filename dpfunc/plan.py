@@ -80,9 +80,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("indices", "events", "expected_batch_size"):
-            if not callable(getattr(self.sampler, name, None)):
+            if not callable(getattr(self.sampler, name, None)) or isinstance(self.sampler, type):
                 raise fail("a sampler such as sampling.Poisson(...)", "sampler", self.sampler)
-        if not callable(getattr(self.clip, "factors", None)):
+        if not callable(getattr(self.clip, "factors", None)) or isinstance(self.clip, type):
             raise fail("a clip rule such as clipping.Flat(clip_norm=...)", "clip", self.clip)
         if not isinstance(self.noise_multiplier, Schedule):
             object.__setattr__(self, "noise_multiplier", positive("noise_multiplier", self.noise_multiplier))

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dpfunc.accounting import Ledger
-from dpfunc.checks import shorten
+from dpfunc.checks import fail, shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import Taken
 from dpfunc.plan import Plan
@@ -53,8 +53,10 @@ def data_fingerprint(data: Batch | str, key: Key) -> str:
         digest.update(b"name" + data.encode())
         return digest.hexdigest()
     for path, leaf in pytree.tree_leaves_with_path(data):
+        if not isinstance(leaf, torch.Tensor):
+            raise fail("data to be a pytree of tensors, or a string that names it", "data", type(leaf).__name__)
         digest.update(f"{pytree.keystr(path)}{leaf.dtype}{tuple(leaf.shape)}".encode())
-        digest.update(memoryview(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -64,6 +66,10 @@ def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any]) -> dict
     Args:
         state: of the run. data: fingerprint of its data. extra: JSON values of the user's own.
     """
+    try:
+        json.dumps(dict(extra or {}))
+    except TypeError as error:
+        raise fail("extra to hold JSON values", "extra", str(error)) from error
     if state.noise_state != ():
         raise CheckpointError("Expected a mechanism without state; its state cannot be saved yet.")
     return {

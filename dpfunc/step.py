@@ -283,6 +283,8 @@ def make_dp_step(
     one_of("noise_source", noise_source, ("secure", "device"))
     if ranks is None:
         check_alone(os.environ)
+    elif not isinstance(ranks, Ranks):
+        raise fail("ranks made by dpfunc.distributed.data_parallel() or sharded(mesh)", "ranks", ranks)
     if journal is not None and not callable(journal):
         raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
     if getattr(journal, "plan", plan) != plan:

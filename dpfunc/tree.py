@@ -58,8 +58,20 @@ def take(batch: Batch, indices: Tensor) -> Batch:
 
     >>> take({"x": torch.arange(5)}, torch.tensor([3, 1]))
     {'x': tensor([3, 1])}
+
+    Raises:
+        InvalidArgument: something else than tensors.
     """
-    return tree_map(lambda leaf: leaf.index_select(0, indices.to(leaf.device)), batch)
+
+    def chosen(leaf: Tensor) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise InvalidArgument(
+                f"Expected data to be a pytree of tensors, got a {type(leaf).__name__} in it. Take the rows of other "
+                "data sets by a DataLoader: plan.batch_sampler(state)."
+            )
+        return leaf.index_select(0, indices.to(leaf.device))
+
+    return tree_map(chosen, batch)
 
 
 def rows(batch: Batch, start: int, stop: int) -> Batch:

@@ -284,6 +284,23 @@ def test_a_sharded_checkpoint_is_refused(tmp_path):
         store(tmp_path, state, values, optimizer)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": 0}, "integer keep >= 1"),
+        ({"keep": True}, "integer keep >= 1"),
+        ({"optimizer_state": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "Expected the result of optimizer.state_dict"),
+        ({"extra": {"a": torch.zeros(1)}}, "Expected extra to hold JSON values"),
+        ({"data": 5}, "Expected data to be a pytree of tensors"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, changes, message):
+    state, values, optimizer = start()
+    with pytest.raises(InvalidArgument, match=message):
+        store(tmp_path, state, values, optimizer, **changes)
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_there(tmp_path):
     with pytest.raises(CheckpointError, match="found none. Start a new run"):
         load(tmp_path, plan=PLAN, params=params(), data=DATA)
@@ -322,8 +339,8 @@ def test_saving_a_step_twice_overwrites_nothing(tmp_path):
 
 def test_failed_save_leaves_nothing_behind(tmp_path):
     state, values, optimizer = start()
-    with pytest.raises(TypeError):
-        store(tmp_path, state, values, optimizer, extra={"n": object()})
+    with pytest.raises(AttributeError):
+        store(tmp_path, state, {**values, "late": object()}, optimizer)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -333,12 +350,6 @@ def test_key_file_is_for_the_owner_only(tmp_path):
     assert (path / "state.json").stat().st_mode & 0o077 == 0
     public = "".join((path / name).read_text() for name in ("plan.json", "manifest.json"))
     assert state.key.secret.hex() not in public
-
-
-def test_keep_must_be_positive(tmp_path):
-    state, values, optimizer = start()
-    with pytest.raises(InvalidArgument, match="Expected keep >= 1, got keep=0"):
-        store(tmp_path, state, values, optimizer, keep=0)
 
 
 def test_pickles_are_not_executed(tmp_path):

@@ -49,6 +49,7 @@ CONTRADICTIONS = {
     "allocation": ({"allocation": "equal"}, r"Expected allocation to be one of 'uniform', 'optimal'"),
     "GDP as budget": ({"accountant": "gdp-approximation"}, r"Expected accountant to be one of.*under-reports"),
     "clip": ({"clip": 1.0}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=1\.0"),
+    "clip class": ({"clip": clipping.Flat}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=<class"),
     "sampler": ({"sampler": 0.05}, r"Expected a sampler such as sampling.Poisson"),
     "plan over budget": ({"epsilon": 0.1}, r"Expected a plan within its budget, got epsilon=0.1, but 20 steps"),
     "negative budget": ({"epsilon": -1.0}, r"Expected 0 < epsilon < inf, got epsilon=-1\.0"),

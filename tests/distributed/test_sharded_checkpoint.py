@@ -290,7 +290,7 @@ def test_bad_arguments(one):
     values, ranks, optimizer = start("alone")
     with pytest.raises(InvalidArgument, match="keep"):
         store(one, values, ranks, optimizer, load_one(one).state, keep=0)
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidArgument, match="Expected extra to hold JSON values"):
         store(one, values, ranks, optimizer, load_one(one).state, extra={"n": object()})
     with pytest.raises(InvalidArgument, match="Expected optimizer_state"):
         store(one, values, ranks, optimizer, load_one(one).state, optimizer_state={"f": len})

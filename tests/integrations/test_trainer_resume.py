@@ -353,6 +353,20 @@ def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog)
         run(folder, **options).train(resume_from_checkpoint=True)
 
 
+def test_a_checkpoint_is_of_the_run_that_wrote_it_last(tmp_path):
+    """Runs that use a folder one after the other leave no mixture of their files."""
+    changes = {"save_steps": 1, "save_total_limit": 9}
+    for _ in range(3):
+        last = run(tmp_path, changes=changes, callbacks=[StopAt(2)])
+        last.train()
+    for path in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
+        (state,) = (path / "dpfunc").glob("step-*/state.json")
+        assert json.loads(state.read_text())["key"] == last._run.state.key.secret.hex()
+    resumed = run(tmp_path, changes=changes, callbacks=[StopAt(4)])
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger.num_steps == 4
+
+
 def test_nothing_to_resume(killed, tmp_path):
     shutil.copy(killed / "privacy_journal.jsonl", tmp_path)
     with pytest.raises(CheckpointError, match="found none.*The journal counts 8 steps"):
