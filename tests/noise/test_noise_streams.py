@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -114,6 +114,8 @@ def test_tiles_do_not_repeat():
     st.tuples(*[st.floats(0, 1)] * 4),
     st.sampled_from([torch.float32, torch.float64]),
 )
+@example((700, 600), (0.5, 0.9, 0.0, 1.0), torch.float32)  # begins in a later row of tiles
+@example((300, 700), (0.0, 1.0, 0.6, 1.0), torch.float64)  # and in a later column
 def test_a_part_is_a_part_of_the_whole(shape, cuts, dtype):
     """Who holds some rows and columns of a leaf draws what is there in the noise of the whole, with both sources."""
     rows, cols = (
