@@ -88,7 +88,7 @@ def sampling_options(command: Any) -> Any:  # noqa: ANN401  (a decorator)
 
 
 def show(values: dict[str, Any], as_json: bool, title: str) -> None:
-    """Print a few values as a table or as JSON."""
+    """Print a few values as a table or as JSON; None is an infinite epsilon, see `describe`."""
     if as_json:
         click.echo(json.dumps(values, indent=2))
         return
@@ -96,7 +96,8 @@ def show(values: dict[str, Any], as_json: bool, title: str) -> None:
     table.add_column(style="bold")
     table.add_column()
     for name, value in values.items():
-        table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        shown = "infinite" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        table.add_row(name.replace("_", " "), shown)
     Console().print(table)
 
 
@@ -214,6 +215,26 @@ def ledger() -> None:
     """Ledgers and journals of runs."""
 
 
+def read_ledger(path: Path) -> Ledger:
+    """The ledger in a file.
+
+    Raises:
+        InvalidArgument: there is something else in it, or a ledger that cannot be read.
+    """
+    try:
+        text = path.read_text("utf-8")
+        content = json.loads(text)
+    except ValueError:  # of the encoding, or of JSON
+        text, content = "", None
+    # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
+    if not isinstance(content, dict) or not str(content.get("schema")).startswith("dpfunc.ledger/"):
+        raise InvalidArgument(
+            f"Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl), got {str(path)!r}, which is "
+            "neither. The journal of a run of dpfunc train is privacy_journal.jsonl."
+        )
+    return Ledger.from_json(text)
+
+
 @ledger.command("show")
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--delta", "-d", type=float, required=True, help="Below 1 / number of records.")
@@ -221,7 +242,7 @@ def ledger() -> None:
 @json_option
 def show_ledger(path: Path, delta: float, method: str, as_json: bool) -> None:
     """What a ledger (.json) or a journal (.jsonl) has spent."""
-    spent = journal_ledger(path) if path.suffix == ".jsonl" else Ledger.from_json(path.read_text("utf-8"))
+    spent = journal_ledger(path) if path.suffix == ".jsonl" else read_ledger(path)
     guarantee = accounting.epsilon(spent, delta, method)
     if as_json:
         events = [dataclasses.asdict(event) for event in spent.events]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,12 @@ from dpfunc.errors import DPFuncError, InvalidArgument
 
 # What torch says when another process is gone or does not answer.
 LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
+# What the library calls a key of the file.
+KEYS = {
+    "expected_batch_size": "batch_size",
+    "allow_large_delta=True": "dp_allow_large_delta: true",
+    "delta=": "dp_delta=",
+}
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -24,6 +31,40 @@ def without_noise() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield
+
+
+@contextmanager
+def keys_of_the_file() -> Iterator[None]:
+    """Errors with the words that the user has written, not those of the library.
+
+    Raises:
+        ClickException: for every error of dpfunc.
+
+    >>> with keys_of_the_file():
+    ...     raise InvalidArgument("got expected_batch_size=3.0 (dp_delta=1)")
+    Traceback (most recent call last):
+    click.exceptions.ClickException: got batch_size=3.0 (dp_delta=1)
+    """
+    try:
+        yield
+    except DPFuncError as error:
+        text = str(error)
+        for word, key in KEYS.items():
+            text = re.sub(rf"\b{word}", key, text)
+        raise click.ClickException(text) from error
+
+
+@contextmanager
+def interruptible(job: Any, ranks: Any) -> Iterator[None]:  # noqa: ANN401  (a Job and Ranks, imported late)
+    """After Ctrl-C the process that writes says what the run has spent; click then ends the command as ever."""
+    from dpfunc.integrations.train_job import interrupted
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if ranks is None or ranks.writes:
+            click.echo(f"\n{interrupted(job)}", err=True)  # not on the line of the progress bar
+        raise
 
 
 @contextmanager
@@ -87,18 +128,20 @@ def train(
     job = job_from_dict(job_file.override(values, given))
     if insecure_seed is not None and insecure_seed < 0:
         raise click.UsageError(f"Expected --insecure-seed >= 0, got {insecure_seed}.")
-    from dpfunc.integrations.train_job import run_job, twin
+    from dpfunc.integrations.train_job import check_job, run_job, twin
 
     if no_dp:
         job = twin(job)
-    with without_noise(), processes() as ranks:
-        if dry_run or job.privacy.dp_dry_run:
+    with keys_of_the_file(), without_noise(), processes() as ranks:
+        if not (dry_run or job.privacy.dp_dry_run):
+            with interruptible(job, ranks):
+                run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
+        elif ranks is None or ranks.writes:
             from dpfunc.integrations.dry_run import dry_run as lines_of
 
-            for line in lines_of(job) if ranks is None or ranks.writes else ():
+            check_job(job, resume, insecure_seed)
+            for line in lines_of(job):
                 click.echo(line)
-        else:
-            run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

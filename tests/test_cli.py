@@ -81,9 +81,12 @@ def test_journal_show(tmp_path):
     assert "2.594" in run("ledger", "show", path, "--delta", 1e-5).stdout
 
 
-def test_infinite_epsilon_is_valid_json():
-    result = run("epsilon", "-q", 0.5, "--steps", 10, "--sigma", 0, "--delta", 1e-5, "--json")
-    assert json.loads(result.stdout)["epsilon"] is None
+def test_infinite_epsilon_is_valid_json_and_readable():
+    command = ("epsilon", "-q", 0.5, "--steps", 10, "--sigma", 0, "--delta", 1e-5)
+    assert json.loads(run(*command, "--json").stdout)["epsilon"] is None
+    table = run(*command).stdout
+    assert "infinite" in table
+    assert "None" not in table
 
 
 def test_large_delta_is_warned_about():
@@ -123,12 +126,29 @@ def test_errors_are_messages_with_exit_codes(name):
     assert "Traceback" not in result.output
 
 
-def test_a_ledger_that_is_none(tmp_path):
+NO_LEDGERS = {
+    "empty": b"{}",
+    "state of a checkpoint": json.dumps({"schema": 1, "ledger": json.loads(Ledger().to_json())}).encode(),
+    "list": b"[1]",
+    "text": b"hello",
+    "weights": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("name", NO_LEDGERS)
+def test_a_ledger_that_is_none(tmp_path, name):
     path = tmp_path / "ledger.json"
-    path.write_text("{}")
+    path.write_bytes(NO_LEDGERS[name])
     result = run("ledger", "show", path, "--delta", 1e-5)
     assert result.exit_code == 1
-    assert "ledger" in result.stderr
+    assert "Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl)" in result.stderr
+    assert "version" not in result.stderr
+
+
+def test_a_ledger_of_another_version(tmp_path):
+    path = tmp_path / "ledger.json"
+    path.write_text('{"schema": "dpfunc.ledger/9"}')
+    assert "Use the version of dpfunc that wrote it" in run("ledger", "show", path, "--delta", 1e-5).stderr
 
 
 @pytest.mark.parametrize("command", [[], ["epsilon"], ["sigma"], ["requirements"], ["ledger"], ["ledger", "show"]])

@@ -48,8 +48,14 @@ def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str
 
     Raises:
         InvalidArgument: nothing selected, names that do not exist, or parameters that are not floating.
+
+    >>> select(nn.ReLU(), None)
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a module with parameters, got ReLU, which has none.
     """
     named = dict(module.named_parameters())
+    if not named:
+        raise InvalidArgument(f"Expected a module with parameters, got {type(module).__name__}, which has none.")
     if trainable is None:
         chosen = [name for name, param in named.items() if param.requires_grad]
         hint = "All parameters are frozen: name the trainable ones."

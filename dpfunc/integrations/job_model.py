@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,25 @@ def one_line(what: str) -> Iterator[None]:
         raise InvalidArgument(f"Expected {what}: {' '.join(str(error).split()).rstrip('.')}.") from error
 
 
+@contextmanager
+def here_or_downloaded(job: Job, path: str) -> Iterator[None]:
+    """Where nothing may be downloaded, a folder that is missing is said to be missing.
+
+    Transformers takes a path that is no folder for a name on the hub, and speaks of the internet connection.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        if not job.model.local_files_only or Path(path).exists() or not isinstance(error.__cause__, OSError):
+            raise
+        key = "path" if path == job.model.path else "tokenizer"
+        raise InvalidArgument(
+            f"Expected the folder of a model, got model.{key}={path!r}: there is no such folder here, and no model of "
+            "that name that was downloaded before. Give the path of a folder, or set local_files_only: false to "
+            "download it from the hub."
+        ) from error
+
+
 def load_processing(job: Job) -> Any:  # noqa: ANN401  (a tokenizer or a processor of Transformers)
     """The tokenizer, or for VQA the processor, with a padding token.
 
@@ -47,7 +67,7 @@ def load_processing(job: Job) -> Any:  # noqa: ANN401  (a tokenizer or a process
     if job.model.gguf_file is not None and job.model.tokenizer is None:
         options["gguf_file"] = job.model.gguf_file
     offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
-    with one_line(f"a tokenizer in {path!r}{offline}"):
+    with here_or_downloaded(job, path), one_line(f"a tokenizer in {path!r}{offline}"):
         processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
     tokenizer = getattr(processing, "tokenizer", processing)
     if tokenizer.eos_token is None and (job.task != "text_classification" or tokenizer.pad_token is None):
@@ -84,12 +104,17 @@ def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
         changes = {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
                    "label2id": {label: i for i, label in enumerate(labels)},
                    "problem_type": "single_label_classification", "pad_token_id": processing.pad_token_id}  # fmt: skip
-    with one_line(f"a model for {job.task} in {job.model.path!r}"), torch_seed(key_of(job, "model")):
-        config = AutoConfig.from_pretrained(job.model.path, **options, **changes)
+    path = job.model.path
+    with (
+        here_or_downloaded(job, path),
+        one_line(f"a model for {job.task} in {path!r}"),
+        torch_seed(key_of(job, "model")),
+    ):
+        config = AutoConfig.from_pretrained(path, **options, **changes)
         if job.model.init == "random":
             model: nn.Module = kinds[job.task].from_config(config)
         else:
-            model = kinds[job.task].from_pretrained(job.model.path, config=config, dtype=torch.float32, **options)
+            model = kinds[job.task].from_pretrained(path, config=config, dtype=torch.float32, **options)
     return model.float()
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ from torch import nn
 
 from dpfunc import distributed
 from dpfunc.accounting import Ledger
-from dpfunc.checks import shorten
+from dpfunc.checks import one_of, shorten
 from dpfunc.distributed_checkpoint.together import all_or_none
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations.job import Job, job_from_dict, job_to_dict
 from dpfunc.integrations.job_model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.integrations.job_records import Records, collator, read_records
+from dpfunc.integrations.job_values import suggestion
 from dpfunc.integrations.spent import read_spent
+from dpfunc.integrations.trainer_state import JOURNAL, count_steps, is_whole, newest
+from dpfunc.journal import journal_ledger
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 
@@ -31,6 +36,8 @@ JOB_FILE, MODEL, ACCOUNTING = "job.json", "model", "privacy_accounting.json"
 LOSSES = {"text_classification": "sequence_classification", "causal_lm": "causal_lm", "vqa": "vqa"}
 # A resumed run may differ in these: they change nothing that is trained.
 FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to")
+# Loggers of which Transformers does not say whether they are installed, and their modules.
+UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
 NOT_COVERED = (
     "Not covered by epsilon: metrics on the evaluation records, a choice between runs made with them, the number of "
     "records, and what you read off the table yourself (labels, lengths, settings)."
@@ -97,7 +104,7 @@ def run_job(
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
     Raises:
-        InvalidArgument: the job cannot be run, or output_dir is not empty.
+        InvalidArgument: the job cannot be run, or output_dir cannot be used.
         CheckpointError: resume without a checkpoint of this very job.
 
     Guarantees:
@@ -105,7 +112,7 @@ def run_job(
     """
     folder, ranks = Path(job.output_dir), distributed.from_environment(LONGEST_WAIT)
     writes = distributed.is_writer(ranks)
-    distributed.once(ranks, lambda: check_folder(job, folder, resume, insecure_seed))
+    distributed.once(ranks, lambda: check_job(job, resume, insecure_seed))
     prepared = all_or_none(partial(prepare, job), ranks, "Nothing was trained")
     if writes and prepared.records.duplicates:
         say(f"{prepared.records.duplicates} exact duplicates were left out (a private number).")
@@ -139,14 +146,64 @@ def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     (folder / JOB_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None) -> None:
-    """The output folder is empty, or holds the run to go on with.
+def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
+    """What can be refused before a table is read, in training as in a dry run. Nothing is written.
+
+    Args:
+        job: what to do. resume, insecure_seed: as for `run_job`.
 
     Raises:
-        InvalidArgument: a new run in a folder with files. CheckpointError: nothing to resume, or another job.
+        InvalidArgument: a logger that is unknown or not installed, or an output_dir that cannot be used.
+        CheckpointError: resume without a checkpoint of this very job.
+
+    Guarantees:
+        tests/integrations/test_train_command.py::test_the_dry_run_refuses_what_training_refuses.
     """
+    check_loggers(job.training.report_to)
+    check_folder(job, Path(job.output_dir), resume, insecure_seed)
+
+
+def check_loggers(names: Sequence[str] | None) -> None:
+    """The loggers of report_to are known and installed. They are not made: some of them begin to write then.
+
+    Raises:
+        InvalidArgument: one is not.
+    """
+    if names is None or tuple(names) in (("all",), ("none",)):
+        return
+    with one_line('transformers, from pip install "dpfunc[hf]"'):
+        from transformers.integrations import get_available_reporting_integrations
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK as KNOWN
+    installed = [*get_available_reporting_integrations(), *(name for name, m in UNLISTED.items() if find_spec(m))]
+    for name in names:
+        one_of("report_to", name, sorted(KNOWN), suggestion(name, sorted(KNOWN)))
+        if name not in installed:
+            raise InvalidArgument(
+                f"Expected loggers that are installed, got report_to={name!r}, which is not. Install it, or leave it "
+                f"out. Installed: {', '.join(sorted(installed)) or 'none'}."
+            )
+
+
+def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None) -> None:
+    """The output folder can be made or is empty, or holds the run to go on with.
+
+    Raises:
+        InvalidArgument: a new run in a folder with files, or in none that can be written.
+        CheckpointError: nothing to resume, or another job.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise InvalidArgument(
+            f"Expected an output_dir that is a folder or can be made, got output_dir={str(folder)!r}: {str(there)!r} "
+            "is a file. Name another folder: --output_dir."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InvalidArgument(
+            f"Expected an output_dir that can be written, got output_dir={str(folder)!r}: {str(there)!r} may not be. "
+            "Name another folder: --output_dir."
+        )
     if not resume:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and any(folder.iterdir()):
             raise InvalidArgument(
                 f"Expected an empty output_dir, got {str(folder)!r}, which is not. Go on with the run there: --resume; "
                 "or name another folder: --output_dir."
@@ -163,6 +220,32 @@ def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None
             f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
             "repeats steps with the same noise, so nothing else may change."
         )
+    if not has_checkpoint(job):
+        newest(folder)  # raises, and says how the steps of the journal are counted
+
+
+def has_checkpoint(job: Job) -> bool:
+    """Whether there is something that `--resume` goes on from."""
+    found = list(Path(job.output_dir).glob("checkpoint-*"))
+    return any(is_whole(path) for path in found) if job.privacy.dp_enabled else bool(found)
+
+
+def interrupted(job: Job) -> str:
+    """What to say when a user ends the run: what it has spent, and how it is gone on with or counted."""
+    journal = Path(job.output_dir) / JOURNAL
+    steps, delta = count_steps(journal), job.privacy.dp_delta
+    if delta is None or not job.privacy.dp_enabled:
+        said = "Interrupted. The twin without privacy spends nothing."
+    elif not steps:
+        said = "Interrupted before the first step was released: nothing was spent."
+    else:
+        epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
+        earlier = ", earlier runs not counted" if job.data.spent else ""
+        said = (
+            f"Interrupted. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
+            f"{earlier}. A new run on these records counts them: --spent {journal}."
+        )
+    return f"{said} {'--resume goes on with this run.' if has_checkpoint(job) else 'There is no checkpoint to resume.'}"
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from safetensors.torch import load_file
 from text_job import write_job, write_model, write_table
 
 from dpfunc.cli import main
+from dpfunc.cli_train import interruptible
 from dpfunc.errors import InvalidArgument
 from dpfunc.integrations.job import SECTIONS, STRATEGIES
 from dpfunc.integrations.job_file import read_job
 from dpfunc.integrations.job_model import choose_parameters, load_base, load_processing
 from dpfunc.integrations.job_records import PadRight, language_record, prompt_ids, read_records
-from dpfunc.journal import read_steps
+from dpfunc.journal import journal_ledger, read_steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,9 +94,10 @@ def test_T8_the_adapter_opens_with_peft(here):
     assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
 
 
-def test_a_used_folder_is_refused(here):
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+def test_a_used_folder_is_refused(here, mode):
     before = files(here)
-    result = train()
+    result = train(*mode)
     assert result.exit_code == 1
     assert "Expected an empty output_dir, got 'run'" in result.stderr
     assert "--resume" in result.stderr
@@ -210,6 +213,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
     assert child.returncode == -signal.SIGKILL, child.stderr
     told = train(*flags, "--output_dir", "lost", "--resume")
     assert told.exit_code == 1
+    assert train(*flags, "--output_dir", "lost", "--resume", "--dry-run").stderr == told.stderr
     (path,) = re.findall(r"--spent (\S+)", told.stderr)
     assert "The journal counts 2 steps" in told.stderr
     dry = train(*flags, "--output_dir", "next", "--spent", path, "--dry-run").stdout
@@ -237,11 +241,12 @@ RESUMES = {
 }
 
 
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
 @pytest.mark.parametrize("name", RESUMES)
-def test_what_cannot_be_resumed(here, name):
+def test_what_cannot_be_resumed(here, name, mode):
     flags, message = RESUMES[name]
     before = files(here)
-    result = train(*flags)
+    result = train(*flags, *mode)
     assert result.exit_code == 1
     assert message in result.stderr
     assert files(here) == before
@@ -253,6 +258,9 @@ def test_a_finished_run_resumes_to_itself(here):
     assert result.exit_code == 0, result.output
     after = load_file("run/model/adapter_model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+    dry = files(here)
+    assert "Nothing was trained" in train("--resume", "--dry-run").stdout
+    assert files(here) == dry
 
 
 REFUSED = {  # flags, exit code, message
@@ -262,14 +270,22 @@ REFUSED = {  # flags, exit code, message
     "text for a number": (["--steps", "ten"], 1, "Expected an integer, got --steps='ten'"),
     "optimizer": (["--optimizer", "adamm"], 1, "adamm is not a valid OptimizerNames"),
     "scheduler": (["--scheduler", "x"], 1, "x is not a valid SchedulerType"),
-    "no model": (["--model.path", "nowhere"], 1, "Expected a tokenizer in 'nowhere', without download"),
+    "no model": (["--model.path", "nowhere"], 1, "got model.path='nowhere': there is no such folder here"),
+    "no tokenizer": (["--model.tokenizer", "a/b/c"], 1, "got model.tokenizer='a/b/c': there is no such folder here"),
+    "misspelt logger": (["--report_to", "tensorbord"], 1, "Did you mean 'tensorboard'?"),
+    "unknown logger": (["--report_to", "x"], 1, "report_to to be one of 'azure_ml', 'clearml',"),
+    "logger not installed": (["--report_to", "none-such"], 1, "got report_to='none-such', which is not. Install it"),
+    "folder under a file": (["--output_dir", "mails.jsonl/x"], 1, "'mails.jsonl' is a file. Name another folder"),
+    "folder is a file": (["--output_dir", "mails.jsonl"], 1, "'mails.jsonl' is a file. Name another folder"),
+    "folder not ours": (["--output_dir", "locked/x"], 1, "'locked' may not be"),
     "no weights": (["--init", "pretrained"], 1, "Expected a model for causal_lm in 'tiny'"),
     "targets": (["--lora.targets", "nix"], 1, "Target modules {'nix'} not found"),
     "no table": (["--data.train", "nowhere.jsonl"], 1, "nowhere.jsonl"),
     "no journal": (["--spent", "nowhere.jsonl"], 1, "Expected a journal or ledger of a run, got 'nowhere.jsonl'"),
     "no column": (["--text_column", "body"], 1, "Expected a text in the column 'body' in row 1 of mails.jsonl"),
-    "batch above the data": (["--batch_size", "500"], 1, "expected_batch_size <= dataset_size"),
-    "delta 1/n": (["--dp_delta", "0.01"], 1, "Expected delta < 1 / dataset_size"),
+    "batch above the data": (["--batch_size", "500"], 1, "0 < batch_size <= dataset_size, got batch_size=500."),
+    "delta 1/n": (["--dp_delta", "0.01"], 1, "got dp_delta=0.01."),
+    "how to insist": (["--dp_delta", "0.01"], 1, "or pass dp_allow_large_delta: true and say so"),
     "no labels": (["--task", "text_classification", "--prompt_template", "null"], 1, "Expected data.labels"),
     "unknown label": (
         ["--task", "text_classification", "--prompt_template", "null", "--labels", "sport,art"], 1,
@@ -279,16 +295,120 @@ REFUSED = {  # flags, exit code, message
 }  # fmt: skip
 
 
+@pytest.fixture
+def loggers(monkeypatch):
+    """One more logger that is known, and not installed wherever the tests run."""
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "none-such", object)
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """A folder that may not be written, also where the tests may do everything."""
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "locked" and may(path, mode))
+
+
+@pytest.mark.usefixtures("loggers", "locked")
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_are_messages_and_write_nothing(here, name):
+def test_the_dry_run_refuses_what_training_refuses(here, name, mode):
+    """With a message, and nothing is written."""
     flags, code, message = REFUSED[name]
+    Path("locked").mkdir(exist_ok=True)
     before = files(here)
-    result = train("--output_dir", "other", *flags)
+    given = [] if "--output_dir" in flags else ["--output_dir", "other"]
+    result = train(*given, *flags, *mode)
     assert result.exit_code == code, result.output
     assert message in result.stderr
     assert code == 2 or result.stderr.rstrip().rpartition("\n")[2].startswith("Error: ")
     assert "Traceback" not in result.output
     assert files(here) == before
+
+
+@pytest.mark.parametrize("names", ["none", "all"])
+def test_words_for_all_loggers_are_no_names(here, names):
+    assert train("--output_dir", "other", "--report_to", names, "--dry-run").exit_code == 0
+
+
+def test_a_hub_name_with_downloads_is_not_a_missing_folder(here, monkeypatch):
+    from transformers import AutoTokenizer
+
+    def unreachable(path, **options):
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    result = train("--output_dir", "other", "--model.path", "some/model", "--local_files_only", "false")
+    assert "Expected a tokenizer in 'some/model': We couldn't connect" in result.stderr
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Ctrl-C after a step."""
+    from transformers import TrainerCallback
+
+    from dpfunc.integrations import train_job
+
+    make = train_job.make_trainer
+
+    def patch(step):
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == step:
+                    signal.raise_signal(signal.SIGINT)
+
+        def made(*arguments):
+            trainer = make(*arguments)
+            trainer.add_callback(Stop())
+            return trainer
+
+        monkeypatch.setattr(train_job, "make_trainer", made)
+        return lambda: monkeypatch.setattr(train_job, "make_trainer", make)
+
+    return patch
+
+
+def test_an_interrupt_says_what_was_spent(here, stop_at):
+    undo = stop_at(3)
+    result = train("--output_dir", "stopped")
+    assert result.exit_code == 1
+    said, aborted = [line for line in result.stderr.splitlines() if line][-2:]
+    assert aborted == "Aborted!"
+    journal = Path("stopped/privacy_journal.jsonl")
+    spent = journal_ledger(journal)
+    assert spent.num_steps == 3
+    epsilon = spent.epsilon(1e-3).epsilon
+    assert f"The journal has 3 steps, which spent epsilon={epsilon:.4g} at delta=0.001." in said
+    assert f"--spent {journal}." in said
+    assert said.endswith("--resume goes on with this run.")
+    undo()
+    assert train("--output_dir", "stopped", "--resume").exit_code == 0
+    dry = train("--output_dir", "other", "--spent", journal, "--dry-run")
+    assert "with 4 steps of earlier runs" in dry.stdout
+
+
+def test_an_interrupt_before_the_first_checkpoint_promises_no_resume(here, stop_at):
+    stop_at(1)
+    said = train("--output_dir", "early").stderr
+    assert "The journal has 1 steps" in said
+    assert "There is no checkpoint to resume." in said
+    twin = train("--output_dir", "early", "--no-dp").stderr
+    assert "The twin without privacy spends nothing. There is no checkpoint to resume." in twin
+    again = train("--output_dir", "early", "--no-dp", "--resume")
+    assert again.exit_code == 1
+    assert "Expected a checkpoint in early-no-dp, found none" in again.stderr
+
+
+def test_only_the_process_that_writes_speaks_of_an_interrupt(here, capsys):
+    job = read_job("job.yaml", ["--output_dir", "nowhere"])
+    said = []
+    for writes in (True, False):
+        with pytest.raises(KeyboardInterrupt), interruptible(job, SimpleNamespace(writes=writes)):
+            raise KeyboardInterrupt
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("\nInterrupted before the first step was released: nothing was spent.")
+    assert said[1] == ""
 
 
 def test_a_launcher_that_starts_one_process_only_is_refused(here, monkeypatch):
