@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import dpfunc
 from dpfunc import clipping, distributed, sampling
+from dpfunc.errors import DPFuncError
 from dpfunc.journal import Journal
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -196,5 +198,32 @@ def bad_dummy():
     try:
         dp_step(params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
     except dpfunc.DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def masks():
+    """The dropout masks that a process draws in two steps, seen in its losses: all records are alike."""
+
+    def dropped(params, batch):
+        return functional.dropout(batch["x"] * params["w"].sum(), 0.5).sum(1)
+
+    ranks = distributed.data_parallel()
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5), num_steps=2)
+    dp_step = make_dp_step(dropped, the_plan, engine="loop", ranks=ranks, verify_batch=False)
+    values, found = {"w": torch.ones(1)}, []
+    state = replay(dp_step.init(values, insecure_key(8)))
+    for _ in range(2):
+        _, state, unreleased = dp_step(values, {"x": torch.ones(3, 64)}, state)
+        found.append(unreleased.losses_B.tolist())
+    return found
+
+
+def endless():
+    """What is said to a group that would wait longer than an hour."""
+    group = dist.new_group(timeout=timedelta(hours=2), backend="gloo")
+    try:
+        distributed.data_parallel(group)
+    except DPFuncError as error:
         return type(error).__name__, str(error)
     return "ok", ""

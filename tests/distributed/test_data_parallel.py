@@ -108,3 +108,21 @@ def test_a_stalled_process_is_an_error_of_the_others():
     alive, _ = outcomes(2, "jobs:one_step_of", {"stalls": 8}, seconds=3)
     assert (alive.value or [alive.error])[0] in ("RuntimeError", "DistBackendError")
     assert "imed out" in (alive.value[1] if alive.value else alive.message)
+
+
+def test_replicas_draw_dropout_of_their_own():
+    """Each process, each step and each record; and again the same when it is repeated."""
+    found = run(2, "jobs:masks")
+    losses = [loss for steps in found for rows in steps for loss in rows]
+    assert len(set(losses)) > len(losses) / 2  # sums of 64 masks: some are equal by chance
+    first, second = found
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert first[0] != first[1]
+    assert run(2, "jobs:masks") == found
+
+
+def test_a_group_that_waits_for_good_is_refused():
+    for kind, said in run(2, "jobs:endless"):
+        assert kind == "InvalidArgument"
+        assert "Expected a process group with a timeout of at most 1:00:00, got 2:00:00" in said
