@@ -18,7 +18,7 @@ from dpfunc.sharding import is_dtensor, local, shard_dims, window
 from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Params
 
-WORD, PIECE = 8, 2**18
+WORD, PIECE = 8, 2**16
 
 
 class Card(NamedTuple):
@@ -105,9 +105,12 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
 def _mixed(words: Tensor) -> Tensor:
     """`sum_i (2 i + 1) (w_i xor (w_i >> 29))` in pieces: the shift lets high bits count in low places, too."""
     total = words.new_zeros(())
-    weights = torch.arange(1, 2 * min(len(words), PIECE) + 1, 2, device=words.device)
-    for number, piece in enumerate(torch.split(words, PIECE)):
-        mixed = (piece ^ (piece >> 29)) * weights[: len(piece)]
+    piece_size = min(len(words), PIECE if words.is_cpu else 64 * PIECE)  # as fits into a cache, or fills a GPU
+    weights = torch.arange(1, 2 * piece_size + 1, 2, device=words.device)
+    buffer = torch.empty_like(weights)
+    for number, piece in enumerate(torch.split(words, max(piece_size, 1))):
+        mixed = torch.bitwise_right_shift(piece, 29, out=buffer[: len(piece)])
+        mixed.bitwise_xor_(piece).mul_(weights[: len(piece)])
         total = total * 31 + mixed.sum() + number
     return total
 
