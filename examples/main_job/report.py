@@ -58,7 +58,7 @@ def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
     """The result, for people."""
     table = Table(title="Test accuracy and what it cost")
     for column in ("", "test accuracy", "95 % interval", "epsilon (prv)", "epsilon (rdp)", "trained", "seconds", "MiB"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for row in rows:
         low, high = wilson(row.accuracy, row.num_test)
         epsilons = [
@@ -68,7 +68,7 @@ def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
             row.name, f"{row.accuracy:.3f}", f"{low:.3f} - {high:.3f}", *epsilons,
             f"{row.trained_parameters:,}", f"{row.seconds:.0f}", f"{row.peak_mib:.0f}",
         )  # fmt: skip
-    console = Console(width=110)
+    console = Console(width=120)
     console.print(table)
     console.print(
         f"epsilon at delta = {delta:g}. prv is tight, rdp is an independent upper bound; the smaller one holds."
