@@ -122,8 +122,8 @@ def save(
     return target
 
 
-def _check_kind(path: Path) -> None:
-    if PARAMS not in json.loads((path / MANIFEST).read_text()):
+def _check_kind(path: Path, files: Mapping[str, str]) -> None:
+    if PARAMS not in files:
         raise CheckpointError(
             f"Expected a checkpoint of dpfunc.save, got {path}, which save_sharded wrote: read it with "
             "dpfunc.distributed_checkpoint.load_sharded, and give each kind a directory of its own."
@@ -166,8 +166,9 @@ def load(
     if not found:
         raise CheckpointError(f"Expected a checkpoint in {directory}, found none. Start a new run.")
     path = found[-1]
-    _check_kind(path)
-    verify(path, json.loads((path / MANIFEST).read_text()))
+    files = json.loads((path / MANIFEST).read_text())
+    _check_kind(path, files)
+    verify(path, files)
     values = json.loads((path / STATE).read_text())
     check_schema(values, path)
     refuse("plan", path, plan_difference(plan, json.loads((path / PLAN).read_text())))

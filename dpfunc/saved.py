@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def free_name(parent: Path, step: int) -> Path:
     return parent / f"{PREFIX}{step:08d}.{max(taken, default=-1) + 1:03d}"
 
 
-def check_own(parent: Path, key: Key, marker: str, family: Container[str] = ()) -> None:
+def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -> None:
     """All checkpoints in a directory are of one run and of one kind: a load could take another one, a save prune it.
 
     Args:
@@ -205,12 +205,13 @@ def check_own(parent: Path, key: Key, marker: str, family: Container[str] = ()) 
     Raises:
         CheckpointError: another run's, or of another kind.
     """
+    own = {fingerprint(key), *family}
     for path in whole_checkpoints(parent):
-        run = fingerprint(Key(bytes.fromhex(json.loads((path / STATE).read_text())["key"])))
-        what = "of another run" if run != fingerprint(key) and run not in family else "of another kind"
-        if what == "of another run" or not (path / marker).exists():
+        known = fingerprint(Key(bytes.fromhex(json.loads((path / STATE).read_text())["key"]))) in own
+        if not known or not (path / marker).exists():
             raise CheckpointError(
-                f"Expected only checkpoints of this run in {parent}, found {path.name} {what}: a load could take it "
+                f"Expected only checkpoints of this run in {parent}, found {path.name} of another "
+                f"{'kind' if known else 'run'}: a load could take it "
                 "for one of this run. Give each run, and each kind of checkpoint (save, save_sharded), a directory of "
                 "its own. Nothing was written."
             )

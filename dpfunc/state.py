@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Any, NamedTuple
 
 from dpfunc.accounting import Ledger
 from dpfunc.checks import fail
+from dpfunc.distributed.handshake import digest
 from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -43,13 +43,21 @@ class StepState(NamedTuple):
 
 
 def plan_mark(plan: Plan) -> str:
-    """A digest of a plan, to tell two plans of one process apart.
+    """A digest of a plan, to tell two plans apart.
 
     Args:
         plan: any plan. Functions in it count by their names.
     """
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(plan))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{digest(without_addresses(plan)):016x}"
+
+
+def without_addresses(value: object) -> str:
+    """The same text for the same settings, in each process: functions and objects by their names.
+
+    >>> without_addresses(object())
+    '<object object>'
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 # The first step of each run (by the fingerprint of its key) that was not released yet, in this process. A guard against
@@ -59,11 +67,11 @@ _next_release: dict[str, int] = {}
 _digests: dict[str, dict[int, str]] = {}
 
 
-def remember(after: StepState, digest: str) -> None:
-    """The step that leads to `after` was released; `digest` says what."""
+def remember(after: StepState, release: str) -> None:
+    """The step that leads to `after` was released; `release` is a digest of what."""
     run = fingerprint(after.key)
     _next_release[run] = after.step
-    _digests.setdefault(run, {})[after.step - 1] = digest
+    _digests.setdefault(run, {})[after.step - 1] = release
 
 
 def resumed(state: StepState) -> StepState:
@@ -136,18 +144,18 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
         )
 
 
-def check_repeated(state: StepState, digest: str) -> None:
+def check_repeated(state: StepState, release: str) -> None:
     """A step that an interrupted run released is released again bit for bit, or not at all.
 
     Args:
-        state: before the step. digest: of what it would release.
+        state: before the step. release: digest of what it would release.
 
     Raises:
         StateReused: other values would be released with the same noise.
     """
     before = dict(state.released).get(state.step)
-    here = _digests.get(fingerprint(state.key), {}).get(state.step, digest)
-    if here != digest or (state.step < state.charged and before != digest):
+    here = _digests.get(fingerprint(state.key), {}).get(state.step, release)
+    if here != release or (state.step < state.charged and before != release):
         raise StateReused(
             f"Step {state.step} of this run was released before, and with other values: their "
             "difference would have no noise. Something is not as it was: optimizer or its state, learning rate, loss, "

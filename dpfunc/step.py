@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, Samp
 from dpfunc.noise import gaussian
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
-from dpfunc.state import StepState, a_state, check_repeated, check_state, plan_mark, remember
+from dpfunc.state import StepState, a_state, check_repeated, check_state, plan_mark, remember, without_addresses
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
@@ -62,8 +61,11 @@ class DPStep:
     verify_batch: bool
     journal: Callable[[StepState], None] | None
     ranks: Ranks | None = None
-    _mark: str = field(default="", repr=False)
     _stateless: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+
+    @cached_property
+    def _mark(self) -> str:
+        return plan_mark(self.plan)
 
     def init(self, params: Params, key: Key, ledger: Ledger | None = None) -> StepState:
         """The state before the first step.
@@ -168,13 +170,13 @@ class DPStep:
         """What must be the same in all processes."""
         clipped = self.clipped_grad
         settings = (
-            self.plan, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
+            self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
             self.journal is None,
         )  # fmt: skip
         place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
-        return re.sub(r" at 0x[0-9a-f]+", "", repr((settings, place, len(drawn), int(drawn.sum()))))
+        return without_addresses((settings, place, len(drawn), int(drawn.sum())))
 
     @property
     def decision(self) -> Decision | None:
@@ -308,4 +310,4 @@ def make_dp_step(
         compile=compile,
         whole_norms=None if ranks is None else partial(whole_norms, ranks=ranks),
     )
-    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks, plan_mark(plan))
+    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)

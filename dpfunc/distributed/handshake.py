@@ -124,7 +124,7 @@ def joint_digest(released: Params, ranks: Ranks | None) -> str:
     own = checksum(released.items())
     parts = any(is_dtensor(value) for value in released.values())
     for group in ranks.groups if ranks is not None and parts else ():
-        told = [row[0] for row in _gather(torch.tensor([own], device=message_device(group)), group)]
+        told = [row[0] for row in gathered_rows(torch.tensor([own], device=message_device(group)), group)]
         own = told[0] if len(set(told)) == 1 else digest(str(told))
     return f"{own:016x}"
 
@@ -139,8 +139,9 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
     data = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_leaves_with_path(batch)]
     rows = [name for name, _ in data], signature(batch)
     layouts = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
-    alike = [(name, p) for name, p in params.items() if not cut_over(p, ranks)]
-    cut = [(name, p) for name, p in params.items() if cut_over(p, ranks)]
+    over_data = {name for name, p in params.items() if cut_over(p, ranks)}
+    alike = [(name, p) for name, p in params.items() if name not in over_data]
+    cut = [(name, params[name]) for name in params if name in over_data]
     parts = ranks.tensor_group is not None
     return Card(
         step=step,
@@ -170,7 +171,7 @@ def agree(own: Card, ranks: Ranks) -> int:
         tests/distributed/test_handshake.py.
     """
     message = torch.tensor(own, dtype=torch.int64, device=ranks.device)
-    tables = [[Card(*row) for row in _gather(message, group)] for group in ranks.groups]
+    tables = [[Card(*row) for row in gathered_rows(message, group)] for group in ranks.groups]
     among = (AMONG_DATA if ranks.independent else (*AMONG_DATA, "rows"), AMONG_PARTS)
     failed = any(row.failed for table in tables for row in table)
     differing = [
@@ -202,7 +203,8 @@ def agree(own: Card, ranks: Ranks) -> int:
     return max(row.num_samples for row in tables[0])
 
 
-def _gather(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+def gathered_rows(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    """The integers that each process of a group says, in the order of their ranks."""
     rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, message, group=group)
     table: list[list[int]] = torch.stack(rows).tolist()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc.distributed.handshake import digest
+from dpfunc.distributed.handshake import digest, gathered_rows
 from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, any_rank, data_parallel
 from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
 
@@ -171,11 +171,7 @@ def check_same(name: str, text: str, ranks: Ranks | None) -> None:
     if ranks is None:
         return
     own = torch.tensor([digest(text)], device=ranks.device)
-    every = []
-    for group in ranks.groups:
-        told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(told, own, group=group)
-        every.append([f"{int(value):016x}" for value in told])
+    every = [[f"{value:016x}" for (value,) in gathered_rows(own, group)] for group in ranks.groups]
     differing = [told for told in every if len(set(told)) > 1]
     if any_rank(bool(differing), ranks):
         shown = f"{differing[0]}, in the order of their ranks" if differing else "others say which"
