@@ -64,7 +64,7 @@ class Journal:
     Guarantees:
         a process killed at any moment has journalled every step it released
         (tests/test_checkpoint.py::test_kill_loses_no_accounting); no step is released twice with other values, by
-        whatever processes (test_a_key_begins_one_run, test_a_step_is_released_once).
+        whatever processes (tests/test_released_once.py::test_a_key_begins_one_run, test_a_step_is_released_once).
 
     >>> import tempfile
     >>> import torch

@@ -395,8 +395,3 @@ def test_bad_init():
     two = make_dp_step(linear_loss, plan(clip=clipping.Flat({"a": 1.0}, groups=clipping.PerLayer())))
     with pytest.raises(InvalidArgument, match="Expected clip_norm to name the groups"):
         two.init(params(), secure_key())
-
-
-def test_ranks_are_ranks():
-    with pytest.raises(InvalidArgument, match="Expected ranks made by dpfunc.distributed.data_parallel"):
-        make_dp_step(linear_loss, plan(), ranks=2)

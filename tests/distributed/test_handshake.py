@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jobs import loss_fn, plan
 from workers import outcomes, run
 
 from dpfunc.distributed.handshake import checksum
+from dpfunc.errors import InvalidArgument
+from dpfunc.step import make_dp_step
 
 DISAGREEMENTS = {
     "key": ({"seed": 4}, "about run", "shared_key"),
@@ -75,3 +78,8 @@ def test_a_bad_dummy_is_found_before_it_is_needed():
     for kind, text in run(2, "jobs:bad_dummy"):
         assert kind == "InvalidArgument"
         assert "Expected dummy to be a batch of one row" in text
+
+
+def test_ranks_are_ranks():
+    with pytest.raises(InvalidArgument, match="Expected ranks made by dpfunc.distributed.data_parallel"):
+        make_dp_step(loss_fn, plan(), ranks=2)
