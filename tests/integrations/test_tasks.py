@@ -168,6 +168,7 @@ def test_refused(call, said):
 
 def test_museum_7_the_loss_of_the_model_itself_is_refused():
     """Transformers' loss is a mean over the batch's tokens: one sample's gradient would depend on the others' lengths."""
+    torch.manual_seed(0)  # the weights are drawn: the same ones in whatever order tests run
     model = zoo.gpt2().eval()
     forward, params = functionalize(model)
 
