@@ -1,4 +1,4 @@
-"""The fast engine where it is right, the plain ones where it is not: decided on the first batch, by comparison."""
+"""The fast engine in every step that is proven; in the others, the plain ones, which compute each row alone."""
 
 from __future__ import annotations
 
@@ -6,32 +6,51 @@ import logging
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc.checks import shorten
+from dpfunc.checks import one_of, shorten
 from dpfunc.engines.bookkeeping import bookkeeping
-from dpfunc.engines.isolation import rows_differ
+from dpfunc.engines.isolation import check_isolated
+from dpfunc.engines.lockstep import of_all
 from dpfunc.engines.loop import loop
-from dpfunc.engines.probe import Probe, take_probe
+from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
-from dpfunc.tree import batch_size
+from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
 log = logging.getLogger("dpfunc")
 
+# Steps without a proof, in a row, after which the fast engine is not tried again for rows of this shape.
+PATIENCE = 2
+
 
 @dataclass(frozen=True)
 class Decision:
-    """Which engine was chosen for a loss function, and why.
+    """Which engine computed the last step of a loss function, and why.
 
-    >>> Decision("bookkeeping", "agrees with single samples", vmap())  # doctest: +ELLIPSIS
-    Decision(engine='bookkeeping', reason='agrees with single samples')
+    Args:
+        engine: its name. reason: in words. proven: nothing of one sample reaches what is credited to another: by the
+            trace of the step, or because each row was computed alone.
+
+    >>> Decision("bookkeeping", "traced", True)
+    Decision(engine='bookkeeping', reason='traced', proven=True)
     """
 
     engine: str
     reason: str
-    run: Engine = field(repr=False)
+    proven: bool = True
+
+
+@dataclass
+class Tried:
+    """What is known of a loss function with rows of one shape: steps without a proof, and what computes rows alone."""
+
+    failures: int = 0
+    alone: Engine | None = None
+    name: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,64 +58,110 @@ class Auto:
     """See `auto`."""
 
     fast: Callable[[], Engine]
+    unproven: Unproven = "vmap"
+    _engines: list[Engine] = field(default_factory=list, repr=False, compare=False)
+    _tried: MutableMapping[LossFn, dict[tuple[object, ...], Tried]] = field(
+        default_factory=WeakIdKeyDictionary, repr=False, compare=False
+    )
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
-        """The gradients, by the engine that was decided on with the first batch."""
+        """The gradients, by the fast engine if the step is proven."""
         if not batch_size(batch):
             return loop()(loss_fn, params, batch)
-        return self._decided(loss_fn, params, batch)(loss_fn, params, batch)
+        tried = self._tried.setdefault(loss_fn, {}).setdefault(signature(batch), Tried())
+        if tried.alone is not None and tried.failures >= PATIENCE:
+            return tried.alone(loss_fn, params, batch)
+        result, reason = self._attempt(loss_fn, params, batch)
+        doubts = getattr(result, "doubts", ())
+        failed = bool(of_all(torch.tensor([result is None or bool(doubts)])))
+        if result is not None and not failed:
+            tried.failures = 0
+            self._decide(loss_fn, Decision("bookkeeping", "the trace of each step shows that rows stay apart"))
+            return result
+        reason = reason or shorten(list(dict.fromkeys(doubts))) or "another process could not"
+        if self.unproven == "refuse":
+            refuse_unproven([reason])
+        if self.unproven == "audit" and result is not None and not bool(of_all(torch.tensor([result is None]))):
+            self._decide(loss_fn, Decision("bookkeeping", f"audited, not proven: {reason}", proven=False))
+            return result
+        tried.failures += 1
+        return self._alone(loss_fn, params, batch, tried, reason)
+
+    def _attempt(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
+        if not self._engines:
+            self._engines.append(self.fast())
+        try:
+            return self._engines[0](loss_fn, params, batch), ""
+        except (UnsupportedModel, RuntimeError) as error:
+            return None, f"bookkeeping cannot: {str(error).splitlines()[0]}"
+
+    def _alone(
+        self, loss_fn: LossFn, params: Params, batch: Batch, tried: Tried, reason: str
+    ) -> PerSampleGrads:
+        """Rows alone, by what can run the loss; the user is told, and a loss that mixes rows is refused."""
+        if tried.alone is not None:
+            self._decide(loss_fn, Decision(tried.name, f"rows alone, since {reason}"))
+            return tried.alone(loss_fn, params, batch)
+        check_isolated(loss_fn, params, batch)
+        name, result = "vmap", None
+        try:
+            result = vmap()(loss_fn, params, batch)
+        except (UnsupportedModel, RuntimeError) as error:
+            name, reason = "loop", f"{reason}; vmap cannot: {str(error).splitlines()[0]}"
+        if result is None or not _equal_to_loop(loss_fn, params, batch):
+            name, result = "loop", loop()(loss_fn, params, batch)
+        tried.alone, tried.name, tried.reason = (vmap() if name == "vmap" else loop()), name, reason
+        self._decide(loss_fn, Decision(name, f"rows alone, since {reason}"))
+        return result
+
+    def _decide(self, loss_fn: LossFn, decision: Decision) -> None:
+        before = self._decisions.get(loss_fn)
+        if before is None or before.engine != decision.engine or before.proven != decision.proven:
+            level = logging.INFO if decision.engine == "bookkeeping" and decision.proven else logging.WARNING
+            log.log(level, "engine %s: %s", decision.engine, decision.reason)
+        self._decisions[loss_fn] = decision
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
-        """Decide now; an engine for batches like this one, that can be compiled."""
-        engine = self._decided(loss_fn, params, batch)
-        prepared: Engine = getattr(engine, "prepare", lambda *args: engine)(loss_fn, params, batch)
+        """An engine for batches like this one, that can be compiled."""
+        if not self._engines:
+            self._engines.append(self.fast())
+        try:
+            prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)  # type: ignore[attr-defined]
+        except (UnsupportedModel, RuntimeError) as error:
+            if self.unproven == "refuse":
+                raise
+            self._decide(loss_fn, Decision("vmap", f"rows alone, since bookkeeping cannot: {str(error).splitlines()[0]}"))
+            return vmap()
+        self._decide(loss_fn, Decision("bookkeeping", "the trace of what was compiled shows that rows stay apart"))
         return prepared
 
-    def _decided(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
-        known = self.decision(loss_fn)
-        if known is not None:
-            return known.run
-        probe = take_probe(loss_fn, params, batch)
-        if not bool(probe.usable_B.any()):
-            return loop()  # nothing to compare with: the next batch decides
-        decision = _decide(loss_fn, probe, self.fast())
-        level = logging.INFO if decision.engine == "bookkeeping" else logging.WARNING
-        log.log(level, "engine %s: %s", decision.engine, decision.reason)
-        if rows_differ(batch):  # otherwise it holds for these rows, and the next batch decides anew
-            self._decisions[loss_fn] = decision
-        return decision.run
-
     def decision(self, loss_fn: LossFn) -> Decision | None:
-        """What was decided for a loss function; None before its first batch."""
+        """What computed the last step of a loss function; None before its first batch."""
         return self._decisions.get(loss_fn)
 
 
-def _decide(loss_fn: LossFn, probe: Probe, fast: Engine) -> Decision:
-    agrees = "its gradients equal those of single samples"
-    reasons = []
-    for name, engine in (("bookkeeping", fast), ("vmap", vmap())):
-        try:
-            differing = probe.differing(loss_fn, engine)
-        except (UnsupportedModel, RuntimeError) as error:
-            reasons.append(f"{name} cannot: {str(error).splitlines()[0]}")
-            continue
-        if not differing:
-            return Decision(name, "; ".join([*reasons, agrees]), engine)
-        reasons.append(f"{name} differs from single samples in {shorten(differing)}")
-    return Decision("loop", "; ".join(reasons), loop())
+def _equal_to_loop(loss_fn: LossFn, params: Params, batch: Batch) -> bool:
+    """Whether vmap gives what single samples give, on two rows of a loss without random numbers."""
+    from dpfunc.engines.probe import take_probe
+
+    probe = take_probe(loss_fn, params, batch)
+    return not probe.differing(loss_fn, vmap())
 
 
-def auto(memory_budget: int | None = None) -> Auto:
-    """Book-keeping where it agrees with single samples, else vmap, else a loop over single samples.
+def auto(memory_budget: int | None = None, unproven: Unproven = "vmap") -> Auto:
+    """Book-keeping in each step whose trace proves that samples stay apart, else vmap, else a loop over single samples.
 
-    With the first batch of a loss function, the losses of up to eight rows are compared with those of each row alone
-    (the proof of privacy needs rows that do not influence each other), and the gradients of two samples with ordinary
-    autograd on each alone; all that with slightly moved parameters and without dropout. What was decided is logged
-    (logger "dpfunc") and given by `decision(loss_fn)`.
+    Every step is traced (`dpfunc.engines.tracing`): the axis of the samples is followed through all operations, forward
+    and backward. A step in which this fails is not released on the word of an earlier one: by default its rows are
+    computed alone. What computed the last step is logged where it changes (logger "dpfunc") and given by
+    `decision(loss_fn)`.
 
     Args:
         memory_budget: see `bookkeeping`.
+        unproven: what to do with a step that is not proven: `"vmap"` computes each row alone, by vmap or a loop;
+            `"refuse"` raises; `"audit"` takes the fast engine if rows that are drawn at random and computed alone, at
+            least 8 and one in 8, agree with it in `clipped_grad` and `make_dp_step`.
 
     Returns:
         An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
@@ -106,8 +171,7 @@ def auto(memory_budget: int | None = None) -> Auto:
         UnsupportedModel: rows influence each other; the message names them.
 
     Guarantees:
-        a loss that mixes rows is refused (tests/engines/test_auto.py::test_losses_that_mix_rows_are_refused); an
-        engine that disagrees is not used (test_an_engine_that_disagrees_is_not_used).
+        no step is released whose gradients differ from those of rows alone (tests/isolation/test_zoo.py).
 
     >>> import torch
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
@@ -117,4 +181,4 @@ def auto(memory_budget: int | None = None) -> Auto:
     >>> engine.decision(loss_fn).engine
     'bookkeeping'
     """
-    return Auto(lambda: bookkeeping(memory_budget))
+    return Auto(lambda: bookkeeping(memory_budget, unproven="audit"), one_of("unproven", unproven, UNPROVEN))

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dpfunc.checks import shorten, whole
+from dpfunc.checks import one_of, shorten, whole
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.graphs import parameters_unchanged
-from dpfunc.engines.learning import Memory
+from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.sums import accumulation_dtype, exact
-from dpfunc.engines.taps import as_it_is, leaf, tapped
-from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
+from dpfunc.engines.taps import Catch, as_it_is, leaf, tapped
+from dpfunc.engines.tracing.memory import UNPROVEN, Memory, Unproven, refuse_unproven
+from dpfunc.engines.tracing.places import Places, Remembered, Traced
+from dpfunc.engines.tracing.trace import Trace, following, unseen
+from dpfunc.engines.tracking import Tracked, Tracker, version
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
 from dpfunc.tree import batch_size
@@ -34,7 +37,7 @@ DEFAULT_BUDGET = 2**30
 
 def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
     """The rule's answer; its own operations are not looked at."""
-    with torch._C.DisableTorchFunction(), exact(grad.device), torch.no_grad():
+    with unseen(), exact(grad.device), torch.no_grad():
         grads = use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
         for argument in use.wanted:
             if not grads[argument].fits(use.num_samples, tuple(use.shapes[argument])):
@@ -44,7 +47,7 @@ def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Ten
 
 def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     grads = form_grads(use, names, grad, saved)
-    with torch._C.DisableTorchFunction(), exact(grad.device), torch.no_grad():
+    with unseen(), exact(grad.device), torch.no_grad():
         return tuple(grads[argument].dense() for argument in use.wanted)
 
 
@@ -57,9 +60,11 @@ class Book:
         readers: for each leaf, gradient -> {identity of the tracked tensor: its gradient by one use}.
         decided: by parameters, operation and shape, whether gradients are formed.
         closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
+        trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
     """
 
     budget: int
+    trace: Trace | None = None
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
     decided: dict[tuple[object, ...], bool] = field(default_factory=dict)
@@ -73,11 +78,11 @@ class Book:
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
             readers = [partial(_read_dense, target) for target in use.targets.values()]
-            result = tapped(output, partial(_formed, use, names), saved, leaves)
+            result = tapped(output, checked(self.trace, use, partial(_formed, use, names)), saved, leaves)
         else:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
             readers = [partial(_read_factors, use, names, saved, _versions(saved))]
-            result = tapped(output, as_it_is, [], leaves)
+            result = tapped(output, checked(self.trace, use, as_it_is), [], leaves)
         if not self.closed:
             self.leaves += leaves
             self.readers += readers
@@ -108,14 +113,10 @@ class Book:
         """Private copies: their gradient is the answer."""
         if not self.closed:
             self.leaves.append(copies)
-            self.readers.append(partial(read_copies, tracked, axis))
+            self.readers.append(partial(read_copies, tracked, axis, self.trace))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """Nothing to do: what is derived is collected at the end."""
-
-    def unknown(self, key: Key, output: Tensor) -> Tensor:
-        """Not seen when the layouts were learnt."""
-        raise UnknownLayout(key)
 
 
 def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
@@ -123,7 +124,7 @@ def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [] if torch.compiler.is_compiling() else [tensor._version for tensor in tensors]
+    return [version(tensor) for tensor in tensors]
 
 
 def _read_factors(
@@ -135,7 +136,22 @@ def _read_factors(
     return {target: grads[argument] for argument, target in use.targets.items()}
 
 
-def read_copies(tracked: Tracked, axis: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
+def checked(trace: Trace | None, use: Use, catch: Catch) -> Catch:
+    """A catch that first looks whether the gradient has the rows of its use."""
+    return catch if trace is None else partial(_checked, trace, use, catch)
+
+
+def _checked(
+    trace: Trace, use: Use, catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    trace.credited(grad, use.layout, f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}")
+    return catch(grad, saved)
+
+
+def read_copies(tracked: Tracked, axis: int, trace: Trace | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
+    """The gradient of private copies."""
+    if trace is not None:
+        trace.credited(grad, Layout(axis), f"the gradient of parameter {tracked.name!r}")
     grads_B = grad.movedim(axis, 0)
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 
@@ -145,36 +161,42 @@ class Bookkeeping:
     """See `bookkeeping`."""
 
     memory_budget: int
+    unproven: Unproven = "refuse"
     _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         """The gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
-        return self._memory.retried(loss_fn, params, batch, partial(self._run, loss_fn, params, batch))
+        result = self._memory.traced(loss_fn, batch_size(batch), partial(self._run, loss_fn, params, batch))
+        if self.unproven == "refuse":
+            refuse_unproven(result.doubts)
+        return result
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
-        """Learn the layouts now; an engine for batches like this one, that can be compiled.
+        """Trace one step now; an engine for batches like this one, that can be compiled.
 
         Raises:
-            UnsupportedModel: parameters that are split over ranks, which dynamo does not follow.
+            UnsupportedModel: parameters that are split over ranks, which dynamo does not follow; a step that is not
+                proven.
         """
         split = [name for name, param in params.items() if is_dtensor(param)]
         if split:
             raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
-        known = self._memory.learnt(loss_fn, params, batch)
-        return lambda loss_fn, params, batch: self._run(loss_fn, params, batch, known)
+        known = self._memory.recalled(loss_fn, params, batch, self)
+        book = partial(Book, self.memory_budget)
+        return lambda loss_fn, params, batch: keep_books(loss_fn, params, batch, Remembered(known), book())
 
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> PerSample:
-        return keep_books(loss_fn, params, batch, known, Book(self.memory_budget))
+    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> PerSample:
+        return keep_books(loss_fn, params, batch, places, Book(self.memory_budget, places.trace))
 
 
-def bookkeeping(memory_budget: int | None = None) -> Bookkeeping:
+def bookkeeping(memory_budget: int | None = None, unproven: Unproven = "refuse") -> Bookkeeping:
     """The fast engine: the model runs once, batched, and per-sample gradients are read off its backward pass.
 
     No vmap around the model: fused attention, padding masks, data-dependent control flow and gradient checkpointing
-    work. Each operation that takes a trained parameter needs a rule (`dpfunc.engines.rules`). On the first batch the
-    engine finds out which axis holds the samples; where they influence each other it says so.
+    work. Each operation that takes a trained parameter needs a rule (`dpfunc.engines.rules`). Every step is traced: the
+    axis that holds the samples is followed through each operation, forward and backward.
 
     Linear layers that `parallelize_module` has split (ColwiseParallel, RowwiseParallel) may be trained. Where
     a parameter is a DTensor, norms and sums are those of this rank's part, as plain tensors. The squared norm of a
@@ -183,6 +205,8 @@ def bookkeeping(memory_budget: int | None = None) -> Bookkeeping:
     Args:
         memory_budget: bytes of per-sample gradients that may be formed in one call; what does not fit is kept as
             factors, if those are smaller. 1 GiB by default. Speed and memory only.
+        unproven: a step in which the trace cannot show that samples do not influence each other is refused, or
+            ("audit") goes on with its doubts written down; `clipped_grad` compares it with rows computed alone.
 
     Returns:
         An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
@@ -201,24 +225,27 @@ def bookkeeping(memory_budget: int | None = None) -> Bookkeeping:
     tensor([25.,  1.])
     """
     budget = DEFAULT_BUDGET if memory_budget is None else whole("memory_budget", memory_budget, minimum=0)
-    return Bookkeeping(budget)
+    return Bookkeeping(budget, one_of("unproven", unproven, UNPROVEN))
 
 
-def keep_books(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts, book: Book) -> PerSample:
+def keep_books(loss_fn: LossFn, params: Params, batch: Batch, places: Places, book: Book) -> PerSample:
     """One forward and one backward pass."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    tracker = Tracker(leaves, num_samples, known, book)
+    tracker = Tracker(leaves, num_samples, places, book)
     if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
         with torch.enable_grad(), tracker:
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
             return _read(tracker, book, leaves, losses_B)
-    with parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
+    trace = book.trace or Trace(num_samples)
+    with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
         book.close()
-        return _read(tracker, book, leaves, losses_B)
+        trace.credited(losses_B, Layout(0), "the loss")
+        result = _read(tracker, book, leaves, losses_B)
+    return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
 def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> PerSample:
@@ -231,4 +258,5 @@ def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> Per
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)
-    return PerSample(losses_B.detach(), collect(tracker, params, uses))
+    with unseen():
+        return PerSample(losses_B.detach(), collect(tracker, params, uses))

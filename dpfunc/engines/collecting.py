@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfunc.checks import shorten
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
-from dpfunc.engines.tracking import Tracked, Tracker
+from dpfunc.engines.tracking import Tracked, Tracker, version
 from dpfunc.engines.vmap import check_depends, check_losses
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import local
@@ -50,6 +50,11 @@ def collect(
         uses: identity of a tracked tensor -> its gradients, one a use. Used up.
     """
     for target, derived in reversed(tuple(tracker.tracked.items())):
+        if derived.used and version(derived.tensor) != derived.used[0]:
+            raise UnsupportedModel(
+                f"The loss writes into a value computed from {derived.name!r}, or into a view of it, after it was used: "
+                'its gradient would be that of other values. Use out-of-place operations, or engine="loop".'
+            )
         if derived.name in params and params[derived.name] is derived.tensor:
             continue
         if target not in uses:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, Book
 from dpfunc.engines.collecting import check_differentiable
-from dpfunc.engines.learning import learn
 from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.tracing.places import Traced
+from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.engines.tracking import Tracked, Tracker
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
@@ -135,10 +136,11 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | 
     if num_samples < 2:
         raise InvalidArgument(f"Expected a batch of at least 2 samples, got {num_samples}.")
     with torch_seed(insecure_key(0)):
-        known = learn(loss_fn, params, batch, {})
+        places = Traced(Trace(num_samples))
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
         surveyor = Surveyor(DEFAULT_BUDGET if memory_budget is None else memory_budget)
-        with torch.enable_grad(), backward_inside(), Tracker(leaves, num_samples, known, surveyor):
+        tracker = Tracker(leaves, num_samples, places, surveyor)
+        with following(places.trace, batch), torch.enable_grad(), backward_inside(), tracker:
             check_differentiable(loss_fn(leaves, batch), num_samples)
     used = {cost.parameter for cost in surveyor.costs}
     unused = (UseCost(n, "", "unused", tuple(p.shape), 0, 0) for n, p in params.items() if n not in used)

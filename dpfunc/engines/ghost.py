@@ -12,10 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpfunc.engines.bookkeeping import form_grads, read_copies
+from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
+from dpfunc.checks import one_of
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.draws import Draw
 from dpfunc.engines.graphs import parameters_unchanged
-from dpfunc.engines.learning import Memory
+from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
@@ -23,7 +25,10 @@ from dpfunc.engines.scope import Scope, backward_inside
 from dpfunc.engines.standing import leaves_of, reduced
 from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import leaf, tapped
-from dpfunc.engines.tracking import Key, Layouts, Tracked, Tracker, UnknownLayout
+from dpfunc.engines.tracing.memory import UNPROVEN, Memory, Unproven, refuse_unproven
+from dpfunc.engines.tracing.places import Traced
+from dpfunc.engines.tracing.trace import Trace, following, unseen
+from dpfunc.engines.tracking import Tracked, Tracker
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
 from dpfunc.rng import insecure_key, torch_seed
@@ -36,7 +41,7 @@ class Meter:
     """Measures in the first backward pass, sums in the second.
 
     Args:
-        params: identity -> name. anchor: a leaf that makes autograd come by every use.
+        params: identity -> name. anchor: a leaf that makes autograd come by every use. trace: of this step.
         counts: identity -> how often it is used; one that is used once needs no factors.
         kept: identity -> gradients of uses whose norms do not add up: tied ones and derived ones.
         sq_norms, sums: name -> result. factors: of the second pass; None in the first.
@@ -44,6 +49,7 @@ class Meter:
 
     params: Mapping[int, str]
     anchor: Tensor
+    trace: Trace
     leaves: list[tuple[Tracked, Tensor, int]] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
     kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
@@ -59,7 +65,7 @@ class Meter:
         if not self.closed:
             for target in use.targets.values():
                 self.counts[target] = self.counts.get(target, 0) + 1
-        return tapped(output, partial(self._caught, use, names), saved, [self.anchor])
+        return tapped(output, checked(self.trace, use, partial(self._caught, use, names)), saved, [self.anchor])
 
     def close(self) -> None:
         """The forward pass is over: what comes now is repeated by checkpointing."""
@@ -76,7 +82,7 @@ class Meter:
         if self.factors is not None and not single:
             return (None,)
         grads = form_grads(use, names, grad, saved)
-        with torch._C.DisableTorchFunction(), exact(grad.device), torch.no_grad():
+        with unseen(), exact(grad.device), torch.no_grad():
             for argument, target in use.targets.items():
                 if argument in single and self.factors is None:
                     self.sq_norms[self.params[target]] = grads[argument].sq_norms()
@@ -101,10 +107,6 @@ class Meter:
         for tracked in sources:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2
 
-    def unknown(self, key: Key, output: Tensor) -> Tensor:
-        """Not seen when the layouts were learnt."""
-        raise UnknownLayout(key)
-
 
 @dataclass
 class Ghost:
@@ -117,6 +119,12 @@ class Ghost:
     _scope: Scope = field(repr=False)
     _graph: list[Tensor] = field(repr=False)
     _seed: Key256 = field(repr=False)
+    doubts: tuple[str, ...] = ()
+    draws: tuple[Draw, ...] = ()
+
+    @property
+    def _trace(self) -> Trace:
+        return self._meter.trace
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""
@@ -136,8 +144,9 @@ class Ghost:
             )
         if self._meter.sq_norms:
             self._meter.weigh(factors)
-            with torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
+            with self._trace, torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
                 torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
+            refuse_unproven(self._trace.doubts[len(self.doubts) :])  # a hook may do another thing the second time
         sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
         return {name: sums[name] for name in self._tracker.params}
 
@@ -146,24 +155,31 @@ class Ghost:
 class GhostEngine:
     """See `ghost`."""
 
+    unproven: Unproven = "refuse"
     _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost:
         """The gradients of a batch."""
         if batch_size(batch) < 2:
             return loop()(loss_fn, params, batch)
-        return self._memory.retried(loss_fn, params, batch, partial(_measure, loss_fn, params, batch))
+        result = self._memory.traced(loss_fn, batch_size(batch), partial(_measure, loss_fn, params, batch))
+        if self.unproven == "refuse":
+            refuse_unproven(result.doubts)
+        return result
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
         """Called where a step is to be compiled, which this engine cannot be."""
         raise UnsupportedModel('The ghost engine cannot be compiled. Use engine="bookkeeping" with compile=True.')
 
 
-def ghost() -> GhostEngine:
+def ghost(unproven: Unproven = "refuse") -> GhostEngine:
     """The engine with the least memory: that of the step without privacy, and at most one layer's factors.
 
     Like `bookkeeping`, but nothing is kept between the two backward passes, so it takes one backward pass longer.
     Tied parameters keep their factors: their norms do not add up.
+
+    Args:
+        unproven: as for `bookkeeping`.
 
     Returns:
         An engine `(loss_fn, params, batch) -> PerSampleGrads`, whose weighted sum can be taken once. Unreleased.
@@ -180,21 +196,29 @@ def ghost() -> GhostEngine:
     >>> per_sample.sq_norms()["w"]
     tensor([25.,  1.])
     """
-    return GhostEngine()
+    return GhostEngine(one_of("unproven", unproven, UNPROVEN))
 
 
-def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> Ghost:
+def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> Ghost:
     num_samples = batch_size(batch)
     leaves = leaves_of(params)
     first = next(iter(leaves.values()))
-    meter = Meter({id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device))
-    tracker = Tracker(leaves, num_samples, known, meter)
+    trace = places.trace
+    meter = Meter({id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device), trace)
+    tracker = Tracker(leaves, num_samples, places, meter)
     # Checkpointing may draw random numbers in a backward pass: both passes draw the same.
     seed = insecure_key(int(torch.randint(2**31, ())))
-    with parameters_unchanged(params), torch.enable_grad(), backward_inside() as scope, tracker:
+    with (
+        following(trace, batch),
+        parameters_unchanged(params),
+        torch.enable_grad(),
+        backward_inside() as scope,
+        tracker,
+    ):
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
         meter.close()
+        trace.credited(losses_B, Layout(0), "the loss")
         total = losses_B.sum()
         copies = [copy for _, copy, _ in meter.leaves]
         watched = {**leaves, **tracker.canaries}
@@ -204,8 +228,11 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, known: Layouts) -> G
         refuse_escaped(watched, caught[len(copies) : -1])
         for (tracked, _, axis), grad in zip(meter.leaves, caught, strict=False):
             if grad is not None:
-                for target, rep in read_copies(tracked, axis, grad).items():
+                for target, rep in read_copies(tracked, axis, trace, grad).items():
                     meter.kept.setdefault(target, []).append(rep)
-        kept = collect(tracker, leaves, meter.kept)
+        with unseen():
+            kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
-    return Ghost(losses_B.detach(), PerSample(losses_B.detach(), rest), meter, tracker, scope, [total], seed)
+    losses_B = losses_B.detach()
+    doubts, draws = tuple(trace.doubts), tuple(trace.draws)
+    return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed, doubts, draws)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpfunc.engines.draws import Draw
 from dpfunc.engines.sums import (
     LONG,
     ROUNDINGS,
@@ -333,10 +334,18 @@ def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
 
 @dataclass(frozen=True)
 class PerSample:
-    """The gradients of all parameters for B samples."""
+    """The gradients of all parameters for B samples.
+
+    Args:
+        losses_B: of each sample. grads: name -> gradients.
+        doubts: why it is not proven that samples do not influence each other; empty where it is. draws: the random
+            numbers of the pass, for an audit.
+    """
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
+    doubts: tuple[str, ...] = ()
+    draws: tuple[Draw, ...] = ()
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""

@@ -1,4 +1,4 @@
-"""Compares an engine with single samples on a few rows, with shaken parameters and without randomness."""
+"""Compares an engine with single samples on a few rows, with shaken parameters, before it is used in place of another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.engines.isolation import Still, check_isolated, shaken, some_rows
+from dpfunc.engines.isolation import check_isolated, shaken, some_rows
 from dpfunc.engines.loop import loop
 from dpfunc.engines.replicas import anywhere
 from dpfunc.rng import insecure_key, torch_seed
@@ -40,7 +40,7 @@ class Probe:
         Raises:
             UnsupportedModel: the engine cannot do it.
         """
-        with torch_seed(insecure_key(0)), Still():
+        with torch_seed(insecure_key(0)):
             found: Any = engine(loss_fn, self.params, self.batch)
         scale = max((float(_norms(grad)[self.usable_B].max()) for grad in self.grads.values()), default=0.0)
         flags = []
@@ -65,7 +65,7 @@ def take_probe(loss_fn: LossFn, params: Params, batch: Batch) -> Probe:
     values = shaken(params)
     tolerance = check_isolated(loss_fn, values, batch)
     pair = some_rows(batch, GRAD_ROWS)
-    with torch_seed(insecure_key(0)), Still():
+    with torch_seed(insecure_key(0)):
         single = loop()(loss_fn, values, pair)
     grads = {name: grad.dense() for name, grad in single.grads.items()}
     usable_B = torch.stack([torch.isfinite(_norms(grad)) for grad in grads.values()]).all(0)

@@ -14,33 +14,28 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.overrides import TorchFunctionMode
 
 from dpfunc.checks import shorten
-from dpfunc.engines.layout import SHARED, UNUSED, Layout
+from dpfunc.engines.layout import Layout
 from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, RULES
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.sharded import check_use, unsupported
 from dpfunc.engines.taps import catch_any, leaf, watched
+from dpfunc.engines.tracing.places import Key, Places, Unplaced
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor, local
 
-Key = tuple[str, str, tuple[int, ...]]
-"""Parameter, operation, dimensions of its tensors: uses with the same key have the same layout."""
-
-Layouts = dict[Key, Layout | None]
-
-
 NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
-SELECTING = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere")
-    if hasattr(owner, name)
+HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
+READING = frozenset(
+    (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage)
 )
-REPEATING = frozenset((torch.repeat_interleave, Tensor.repeat_interleave))
+WATCHED = CHECKING | READING
 # The gradient of what these give is that of their argument, in another order or shape.
 TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
 RESHAPING = frozenset(
@@ -63,10 +58,6 @@ RESHAPING = frozenset(
 )
 
 
-class UnknownLayout(Exception):
-    """A use that was not seen when the layouts were learnt, or not in this shape; never leaves the engines."""
-
-
 @dataclass(frozen=True)
 class Tracked:
     """A parameter, or a value computed from parameters alone. The tensor requires a gradient.
@@ -80,6 +71,8 @@ class Tracked:
     tensor: Tensor
     parent: int | None = None
     transposed: bool = False
+    used: list[int] = field(default_factory=list)
+    """Version of the tensor at each use: what is written into after it was used gives other gradients."""
 
 
 class Recorder(Protocol):
@@ -95,10 +88,6 @@ class Recorder(Protocol):
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """A value is computed from these."""
-        ...
-
-    def unknown(self, key: Key, output: Tensor) -> Tensor:
-        """A use whose layout is not known yet; returns the output that the model goes on with."""
         ...
 
 
@@ -118,17 +107,16 @@ class Tracker(TorchFunctionMode):
     """The mode. Used once, for one forward and backward pass.
 
     Args:
-        params: leaves that require gradients. num_samples: B. layouts: what is known; None means shared by all samples.
-        tracked: identity -> parameters and derived values. ragged: values whose shape depends on values.
+        params: leaves that require gradients. num_samples: B. places: who knows where the samples are in a result.
+        tracked: identity -> parameters and derived values.
         canaries: leaves under results that no loss should depend on.
     """
 
     params: Mapping[str, Tensor]
     num_samples: int
-    layouts: Layouts
+    places: Places
     recorder: Recorder
     tracked: dict[int, Tracked] = field(default_factory=dict)
-    ragged: dict[int, Tensor] = field(default_factory=dict)
     canaries: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,13 +138,18 @@ class Tracker(TorchFunctionMode):
             func = torch.unflatten
         if func in NESTED:
             return self._nested(func, args, kwargs)
-        if self._selects_rows(func, args) or (self.ragged and self._touches_ragged((*args, *kwargs.values()))):
-            return self._ragged(func, args, kwargs)
+        if func in WATCHED:
+            return self._watched(func, args, kwargs)
         if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
             return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
         found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
-        if _name(func) in IN_PLACE and args and id(args[0]) in self.tracked:
+        if func in HOOKS and id(args[0]) in self.tracked:
+            raise UnsupportedModel(
+                f"The loss puts a hook on {shorten([found[0].name])}, or on a value computed from it, which would not see "
+                'per-sample gradients. Change the loss instead of the gradient, or use engine="loop".'
+            )
+        if writes(func, kwargs) and args and id(args[0]) in self.tracked and not self._may_write(func, args[0], tensors, found):
             raise no_rule(func, tensors, found)
         if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
             return func(*args, **kwargs)
@@ -178,33 +171,21 @@ class Tracker(TorchFunctionMode):
         with self:  # checkpointing repeats uses inside of it
             return opened(func)(*args, **kwargs)
 
-    @staticmethod
-    def _selects_rows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Whether the shape of the result depends on values."""
-        if func is Tensor.__getitem__:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
-        if func in REPEATING:
-            return any(isinstance(value, Tensor) for value in args[1:])
-        return func in SELECTING or (func is torch.where and len(args) == 1)
-
-    def _touches_ragged(self, values: Iterable[Any]) -> bool:
-        return any(id(tensor) in self.ragged for tensor in tensors_in(tuple(values)))
-
-    def _ragged(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        if self._concerned(args) or self._concerned(kwargs.values()):
-            tensors = tensors_in((*args, *kwargs.values()))
-            names = sorted({self.tracked[id(tensor)].name for tensor in tensors if id(tensor) in self.tracked})
-            raise UnsupportedModel(
-                f"{_name(func)} of parameter {shorten(names)} takes rows that were selected by their values (a mask, "
-                "nonzero, unique): how many belong to which sample cannot be told. Multiply by the mask instead of "
-                'selecting, or use engine="loop".'
-            )
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """Functions that give numbers of tensors to Python, or check them, without an operation that shows it."""
+        if func in CHECKING:
+            with self.places.trusting(func, args, kwargs):
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        for value in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(value, Tensor):
-                self.ragged[id(value)] = value
+        self.places.taken(_name(func), args[0], result)
         return result
+
+    def _may_write(
+        self, func: Callable[..., Any], target: Tensor, tensors: Sequence[Tensor], found: Sequence[Tracked]
+    ) -> bool:
+        """A value that was computed from parameters alone, by such values, before it is used."""
+        own = self.tracked[id(target)]
+        return target.requires_grad and not target.is_leaf and not own.used and len(found) == len(tensors)
 
     def _concerned(self, values: Iterable[Any]) -> bool:  # the hot path: called for every torch function
         tracked = self.tracked
@@ -247,22 +228,34 @@ class Tracker(TorchFunctionMode):
         found: Sequence[Tracked],
     ) -> Any:  # noqa: ANN401
         key = (found[0].name, _kind(func), tuple(tensor.ndim for tensor in tensors))
-        if key not in self.layouts:
-            return self.recorder.unknown(key, self._plainly(func, args, kwargs))
-        layout = self.layouts[key]
-        if layout is UNUSED:
+        others = [tensor for tensor in tensors if id(tensor) not in self.tracked]
+        if func not in EXPANDING and self.places.shared(key, others):
+            if any(tensor.requires_grad for tensor in others):
+                raise no_rule(func, tensors, found)
+            return self._derive(func, args, kwargs, found)
+        try:
+            return self._by_rule(func, args, kwargs, tensors, found, key)
+        except Unplaced:
             canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
             self.canaries[f"{found[0].name} (in {_name(func)})"] = canary
             return watched(self._plainly(func, args, kwargs).clone(), catch_any, [canary])
-        if layout is SHARED:
-            if any(tensor.requires_grad for tensor in tensors if id(tensor) not in self.tracked):
-                raise no_rule(func, tensors, found)
-            return self._derive(func, args, kwargs, found)
+
+    def _by_rule(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        found: Sequence[Tracked],
+        key: Key,
+    ) -> Any:  # noqa: ANN401
+        for tracked in found:
+            tracked.used.append(version(tracked.tensor))
         if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST:
-            return self._pointwise(func, args, kwargs, found, layout, key)
-        if func not in RULES:
+            return self._pointwise(func, args, kwargs, found, key)
+        if func not in RULES or any(tensor.is_complex() for tensor in tensors):
             raise no_rule(func, tensors, found)
-        return self._rule(RULES[func], func, args, kwargs, found, layout, key)
+        return self._rule(RULES[func], func, args, kwargs, found, key)
 
     def _replaced(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
         if isinstance(value, Tensor) and id(value) in self.tracked:
@@ -283,14 +276,14 @@ class Tracker(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
-        layout: Layout,
         key: Key,
     ) -> Tensor:
         if any(is_dtensor(tracked.tensor) for tracked in found):
             raise unsupported(_name(func), {f.name: f.tensor for f in found}, {f.name: f.name for f in found})
         output = self._shape(func, args, kwargs)
-        if not layout.fits(output, self.num_samples):
-            raise UnknownLayout(key)
+        layout = self._layout(func, args, kwargs, found, key, output)
+        if layout is None:
+            return self._derive(func, args, kwargs, found)  # type: ignore[no-any-return]
         by: dict[int, Tensor] = {}
         for tracked in found:
             leaf, aligned, axis = copies_for(
@@ -304,6 +297,22 @@ class Tracker(TorchFunctionMode):
             *(self._replaced(v, by) for v in args), **{name: self._replaced(v, by) for name, v in kwargs.items()}
         )
         return result
+
+    def _layout(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        found: Sequence[Tracked],
+        key: Key,
+        output: torch.Size,
+    ) -> Layout | None:
+        """Where the samples will be in the result of an operation that broadcasts; None if it has none."""
+        if func in EXPANDING:
+            return self.places.expanded(key, tuple(found[0].tensor.shape), tuple(output))
+        values = args[:1] if func in LIKE_FIRST else (*args, *kwargs.values())
+        others = [tensor for tensor in tensors_in(values) if id(tensor) not in self.tracked]
+        return self.places.broadcast(key, others, len(output))
 
     def _shape(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Size:
         if func in EXPANDING:
@@ -323,7 +332,6 @@ class Tracker(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
-        layout: Layout,
         key: Key,
     ) -> Tensor:
         bound = rule.bind(args, kwargs)
@@ -341,9 +349,8 @@ class Tracker(TorchFunctionMode):
         shapes = {argument: local(bound[argument]).shape for argument in wanted}
         targets = {argument: id(bound[argument]) for argument in wanted}
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
+        layout = self.places.of(key, output)
         use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, local(output).shape)
-        if not layout.fits(use.output, self.num_samples):
-            raise UnknownLayout(key)
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
         return self.recorder.use(use, output, tensors)
 
@@ -358,6 +365,16 @@ KINDS = {
     for kind in ("add", "sub", "mul", "truediv", "matmul")
     for form in ("__{}__", "__r{}__", "__i{}__", "{}_")
 }
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written into; 0 where dynamo traces."""
+    return 0 if torch.compiler.is_compiling() else tensor._version
+
+
+def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into its first argument."""
+    return _name(func) in IN_PLACE or kwargs.get("inplace") is True or func is Tensor.__setitem__
 
 
 IN_PLACE = (

@@ -50,14 +50,6 @@ def copies_for(
             f"{op} of parameter {name!r} {tuple(param.shape)}, result {tuple(output)}: the samples are on axis "
             f'{layout.axis}, which is an axis of the parameter. Use engine="vmap" or "loop".'
         )
-    other = output[layout.axis] // num_samples
     value = param.detach().reshape(aligned)
-    if other == 1:
-        leaf = value.expand(*aligned[: layout.axis], num_samples, *aligned[layout.axis + 1 :]).requires_grad_()
-        return leaf, leaf, layout.axis
-    axis = layout.axis + int(bool(layout.minor))
-    value = value.unsqueeze(layout.axis)
-    leaf = value.expand(*value.shape[:axis], num_samples, *value.shape[axis + 1 :]).requires_grad_()
-    sizes = list(leaf.shape)
-    sizes[layout.axis + int(not layout.minor)] = other
-    return leaf, leaf.expand(sizes).flatten(layout.axis, layout.axis + 1), axis
+    leaf = value.expand(*aligned[: layout.axis], num_samples, *aligned[layout.axis + 1 :]).requires_grad_()
+    return leaf, layout.each(leaf, num_samples), layout.axis

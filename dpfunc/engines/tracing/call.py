@@ -1,0 +1,160 @@
+"""One operation as the tables of families see it: its arguments, its result, and the rows of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, alike, same_ids, uniform
+
+Type = Rows | Mixed | None
+"""What a tensor depends on: one sample a row, several samples, or no sample at all."""
+
+
+class Types(Protocol):
+    """Who knows what tensors depend on."""
+
+    num_samples: int
+
+    def type_of(self, tensor: Tensor) -> Type: ...
+
+    def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool: ...
+
+    def own_ids(self, values: Tensor) -> Tensor | None: ...
+
+    def taken(self, what: str, value: Tensor, result: object) -> None: ...
+
+
+class Call(NamedTuple):
+    """An operation and its result.
+
+    Args:
+        types: of tensors. name: of the operation. args, kwargs: as given. out: what it returned.
+    """
+
+    types: Types
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:  # noqa: ANN401  (any argument)
+        """An argument by position or name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def type_of(self, tensor: Tensor) -> Type:
+        """What a tensor depends on."""
+        return self.types.type_of(tensor)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        return list(tensors_of((*self.args, *self.kwargs.values())))
+
+    def mixed(self, why: str = "") -> Mixed:
+        """The result depends on several samples."""
+        return Mixed(f"{self.name}{f' ({why})' if why else ''}")
+
+
+Handler = Callable[[Call], Any]
+"""A call -> the type of its result, or a list with one for each tensor that it returns."""
+
+
+def tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among values, also inside of lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_of(value)
+
+
+class Aligned(NamedTuple):
+    """A tensor whose axis `axis` lies along axis `place` of something common; -1 is no axis of it."""
+
+    tensor: Tensor
+    axis_of: Callable[[int], int]
+    """axis of the tensor -> axis of what is common; -1 where it has none there (it is contracted, or reduced)."""
+    axis_in: Callable[[int], int]
+    """axis of what is common -> axis of the tensor; -1 where it has none."""
+
+
+def broadcast(tensor: Tensor, ndim: int) -> Aligned:
+    """A tensor that is broadcast from the right to `ndim` axes."""
+    shift = ndim - tensor.ndim
+    return Aligned(tensor, lambda axis: axis + shift, lambda axis: axis - shift)
+
+
+def leading(tensor: Tensor) -> Aligned:
+    """A tensor whose axes are those of what is common, from the left."""
+    return Aligned(tensor, lambda axis: axis, lambda axis: axis if axis < tensor.ndim else -1)
+
+
+def lettered(tensor: Tensor, letters: str, out: str) -> Aligned:
+    """A tensor in an einsum: one letter an axis."""
+    return Aligned(tensor, lambda axis: out.find(letters[axis]), lambda axis: letters.find(out[axis]))
+
+
+def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] = ()) -> Type:
+    """The type of a result each of whose numbers is computed from numbers at the same place of every axis of rows.
+
+    Args:
+        operands: tensors and how their axes lie along those of the result.
+        forbidden: axes of the result along which the operation combines positions.
+
+    Returns:
+        Rows if all tensors with rows have the same ones along the same axis, and the others are the same for each row;
+        rows with a doubt where that is probable and not proven; Mixed otherwise.
+    """
+    found: Rows | None = None
+    doubt = ""
+    for operand in operands:
+        kind = call.type_of(operand.tensor)
+        if kind is None:
+            continue
+        if isinstance(kind, Mixed):
+            doubt = doubt or kind.reason
+            continue
+        doubt = doubt or kind.doubt
+        place = WHOLE if kind.axis == WHOLE else operand.axis_of(kind.axis)
+        if kind.axis != WHOLE and (place < 0 or place in forbidden):
+            return call.mixed()
+        here = kind._replace(axis=place, doubt="")
+        if found is None:
+            found = here
+        elif found.axis != place or not alike(found, here):
+            return call.mixed("of different samples")
+    if found is None:
+        return Mixed(doubt) if doubt else None
+    for operand in operands:
+        if found.axis == WHOLE or call.type_of(operand.tensor) is not None:
+            continue
+        if not call.types.uniform(operand.tensor, found, operand.axis_in(found.axis)):
+            doubt = doubt or f"{call.name} (with values that differ between positions of the batch)"
+    return found.doubted(doubt) if doubt else found
+
+
+def assumed(call: Call, reason: str) -> list[Type]:
+    """The types of results of an operation that is not known: the rows stay where they were, if the shape allows it."""
+    results = list(tensors_of([call.out] if isinstance(call.out, Tensor) else call.out or []))
+    inputs = [(tensor, call.type_of(tensor)) for tensor in call.tensors()]
+    if all(kind is None for _, kind in inputs):
+        return [None] * len(results)
+    found: list[Type] = []
+    for result in results:
+        guess: Type = Mixed(reason)
+        for tensor, kind in inputs:
+            if isinstance(kind, Rows) and kind.axis != WHOLE:
+                same = [axis for axis in (kind.axis, 0) if axis < result.ndim]
+                fits = [axis for axis in same if result.shape[axis] == tensor.shape[kind.axis]]
+                if fits:
+                    guess = kind.moved(fits[0]).doubted(reason)
+                    break
+        found.append(guess)
+    return found
+
+
+__all__ = ["Aligned", "Call", "Handler", "Type", "Types", "assumed", "broadcast", "combined", "leading", "lettered",
+           "same_ids", "tensors_of", "torch", "uniform"]  # fmt: skip

@@ -1,0 +1,168 @@
+"""Operations along axes: reductions, softmax, sorting, scans, flips, Fourier transforms.
+
+They combine the positions of some axes, and leave the others alone: rows on another axis stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of
+
+
+def reduced(kind: Type, ndim: int, axes: Sequence[int], keepdim: bool, mixed: Mixed) -> Type:
+    """The type after axes were reduced."""
+    if not isinstance(kind, Rows):
+        return kind
+    if kind.axis == WHOLE:
+        return kind
+    if kind.axis in axes:
+        return mixed
+    return kind if keepdim else kind.moved(kind.axis - sum(axis < kind.axis for axis in axes))
+
+
+def reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None) -> Handler:
+    """A reduction of the first argument over the axes that the argument `dim` names, all if it is not given."""
+
+    def handler(call: Call) -> Type:
+        input: Tensor = call.args[0]
+        given = call.arg(dim, "dim")
+        axes = axes_of(given, input.ndim) if given is None or isinstance(given, (int, list, tuple)) else axes_of(None, input.ndim)
+        keeps = bool(call.arg(keepdim, "keepdim", False)) if keepdim is not None else False
+        mixed = call.mixed("over the batch")._replace(agrees=agrees)
+        return reduced(call.type_of(input), input.ndim, axes, keeps, mixed)
+
+    return handler
+
+
+def whole_reduction(call: Call) -> Type:
+    """A reduction of everything to one number."""
+    if len(call.args) > 1 and isinstance(call.args[1], (int, list, tuple)):  # max.dim and others of the same name
+        return reduction()(call)
+    input: Tensor = call.args[0]
+    if len(call.args) > 1 and isinstance(call.args[1], Tensor):  # max.other
+        return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.tensors()])
+    if "dim" in call.kwargs:
+        return reduction()(call)
+    return reduced(call.type_of(input), input.ndim, axes_of(None, input.ndim), False, call.mixed("over the batch"))
+
+
+def truth(agrees: bool) -> Handler:
+    """`all` and `any`: the value that every sample alone has as well is remembered."""
+    return reduction(agrees=agrees)
+
+
+def along(*dims: int, names: Sequence[str] = ("dim", "dims"), default: int | None = None, tensors: int = 1) -> Handler:
+    """An operation on its first tensors that combines the positions of the axes in an argument and keeps the shape."""
+
+    def handler(call: Call) -> Type:
+        operands = [value for value in call.args[:tensors] if isinstance(value, Tensor)]
+        given = next((call.args[dim] for dim in dims if len(call.args) > dim), None)
+        for name in names:
+            given = call.kwargs.get(name, given)
+        given = default if given is None else given
+        ndim = operands[0].ndim
+        axes = axes_of(given, ndim) if not isinstance(given, bool) else axes_of(None, ndim)
+        return combined(call, [broadcast(operand, ndim) for operand in operands], axes)
+
+    return handler
+
+
+def last_axes(count: int, tensors: int = 8) -> Handler:
+    """An operation that combines the last axes of its tensors: triangles, matrices."""
+
+    def handler(call: Call) -> Type:
+        operands = [value for value in call.tensors() if value.ndim >= count][:tensors]
+        ndim = max(operand.ndim for operand in operands)
+        return combined(call, [broadcast(operand, ndim) for operand in operands], range(ndim - count, ndim))
+
+    return handler
+
+
+def sorting(call: Call) -> Type:
+    """sort, and sort.stable, whose second argument says whether it is stable."""
+    position = 1
+    if len(call.args) > 1 and isinstance(call.args[1], bool) and "dim" not in call.kwargs:
+        position = 2
+    return along(position, default=-1)(call)
+
+
+def cumulative(call: Call) -> Type:
+    """Scans."""
+    return along(1)(call)
+
+
+def glu(call: Call) -> Type:
+    """The halves of one axis are multiplied."""
+    input: Tensor = call.args[-2] if isinstance(call.args[-1], int) and len(call.args) > 2 else call.args[0]
+    dim = call.args[-1] if isinstance(call.args[-1], int) else -1
+    tensors = call.tensors()
+    return combined(call, [broadcast(tensor, input.ndim) for tensor in tensors], axes_of(dim, input.ndim))
+
+
+def renorm(call: Call) -> Type:
+    """Norms of the slices along an axis: everything but that axis is combined."""
+    input: Tensor = call.args[0]
+    (kept,) = axes_of(call.args[2], input.ndim)
+    return combined(call, [broadcast(input, input.ndim)], [axis for axis in range(input.ndim) if axis != kept])
+
+
+def logsumexp_like(call: Call) -> Type:
+    """Reductions whose axes are the argument after the first."""
+    return reduction()(call)
+
+
+def vector_norm(call: Call) -> Type:
+    """`linalg_vector_norm(x, ord, dim, keepdim)` and `norm(x, p, dim, keepdim)`."""
+    return reduction(2, 3)(call)
+
+
+def topk(call: Call) -> Type:
+    """`topk(x, k, dim)`, `kthvalue(x, k, dim, keepdim)`."""
+    input: Tensor = call.args[0]
+    dim = call.arg(2, "dim", -1)
+    kind = combined(call, [broadcast(input, input.ndim)], axes_of(dim, input.ndim))
+    if call.name == "kthvalue" and isinstance(kind, Rows) and not call.arg(3, "keepdim", False):
+        return reduced(kind, input.ndim, axes_of(dim, input.ndim), False, call.mixed())
+    return kind
+
+
+_SOFTMAX_BACKWARD = along(2, tensors=2)
+FAMILY: dict[str, Callable[[Call], object]] = {
+    **dict.fromkeys(
+        ("sum", "mean", "nansum", "nanmean", "amax", "amin", "argmax", "argmin", "logsumexp", "count_nonzero", "var", "std",
+         "var_mean", "std_mean", "mode", "nanmedian"),
+        reduction(),
+    ),
+    **dict.fromkeys(("max", "min", "median", "prod", "aminmax"), whole_reduction),
+    "all": truth(True),
+    "any": truth(False),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax", "_safe_softmax",
+         "_cummax_helper", "_cummin_helper"),
+        cumulative,
+    ),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _SOFTMAX_BACKWARD),
+    "sort": sorting,
+    "argsort": sorting,
+    "msort": along(default=0),
+    "topk": topk,
+    "kthvalue": topk,
+    "flip": along(1),
+    "roll": along(2),
+    "glu": glu,
+    "glu_backward": glu,
+    "renorm": renorm,
+    "tril": last_axes(2),
+    "triu": last_axes(2),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), along(1)),
+    **dict.fromkeys(
+        ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_det", "linalg_matrix_exp",
+         "_linalg_slogdet", "linalg_eig", "linalg_lu_factor_ex", "cholesky_inverse", "_cholesky_solve_helper"),
+        last_axes(2),
+    ),
+}  # fmt: skip

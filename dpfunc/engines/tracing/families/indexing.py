@@ -1,0 +1,451 @@
+"""Reading and writing at positions: by one axis (gather, scatter), by lists of positions, by masks, by tables.
+
+A sample may choose among its own numbers and among constants. Positions on the axis of the samples are followed row by
+row: which sample stands where is computed with the same positions. Positions that were computed from several samples
+must be a permutation of all rows, which leaves none out because of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Aligned, Call, Type, broadcast, combined
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, normal, same_ids, spread
+
+
+def along_one(call: Call, self: Tensor, dim: int, others: Sequence[Tensor]) -> Type:
+    """gather, scatter: tensors of equal axes but for `dim`, along which positions are looked up in `self`."""
+    (axis,) = axes_of(dim, self.ndim)
+    kind = call.type_of(self)
+    if isinstance(kind, Rows) and kind.axis == axis:
+        return call.mixed("of other samples")
+    table = Aligned(self, lambda own: own, lambda place: -1 if place == axis else place)
+    return combined(call, [table, *(broadcast(other, self.ndim) for other in others)])
+
+
+def gather(call: Call) -> Type:
+    """`out[i, j] = self[i, index[i, j]]`."""
+    return along_one(call, call.args[0], call.arg(1, "dim"), [call.arg(2, "index")])
+
+
+def gather_backward(call: Call) -> Type:
+    """`(grad, self, dim, index, sparse)`."""
+    return along_one(call, call.args[1], call.args[2], [call.args[0], call.args[3]])
+
+
+def scatter(call: Call) -> Type:
+    """`self[i, index[i, j]] = source[i, j]`, or a sum, or a number."""
+    self, index, source = call.args[0], call.arg(2, "index"), call.arg(3, "src")
+    others = [index, *([source] if isinstance(source, Tensor) and source.ndim else [])]
+    (axis,) = axes_of(call.arg(1, "dim"), self.ndim)
+    kinds = [call.type_of(other) for other in others]
+    if any(isinstance(kind, Rows) and kind.axis == axis for kind in kinds):
+        return call.mixed("into positions of other samples")
+    return along_one(call, self, axis, others)
+
+
+class Positions(NamedTuple):
+    """Positions on one axis: the values, and what they depend on."""
+
+    values: Tensor
+    kind: Type
+
+
+def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positions | None]:
+    """Masks as lists of positions, one an axis."""
+    found: list[Positions | None] = []
+    for index in indices:
+        if index is None:
+            found.append(None)
+        elif index.dtype in (torch.bool, torch.uint8):
+            kind = call.type_of(index)
+            places = index.nonzero()
+            if isinstance(kind, Rows) and kind.axis != WHOLE:
+                kind = gathered(spread(kind)[places[:, kind.axis].cpu()], 0, call.types.num_samples, kind.doubt)
+                kind = kind._replace(ragged=True)
+            found.extend(Positions(places[:, axis], kind) for axis in range(index.ndim))
+        else:
+            found.append(Positions(index, call.type_of(index)))
+    return found
+
+
+def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
+    """The axis along which the samples of positions change, and the sample at each place of it."""
+    changing = [
+        axis for axis in range(target.ndim)
+        if target.shape[axis] > 1 and not bool((target == target.narrow(axis, 0, 1)).all())
+    ]  # fmt: skip
+    if len(changing) > 1 or not target.numel():
+        return None
+    axis = changing[0] if changing else WHOLE
+    if axis == WHOLE:
+        return WHOLE, target.reshape(-1)[:1]
+    others = [0] * target.ndim
+    line = target[tuple(slice(None) if k == axis else others[k] for k in range(target.ndim))]
+    return axis, line
+
+
+def doubt_of(positions: Positions, length: int) -> str:
+    """Why positions on the axis of the samples may depend on other samples; empty if they do not."""
+    if not isinstance(positions.kind, Mixed):
+        return positions.kind.doubt if isinstance(positions.kind, Rows) else ""
+    flat = positions.values.reshape(-1)
+    if len(flat) == length and _all_once(flat, length):
+        return ""
+    return f"positions from {positions.kind.reason}"
+
+
+def _all_once(flat: Tensor, length: int) -> bool:
+    """Whether positions are a permutation."""
+    return bool((flat.sort().values == torch.arange(length, device=flat.device)).all())
+
+
+def place_of(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, list[int]]:
+    """Where the common axes of the positions begin in the result, how many they are, and the axes that are indexed."""
+    taken = [axis for axis, index in enumerate(indices) if index is not None]
+    width = max(index.values.ndim for index in indices if index is not None)
+    adjacent = taken == list(range(taken[0], taken[-1] + 1))
+    return (taken[0] if adjacent else 0), width, taken
+
+
+def kept_axis(axis: int, start: int, width: int, taken: Sequence[int]) -> int:
+    """Where an axis that is not indexed is in the result."""
+    before = sum(other < axis for other in taken)
+    return axis - before + (width if axis - before >= start else 0)
+
+
+def index(call: Call) -> Type:
+    """`self[i, j, ...]` with tensors."""
+    self: Tensor = call.args[0]
+    return indexed(call, self, expanded_masks(call, call.args[1]))
+
+
+def index_select(call: Call) -> Type:
+    """`self[..., index, ...]`."""
+    self: Tensor = call.args[0]
+    (axis,) = axes_of(call.args[1], self.ndim)
+    positions = call.args[2].reshape(-1)
+    return indexed(call, self, [*[None] * axis, Positions(positions, call.type_of(call.args[2]))])
+
+
+def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Type:
+    """The rows of what is read at positions."""
+    kind = call.type_of(self)
+    if isinstance(kind, Mixed):
+        return kind
+    start, width, taken = place_of(indices, self.ndim)
+    given = [item for item in indices if item is not None]
+    if kind is not None and kind.axis == WHOLE:
+        others = [item.kind for item in given if item.kind is not None]
+        same = all(isinstance(other, Rows) and other.axis == WHOLE and same_ids(other.ids, kind.ids) for other in others)
+        return kind if same else call.mixed()
+    if kind is None or kind.axis not in taken:
+        return _beside(call, kind, given, start, width, taken)
+    on_samples = indices[kind.axis]
+    if on_samples is None:
+        return call.mixed()
+    target = spread(kind)[on_samples.values.cpu()]
+    found = single_axis(target)
+    if found is None:
+        return call.mixed("of several samples")
+    place, ids = found
+    doubt = kind.doubt or doubt_of(on_samples, self.shape[kind.axis])
+    rows = Rows(WHOLE, 1, ids=ids) if place == WHOLE else gathered(ids, place, call.types.num_samples, "")
+    if place != WHOLE:
+        rows = rows.moved(place + width - target.ndim)
+    for item in given:
+        problem = _disagrees(call, item, rows, width, item is on_samples)
+        if problem is None:
+            return call.mixed("at positions of other samples")
+        doubt = doubt or problem
+    ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
+    moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
+    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
+
+
+def _disagrees(call: Call, item: Positions, rows: Rows, width: int, on_samples: bool) -> str | None:
+    """None if positions belong to other samples than the rows do; otherwise a doubt, or nothing."""
+    shift = width - item.values.ndim
+    if item.kind is None:
+        if on_samples or rows.axis == WHOLE or call.types.uniform(item.values, rows, rows.axis - shift):
+            return ""
+        return "positions that differ between places in the batch"
+    if isinstance(item.kind, Mixed):
+        return "" if on_samples else item.kind.reason
+    if item.kind.axis == WHOLE or rows.axis == WHOLE:
+        same = item.kind.axis == rows.axis and same_ids(item.kind.ids, rows.ids)
+        return item.kind.doubt if same else None
+    if item.kind.axis + shift != rows.axis or not same_ids(_each(item.kind), _each(rows)):
+        return None
+    return item.kind.doubt
+
+
+def _each(rows: Rows) -> Tensor:
+    return spread(rows)
+
+
+def _beside(call: Call, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]) -> Type:
+    """Positions on axes without samples: of a constant table, or the same for each sample."""
+    rows: Rows | None = None
+    doubt = ""
+    for item in given:
+        if isinstance(item.kind, Mixed):
+            doubt = doubt or item.kind.reason
+        elif item.kind is not None:
+            doubt = doubt or item.kind.doubt
+            here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)
+            if rows is not None and (here.axis != rows.axis or not same_ids(_each(here), _each(rows))):
+                return call.mixed("at positions of different samples")
+            rows = here
+    if kind is not None and rows is not None:
+        return call.mixed("at positions of other samples")
+    if kind is not None:
+        moved = kind.moved(kept_axis(kind.axis, start, width, taken))
+        return moved.doubted(doubt) if doubt else moved
+    if rows is None:
+        return Mixed(doubt) if doubt else None
+    for item in given:
+        if item.kind is None and rows.axis != WHOLE:
+            if not call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim)):
+                doubt = doubt or "positions that differ between places in the batch"
+    moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
+    return moved._replace(doubt=doubt)
+
+
+def index_put(call: Call) -> Type:
+    """`self[i, j, ...] = values`, or `+=`."""
+    self: Tensor = call.args[0]
+    return written(call, self, expanded_masks(call, call.args[1]), call.args[2])
+
+
+def index_add(call: Call) -> Type:
+    """`self[..., index, ...] += source`, for whole slices; index_copy writes instead."""
+    self: Tensor = call.args[0]
+    (axis,) = axes_of(call.arg(1, "dim"), self.ndim)
+    positions = Positions(call.arg(2, "index"), call.type_of(call.arg(2, "index")))
+    return written(call, self, [*[None] * axis, positions], call.arg(3, "source"))
+
+
+def written(call: Call, self: Tensor, indices: Sequence[Positions | None], values: Tensor) -> Type:
+    """The rows of a tensor after values were written at positions."""
+    kind, incoming = call.type_of(self), call.type_of(values)
+    if isinstance(kind, Mixed):
+        return kind
+    start, width, taken = place_of(indices, self.ndim)
+    out_ndim = self.ndim - len(taken) + width
+    shift = out_ndim - values.ndim
+    rows = incoming if isinstance(incoming, Rows) else None
+    doubt = incoming.reason if isinstance(incoming, Mixed) else rows.doubt if rows is not None else ""
+    if rows is not None and rows.axis != WHOLE:
+        rows = rows.moved(rows.axis + shift)
+        if not start <= rows.axis < start + width:  # an axis that is not indexed
+            before = rows.axis if rows.axis < start else rows.axis - width
+            own = [axis for axis in range(self.ndim) if axis not in taken][before]
+            if any(item is not None and item.kind is not None for item in indices):
+                return call.mixed("at positions of samples")
+            here = rows.moved(own)
+            if kind is not None and (kind.axis != own or not same_ids(_each(kind), _each(here))):
+                return call.mixed()
+            return here.doubted(doubt) if doubt else here
+        rows = rows.moved(rows.axis - start)
+    for item in indices:  # what is written where may be decided by the samples' positions alone
+        if item is not None and isinstance(item.kind, Rows):
+            here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)
+            if rows is None:
+                rows = here
+            elif here.axis != rows.axis or not same_ids(_each(here), _each(rows)):
+                return call.mixed("at positions of different samples")
+            doubt = doubt or item.kind.doubt
+        elif item is not None and isinstance(item.kind, Mixed):
+            doubt = doubt or (doubt_of(item, self.shape[0]) if kind is None else "")
+    if rows is None:
+        return Mixed(doubt) if doubt and kind is None else kind.doubted(doubt) if doubt and kind else kind
+    return _placed(call, self, kind, indices, rows, width, doubt)
+
+
+def _placed(
+    call: Call, self: Tensor, kind: Rows | None, indices: Sequence[Positions | None], rows: Rows, width: int, doubt: str
+) -> Type:
+    """Rows written at positions of their own samples, on some indexed axis."""
+    samples = spread(rows) if rows.axis != WHOLE else rows.ids
+    if samples is None:
+        samples = torch.zeros(1, dtype=torch.int64)
+    for axis, item in enumerate(indices):
+        if item is None or (kind is not None and kind.axis not in (axis, WHOLE)):
+            continue
+        own = kind if kind is not None else _own(call, self, axis, item, samples, rows, width)
+        if own is None or own.axis != axis:
+            continue
+        target = spread(own)[item.values.cpu()]
+        shape = [1] * width
+        if rows.axis != WHOLE:
+            shape[rows.axis] = len(samples)
+        wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
+        if bool((target == wanted).all()):
+            problem = doubt or (doubt_of(item, self.shape[axis]) if isinstance(item.kind, Mixed) else "")
+            return own.doubted(problem) if problem else own
+    return call.mixed("at positions of other samples")
+
+
+def _own(
+    call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, rows: Rows, width: int
+) -> Rows | None:
+    """Rows of a tensor of constants, from the first samples that are written at positions of an axis."""
+    count, length = call.types.num_samples, self.shape[axis]
+    flat = item.values.reshape(-1).cpu()
+    if len(flat) == len(samples) == length and item.values.ndim == 1 and _all_once(flat, length):
+        return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
+    if length % count:
+        return None
+    other = length // count
+    shape = [1] * width
+    if rows.axis != WHOLE:
+        shape[rows.axis] = len(samples)
+    wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
+    values = item.values.cpu()
+    if bool((values // other == wanted).all()):
+        return Rows(axis, count, 1, other)
+    return Rows(axis, count, other, 1) if bool((values % count == wanted).all()) else None
+
+
+def nonzero(call: Call) -> Type:
+    """The coordinates of what is not zero, (N, ndim): each of the sample that it is found in."""
+    input: Tensor = call.args[0]
+    kind = call.type_of(input)
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return kind
+    ids = spread(kind)[call.out[:, kind.axis].cpu()]
+    return gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True)
+
+
+def embedding(call: Call) -> Type:
+    """Rows of a constant table."""
+    if call.type_of(call.args[0]) is not None:
+        return call.mixed("of a table that depends on the batch")
+    return call.type_of(call.args[1])
+
+
+def masked_scatter(call: Call) -> Type:
+    """`self[mask] = source`, in order: each sample must have as many places as its own source has numbers."""
+    self, mask, source = call.args[:3]
+    kind, filled = call.type_of(self), call.type_of(source)
+    if isinstance(kind, Mixed) or isinstance(filled, Mixed):
+        return kind if isinstance(kind, Mixed) else filled
+    if kind is None and filled is None:
+        return combined(call, [broadcast(mask, self.ndim)])
+    mask_rows = combined(call, [broadcast(self, self.ndim), broadcast(mask, self.ndim)])
+    if filled is None or not isinstance(mask_rows, Rows) or mask_rows.axis != 0 or mask_rows.ids is not None:
+        return call.mixed("in the order of the batch")
+    if not isinstance(filled, Rows) or filled.axis != 0 or filled.ids is not None or filled.pre != 1:
+        return call.mixed("in the order of the batch")
+    places_B = mask.expand_as(self).reshape(call.types.num_samples, -1).sum(1)
+    if not bool((places_B == source.numel() // call.types.num_samples).all()):
+        return mask_rows.doubted("masked_scatter with counts that differ between samples")
+    return mask_rows.doubted(filled.doubt) if filled.doubt else mask_rows
+
+
+def masked_scatter_backward(call: Call) -> Type:
+    """`(grad, mask, sizes)`: the gradient of the source."""
+    grad, mask, sizes = call.args[:3]
+    kind = combined(call, [broadcast(grad, grad.ndim), broadcast(mask, grad.ndim)])
+    if not isinstance(kind, Rows) or kind.axis != 0 or kind.ids is not None:
+        return kind if isinstance(kind, Mixed) else call.mixed()
+    count = call.types.num_samples
+    places_B = mask.expand_as(grad).reshape(count, -1).sum(1)
+    wanted = call.out.numel() // count
+    if sizes[0] % count or not bool((places_B == wanted).all()):
+        return call.mixed("with counts that differ between samples")
+    return Rows(0, count, 1, sizes[0] // count, doubt=kind.doubt)
+
+
+def searchsorted(call: Call) -> Type:
+    """Values among sorted ones: constants, or the sample's own."""
+    names = {"bucketize": (1, 0), "searchsorted": (0, 1)}
+    table_at, values_at = names[call.name]
+    table, values = call.args[table_at], call.args[values_at]
+    kind = call.type_of(table)
+    if not isinstance(values, Tensor):
+        return kind if kind is None else call.mixed()
+    if kind is None and table.ndim == 1:
+        return call.type_of(values)
+    return combined(call, [broadcast(table, values.ndim), broadcast(values, values.ndim)], (values.ndim - 1,))
+
+
+def isin(call: Call) -> Type:
+    """Values among constants."""
+    test = call.args[1]
+    if isinstance(test, Tensor) and call.type_of(test) is not None:
+        return call.mixed()
+    return call.type_of(call.args[0]) if isinstance(call.args[0], Tensor) else None
+
+
+def embedding_bag(call: Call) -> Type | list[Type]:
+    """`(weight, indices, offsets, ...)`: each bag must hold the ids of one sample."""
+    kind, offsets = call.type_of(call.args[1]), call.args[2]
+    if call.type_of(call.args[0]) is not None or not isinstance(kind, Rows) or kind.axis != 0:
+        return call.mixed()
+    starts = offsets.cpu().reshape(-1)
+    bags = call.out[0].shape[0]
+    samples = spread(kind)
+    bag_of = torch.searchsorted(starts[:bags].contiguous(), torch.arange(len(samples)), right=True) - 1
+    first = samples[starts[:bags].clamp(max=len(samples) - 1)]
+    if not bool((first[bag_of] == samples).all()) or call.type_of(offsets) is not None:
+        return call.mixed("with bags of several samples")
+    rows = gathered(first, 0, call.types.num_samples, kind.doubt)
+    return [rows, kind if call.out[1].shape[:1] == call.args[1].shape[:1] else None, rows, None]
+
+
+def multinomial(call: Call) -> Type:
+    """Draws from each row of probabilities."""
+    input: Tensor = call.args[0]
+    return combined(call, [broadcast(input, input.ndim)], (input.ndim - 1,))
+
+
+def pack(call: Call) -> list[Type]:
+    """`_pack_padded_sequence(input, lengths, batch_first)`: the rows of each time, in the order of falling length."""
+    input, batch_first = call.args[0], call.args[2]
+    kind = call.type_of(input)
+    if not isinstance(kind, Rows) or kind.axis != (0 if batch_first else 1) or kind.pre != 1 or kind.post != 1:
+        return [call.mixed() if kind is not None else None, None]
+    samples, sizes = spread(kind), call.out[1]
+    ids = torch.cat([samples[: int(size)] for size in sizes])
+    return [gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True), None]
+
+
+def pack_backward(call: Call) -> Type:
+    """`(grad, sizes, batch_sizes, batch_first)`: rows back at their places; sample r stands where it stood."""
+    grad, sizes, batch_sizes, batch_first = call.args[:4]
+    kind = call.type_of(grad)
+    if not isinstance(kind, Rows) or kind.axis != 0:
+        return kind if kind is None else call.mixed()
+    first = spread(kind)[: int(batch_sizes[0])]
+    own = normal(first, call.types.num_samples)
+    if len(first) != sizes[0 if batch_first else 1]:
+        return call.mixed()
+    return Rows(0 if batch_first else 1, len(first), 1, 1, own, kind.doubt)
+
+
+FAMILY: dict[str, Callable[[Call], object]] = {
+    "gather": gather,
+    "gather_backward": gather_backward,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+    **dict.fromkeys(("index", "_unsafe_index"), index),
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), index_put),
+    "index_select": index_select,
+    **dict.fromkeys(("index_add", "index_copy"), index_add),
+    "nonzero": nonzero,
+    "embedding": embedding,
+    "masked_scatter": masked_scatter,
+    "masked_scatter_backward": masked_scatter_backward,
+    **dict.fromkeys(("searchsorted", "bucketize"), searchsorted),
+    "isin": isin,
+    "_embedding_bag": embedding_bag,
+    "_embedding_bag_forward_only": embedding_bag,
+    "multinomial": multinomial,
+    "_pack_padded_sequence": pack,
+    "_pack_padded_sequence_backward": pack_backward,
+}

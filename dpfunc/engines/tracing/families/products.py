@@ -1,0 +1,81 @@
+"""Products of matrices and what is made of them: each is an einsum, whose letters say which axes are combined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined, lettered
+
+
+def product(*letters: str, out: str, first: int = 0) -> Handler:
+    """An einsum of the tensors from argument `first` on; a tensor before them is added."""
+
+    def handler(call: Call) -> Type:
+        operands = [
+            lettered(tensor, own, out) for tensor, own in zip(call.args[first : first + len(letters)], letters, strict=True)
+        ]
+        if first:
+            operands.append(broadcast(call.args[0], len(out)))
+        return combined(call, operands)
+
+    return handler
+
+
+def linear(call: Call) -> Type:
+    """`y = x W^T + b` with any leading axes."""
+    input: Tensor = call.args[0]
+    lead = "abcdefgh"[: input.ndim - 1]
+    operands = [lettered(input, lead + "i", lead + "o"), lettered(call.args[1], "oi", lead + "o")]
+    bias = call.arg(2, "bias")
+    return combined(call, operands + ([lettered(bias, "o", lead + "o")] if bias is not None else []))
+
+
+def cdist(call: Call) -> Type:
+    """Distances of the rows of two matrices; the backward pass has the gradient, both matrices and the distances."""
+    one: Tensor = call.args[0]
+    lead = "abcdefgh"[: one.ndim - 2]
+    return combined(call, [lettered(one, lead + "pm", lead + "pr"), lettered(call.args[1], lead + "rm", lead + "pr")])
+
+
+def cdist_backward(call: Call) -> Type:
+    """`(grad (..., P, R), x1 (..., P, M), x2 (..., R, M), p, distances)`: the gradient of x1."""
+    one: Tensor = call.args[1]
+    lead = "abcdefgh"[: one.ndim - 2]
+    out = lead + "pm"
+    return combined(
+        call,
+        [
+            lettered(call.args[0], lead + "pr", out), lettered(one, out, out),
+            lettered(call.args[2], lead + "rm", out), lettered(call.args[4], lead + "pr", out),
+        ],
+    )  # fmt: skip
+
+
+def solve(call: Call) -> Type:
+    """`solve(A (..., n, n), B (..., n, k))` and triangular ones: the last two axes are combined."""
+    tensors = [tensor for tensor in call.tensors() if tensor.ndim >= 2]
+    ndim = max(tensor.ndim for tensor in tensors)
+    kinds = combined(call, [broadcast(tensor, ndim) for tensor in tensors], (ndim - 2, ndim - 1))
+    return kinds
+
+
+FAMILY: dict[str, Callable[[Call], object]] = {
+    "mm": product("nk", "km", out="nm"),
+    "bmm": product("bnk", "bkm", out="bnm"),
+    "addmm": product("nk", "km", out="nm", first=1),
+    "baddbmm": product("bnk", "bkm", out="bnm", first=1),
+    "addbmm": product("bnk", "bkm", out="nm", first=1),
+    "mv": product("nk", "k", out="n"),
+    "addmv": product("nk", "k", out="n", first=1),
+    "addr": product("n", "m", out="nm", first=1),
+    "dot": product("k", "k", out=""),
+    "vdot": product("k", "k", out=""),
+    "ger": product("n", "m", out="nm"),
+    "linear": linear,
+    "_cdist_forward": cdist,
+    "_euclidean_dist": cdist,
+    "_cdist_backward": cdist_backward,
+    **dict.fromkeys(("_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "linalg_lu_solve"), solve),
+}

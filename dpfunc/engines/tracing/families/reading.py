@@ -1,0 +1,48 @@
+"""Operations that turn numbers into Python values or shapes: what follows may depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Type
+
+
+def read(call: Call) -> Type:
+    """One number, or the answer to a question about tensors."""
+    for tensor in call.tensors():
+        call.types.taken(call.name, tensor, call.out)
+    return None
+
+
+def by_values(call: Call) -> Type:
+    """Results whose shapes depend on values."""
+    if any(call.type_of(tensor) is not None for tensor in call.tensors()):
+        return call.mixed("whose shape depends on values of the batch")
+    return None
+
+
+def checked(call: Call) -> Type:
+    """Checks that pass or raise."""
+    return None
+
+
+def counted(call: Call) -> Type:
+    """Counts of values."""
+    return call.mixed("over the batch") if any(call.type_of(t) is not None for t in call.tensors()) else None
+
+
+def tensor_of_shape(call: Call) -> Type:
+    """Numbers that follow from shapes alone."""
+    return None
+
+
+FAMILY: dict[str, Callable[[Call], object]] = {
+    **dict.fromkeys(("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose"), read),
+    **dict.fromkeys(("nonzero_static", "masked_select", "_unique2", "unique_dim", "unique_consecutive"), by_values),
+    **dict.fromkeys(("bincount", "histc", "histogram"), counted),
+    **dict.fromkeys(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"), checked),
+    **dict.fromkeys(("sym_size", "sym_numel", "_shape_as_tensor"), tensor_of_shape),
+}
+__all__ = ["FAMILY", "Tensor"]

@@ -1,0 +1,228 @@
+"""Operations that put numbers elsewhere: joining, repeating, padding, and the backward passes of views."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Type, broadcast, combined
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, spread
+
+
+def cat(call: Call) -> Type:
+    """Along another axis, the rows of all; along theirs, the rows of each one after the other."""
+    tensors: Sequence[Tensor] = [tensor for tensor in call.args[0] if tensor.shape != (0,)]
+    (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim)
+    return joined(call, tensors, dim)
+
+
+def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
+    """Tensors one after the other along `dim`."""
+    kinds = [call.type_of(tensor) for tensor in tensors]
+    found = [kind for kind in kinds if isinstance(kind, Rows)]
+    if all(kind.axis not in (dim, WHOLE) for kind in found):
+        return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
+    pieces, doubt = [], ""
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        if isinstance(kind, Mixed):
+            return kind
+        if kind is None or (kind.axis not in (dim, WHOLE)):
+            return call.mixed("of samples and other things")
+        doubt = doubt or kind.doubt
+        if kind.axis == WHOLE:
+            sample = torch.zeros(1, dtype=torch.int64) if kind.ids is None else kind.ids
+            pieces.append(sample.expand(tensor.shape[dim]))
+        else:
+            pieces.append(spread(kind))
+    return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)
+
+
+def stack(call: Call) -> Type:
+    """Along a new axis."""
+    tensors: Sequence[Tensor] = call.args[0]
+    (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim + 1)
+    kinds = [call.type_of(tensor) for tensor in tensors]
+    if kinds and all(isinstance(kind, Rows) and kind.axis == WHOLE for kind in kinds):
+        return joined(call, [tensor.unsqueeze(dim) for tensor in tensors], dim)
+    kind = combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
+    return kind.moved(kind.axis + (kind.axis >= dim)) if isinstance(kind, Rows) and kind.axis != WHOLE else kind
+
+
+def repeat(call: Call) -> Type:
+    """Each axis is repeated as a whole; axes may be added on the left."""
+    input, sizes = call.args[0], call.args[1]
+    kind = call.type_of(input)
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return kind
+    shift = len(sizes) - input.ndim
+    return kind._replace(axis=kind.axis + shift, pre=kind.pre * sizes[kind.axis + shift])
+
+
+def padded(call: Call) -> Type:
+    """Padding by constants: pairs from the last axis on."""
+    input, pads = call.args[0], call.args[1]
+    axes = [input.ndim - 1 - pair // 2 for pair in range(len(pads)) if pads[pair]]
+    return combined(call, [broadcast(input, input.ndim)], axes)
+
+
+def view_backward(dim: int) -> Callable[[Call], Type]:
+    """`slice_backward(grad, sizes, dim, ...)`: the gradient put back into zeros."""
+
+    def handler(call: Call) -> Type:
+        grad: Tensor = call.args[0]
+        sizes = call.args[1]
+        (axis,) = axes_of(call.args[dim], len(sizes))
+        kind = call.type_of(grad)
+        if not isinstance(kind, Rows):
+            return kind
+        if kind.axis == axis or (kind.axis == WHOLE and sizes[axis] == call.types.num_samples):
+            return _put_back(call, grad, kind, axis)
+        return kind
+
+    return handler
+
+
+def _put_back(call: Call, grad: Tensor, kind: Rows, axis: int) -> Type:
+    """A part of the samples, put back at their places."""
+    if call.out.shape[axis] != call.types.num_samples:
+        return call.mixed()
+    start, step = call.args[3], call.args[5] if len(call.args) > 5 else 1
+    places = torch.arange(call.types.num_samples)[start : call.args[4] : step] if len(call.args) > 4 else None
+    ids = spread(kind) if kind.axis != WHOLE else kind.ids
+    if places is None or ids is None or not torch.equal(places, ids):
+        return call.mixed()
+    return Rows(axis, call.types.num_samples, doubt=kind.doubt)
+
+
+def select_backward(call: Call) -> Type:
+    """`(grad, sizes, dim, index)`: the gradient of one slice put back into zeros."""
+    grad: Tensor = call.args[0]
+    (axis,) = axes_of(call.args[2], len(call.args[1]))
+    kind = call.type_of(grad)
+    if not isinstance(kind, Rows):
+        return kind
+    if kind.axis == WHOLE:
+        sample = 0 if kind.ids is None else int(kind.ids[0])
+        if call.args[1][axis] == call.types.num_samples and sample == call.args[3] % call.types.num_samples:
+            return Rows(axis, call.types.num_samples, doubt=kind.doubt)
+        return kind
+    return kind.moved(kind.axis + (kind.axis >= axis))
+
+
+def slice_scatter(call: Call) -> Type:
+    """`(self, source, dim, ...)`."""
+    (axis,) = axes_of(call.arg(2, "dim", 0), call.args[0].ndim)
+    operands = [broadcast(call.args[0], call.out.ndim), broadcast(call.args[1], call.out.ndim)]
+    return combined(call, operands, (axis,))
+
+
+def select_scatter(call: Call) -> Type:
+    """`(self, source, dim, index)`: the source lacks the axis."""
+    (axis,) = axes_of(call.args[2], call.args[0].ndim)
+    return combined(
+        call, [broadcast(call.args[0], call.out.ndim), broadcast(call.args[1].unsqueeze(axis), call.out.ndim)], (axis,)
+    )
+
+
+def unfold_backward(call: Call) -> Type:
+    """`(grad, sizes, dim, size, step)`: windows along an axis are added up; the last axis is that of the windows."""
+    grad: Tensor = call.args[0]
+    (axis,) = axes_of(call.args[2], len(call.args[1]))
+    kind = call.type_of(grad)
+    if isinstance(kind, Rows) and kind.axis in (axis, grad.ndim - 1):
+        return call.mixed()
+    return kind
+
+
+def split_with_copies(call: Call) -> list[Type]:
+    """Splits that copy: each part as its input, unless the samples are split."""
+    input: Tensor = call.args[0]
+    kind = call.type_of(input)
+    (axis,) = axes_of(call.arg(2, "dim", 0), input.ndim)
+    mixed = isinstance(kind, Rows) and kind.axis == axis
+    return [call.mixed() if mixed else kind] * len(call.out)
+
+
+def reshaped(call: Call) -> Type:
+    """A copy of another shape: as the view of a contiguous copy would be."""
+    input: Tensor = call.args[0]
+    kind = call.type_of(input)
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return kind
+    inner = math.prod(input.shape[kind.axis + 1 :]) * kind.post
+    place = inner
+    for axis in reversed(range(call.out.ndim)):  # the axis whose stride divides a row
+        stride = math.prod(call.out.shape[axis + 1 :])
+        if stride <= place < stride * call.out.shape[axis] and place % stride == 0:
+            length = call.out.shape[axis]
+            post = place // stride
+            if length % (post * kind.count) == 0:
+                return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt)
+    return call.mixed("a reshape across samples")
+
+
+def diagonal_backward(call: Call) -> Type:
+    """`(grad, sizes, offset, dim1, dim2)`: rows must be on an axis that both have."""
+    kind = call.type_of(call.args[0])
+    grad: Tensor = call.args[0]
+    dims = axes_of(call.args[3:5], len(call.args[1]))
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return kind
+    if kind.axis == grad.ndim - 1:
+        return call.mixed()
+    kept = [axis for axis in range(len(call.args[1])) if axis not in dims]
+    return kind.moved(kept[kind.axis])
+
+
+def diag_embed(call: Call) -> Type:
+    """The last axis becomes two."""
+    kind = call.type_of(call.args[0])
+    if isinstance(kind, Rows) and kind.axis != WHOLE and kind.axis == call.args[0].ndim - 1:
+        return call.mixed()
+    return kind
+
+
+def like_first(call: Call) -> Type:
+    """Copies that keep the shape."""
+    return call.type_of(call.args[0])
+
+
+def pixel_shuffle(call: Call) -> Type:
+    """Channels and space are exchanged; leading axes stay."""
+    input: Tensor = call.args[0]
+    return combined(call, [broadcast(input, input.ndim)], range(input.ndim - 3, input.ndim))
+
+
+def repeat_interleave(call: Call) -> Type:
+    """With counts in a tensor: the positions that result."""
+    return call.mixed("with counts from values") if call.type_of(call.args[0]) is not None else None
+
+
+FAMILY: dict[str, Callable[[Call], object]] = {
+    "cat": cat,
+    "stack": stack,
+    "repeat": repeat,
+    "constant_pad_nd": padded,
+    "slice_backward": view_backward(2),
+    "select_backward": select_backward,
+    "slice_scatter": slice_scatter,
+    "select_scatter": select_scatter,
+    "unfold_backward": unfold_backward,
+    "diagonal_backward": diagonal_backward,
+    "diag_embed": diag_embed,
+    "_reshape_copy": reshaped,
+    "clone": like_first,
+    "_to_copy": like_first,
+    "contiguous": like_first,
+    "_to_dense": like_first,
+    "split_with_sizes_copy": split_with_copies,
+    "split_copy": split_with_copies,
+    "pixel_shuffle": pixel_shuffle,
+    "pixel_unshuffle": pixel_shuffle,
+    "channel_shuffle": pixel_shuffle,
+    "native_channel_shuffle": pixel_shuffle,
+    "repeat_interleave": repeat_interleave,
+}

@@ -1,0 +1,185 @@
+"""Where the samples are in what a parameter was used for: read off the trace of this step, or as an earlier trace said.
+
+The second is for compiled steps: dynamo traces no dispatch mode, so a step is traced once before each compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dpfunc.engines.layout import Layout
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, same_ids
+from dpfunc.engines.tracing.trace import Trace
+from dpfunc.errors import UnsupportedModel
+
+Key = tuple[str, str, tuple[int, ...]]
+"""Parameter, operation, dimensions of its tensors."""
+
+
+class Unplaced(Exception):
+    """The result of a use belongs to no samples in particular; never leaves the engines."""
+
+
+class Misplaced(Exception):
+    """The gradient says that a parameter was not expanded over the samples; never leaves the engines."""
+
+
+class Places(Protocol):
+    """Who knows where the samples are."""
+
+    def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
+        """Whether what a use has beside parameters depends on no sample."""
+        ...
+
+    def of(self, key: Key, output: Tensor) -> Layout:
+        """Of the result of a use."""
+        ...
+
+    def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> Layout | None:
+        """Of the result of a use that broadcasts to `ndim` axes."""
+        ...
+
+    def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
+        """Of a parameter that is expanded."""
+        ...
+
+    def taken(self, what: str, value: Tensor, result: object) -> None:
+        """A tensor was given to Python."""
+        ...
+
+    def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
+        """A function that only checks values."""
+        ...
+
+
+@dataclass
+class Traced:
+    """Places that the trace of this step knows.
+
+    Args:
+        trace: of the step. wrong: expansions that were found not to be over the samples. known: what was said, for
+            compiled steps. unclear: keys whose uses lie differently.
+    """
+
+    trace: Trace
+    wrong: set[Key] = field(default_factory=set)
+    known: dict[Key, Layout | None] = field(default_factory=dict)
+    unclear: set[Key] = field(default_factory=set)
+
+    def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
+        """By their types."""
+        shared = all(self.trace.type_of(tensor) is None for tensor in others)
+        if shared:
+            self._say(key, None)
+        return shared
+
+    def of(self, key: Key, output: Tensor) -> Layout:
+        """By its type."""
+        return self._laid(key, self.trace.type_of(output))
+
+    def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> Layout | None:
+        """That of the others, which must be one."""
+        found: Rows | None = None
+        for tensor in others:
+            kind = self.trace.type_of(tensor)
+            if kind is None:
+                continue
+            if isinstance(kind, Mixed) or kind.axis == WHOLE:
+                raise Unplaced
+            here = kind.moved(kind.axis + ndim - tensor.ndim)
+            if found is not None and (here.axis, here.pre, here.post) != (found.axis, found.pre, found.post):
+                raise Unplaced
+            found = here
+        return self._laid(key, found)
+
+    def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
+        """The first axis that was expanded to the number of samples, unless its gradients said otherwise."""
+        count, shift = self.trace.num_samples, len(after) - len(before)
+        for axis, size in enumerate(after):
+            grown = axis < shift or (before[axis - shift] == 1 and size > 1)
+            if grown and size == count and key not in self.wrong:
+                self._say(key, Layout(axis))
+                return Layout(axis)
+        self._say(key, None)
+        return None
+
+    def taken(self, what: str, value: Tensor, result: object) -> None:
+        """A doubt, if the tensor depends on the batch."""
+        self.trace.taken(what, value, result)
+
+    @contextmanager
+    def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Numbers that a check reads change nothing; but a number of classes that is found out is one of the batch."""
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        before = len(self.trace.doubts)
+        yield
+        if classes != -1:
+            del self.trace.doubts[before:]
+
+    def _laid(self, key: Key, kind: object) -> Layout:
+        if not isinstance(kind, Rows) or kind.axis == WHOLE:
+            raise Unplaced
+        layout = Layout(kind.axis, kind.pre, kind.post, kind.ids)
+        self._say(key, layout)
+        return layout
+
+    def _say(self, key: Key, layout: Layout | None) -> None:
+        if self.known.setdefault(key, layout) != layout or (layout is not None and layout.ids is not None):
+            self.unclear.add(key)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Places as a trace of the same operations said."""
+
+    known: Mapping[Key, Layout | None]
+
+    def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
+        """As it was."""
+        return self.known.get(key, key) is None
+
+    def of(self, key: Key, output: Tensor) -> Layout:
+        """As it was."""
+        layout = self._recalled(key)
+        if layout is None:
+            raise UnsupportedModel(f"{key[1]} of parameter {key[0]!r} lies differently when it is compiled.")
+        return layout
+
+    def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> Layout | None:
+        """As it was."""
+        return self._recalled(key)
+
+    def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
+        """As it was."""
+        return self._recalled(key)
+
+    def taken(self, what: str, value: Tensor, result: object) -> None:
+        """dynamo does not compile that."""
+
+    def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def _recalled(self, key: Key) -> Layout | None:
+        if key not in self.known:
+            raise UnsupportedModel(
+                f"{key[1]} of parameter {key[0]!r} occurs when the step is compiled, and did not before. Use compile=False."
+            )
+        return self.known[key]
+
+
+def agrees(kind: object, layout: Layout) -> bool:
+    """Whether a gradient has the rows that its use has; one that depends on no sample has any."""
+    if kind is None:
+        return True
+    if not isinstance(kind, Rows):
+        return False
+    return (kind.axis, kind.pre, kind.post) == (layout.axis, layout.pre, layout.post) and same_ids(kind.ids, layout.ids)
+
+
+__all__ = ["Callable", "Key", "Misplaced", "Places", "Remembered", "Traced", "Unplaced", "agrees"]

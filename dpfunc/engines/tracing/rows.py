@@ -1,0 +1,222 @@
+"""Which sample each number in memory belongs to: the type that tracing carries through a step.
+
+A tensor that depends on the batch has one axis whose positions belong to samples, in rows: an axis of
+`pre * count * post` positions runs through `count` rows of `post` positions each, `pre` times over. Row r belongs to
+sample r, or to sample `ids[r]` where rows were permuted, selected or packed.
+
+The type belongs to memory, not to tensors: row `r` is the block of `step` bytes at `base + r * step`, repeated after
+`count` rows. So a view (a transpose, a slice, a reshape) has the type that its strides say, and no operation that only
+views needs a rule; an alias cannot be lost sight of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WHOLE = -1
+"""The axis of a tensor all of which belongs to one row."""
+
+
+class Rows(NamedTuple):
+    """A tensor whose numbers each depend on one sample at most, and where which sample is.
+
+    Args:
+        axis: whose positions belong to samples; WHOLE if all of the tensor belongs to one row.
+        count: number of rows. pre, post: the axis has `pre * count * post` positions.
+        ids: sample of each row, int64 (count,); None is 0, 1, 2, ...
+        doubt: why this is not proven; empty where it is.
+        ragged: the number of rows depends on values of the batch.
+    """
+
+    axis: int
+    count: int
+    pre: int = 1
+    post: int = 1
+    ids: Tensor | None = None
+    doubt: str = ""
+    ragged: bool = False
+
+    def doubted(self, reason: str) -> Rows:
+        """The same, assumed and not proven."""
+        return self if self.doubt else self._replace(doubt=reason)
+
+    def moved(self, axis: int) -> Rows:
+        """The same rows on another axis."""
+        return self._replace(axis=axis)
+
+
+class Mixed(NamedTuple):
+    """Numbers that depend on several samples.
+
+    Args:
+        reason: the operation that mixed them. agrees: a truth value that, if the number has it, every sample alone has
+            as well (`all` true, `any` false).
+    """
+
+    reason: str
+    agrees: bool | None = None
+
+
+@dataclass(slots=True)
+class Stored:
+    """Rows in memory; see the module. Bytes from the beginning of the storage; `end` is where the last row ends, or 0."""
+
+    base: int
+    step: int
+    count: int
+    ids: Tensor | None
+    doubt: str
+    end: int = 0
+    ragged: bool = False
+
+
+def same_ids(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two rows lists name the same samples."""
+    if one is other:
+        return True
+    if one is None or other is None:
+        return False
+    return bool(torch.equal(one, other))
+
+
+def alike(one: Rows, other: Rows) -> bool:
+    """Whether two tensors have the same rows, wherever their axes are."""
+    return (
+        one.count == other.count
+        and one.pre == other.pre
+        and one.post == other.post
+        and (one.axis == WHOLE) == (other.axis == WHOLE)
+        and same_ids(one.ids, other.ids)
+    )
+
+
+def normal(ids: Tensor, num_samples: int) -> Tensor | None:
+    """None for 0, 1, 2, ..., num_samples - 1; the list itself otherwise."""
+    if len(ids) == num_samples and bool((ids == torch.arange(num_samples)).all()):
+        return None
+    return ids
+
+
+def stored(rows: Rows, tensor: Tensor) -> Stored:
+    """Rows of a tensor that owns its memory, as they lie there."""
+    size = tensor.element_size()
+    if rows.axis == WHOLE:
+        return Stored(0, 1 << 62, 1, rows.ids, rows.doubt, 0, rows.ragged)
+    step = tensor.stride(rows.axis) * rows.post * size
+    return Stored(tensor.storage_offset() * size, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged)
+
+
+def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
+    """Rows of any tensor in this memory; None where its axes run across rows in no regular way.
+
+    The inverse of `stored`, for all views: axes are taken by rising stride. Those that stay within a block are of one
+    row; one axis may run over rows; those that skip whole periods of all rows are free.
+    """
+    size = tensor.element_size()
+    step, count = memory.step, memory.count
+    offset = tensor.storage_offset() * size - memory.base
+    if offset < 0:
+        return None
+    if memory.end and reach(tensor) > memory.end:
+        return None
+    first, inner = (offset // step) % count, offset % step
+    found: tuple[int, int, int, int, int] | None = None  # axis, stride in rows, number of rows, pre, post
+    strides, shape = tensor.stride(), tensor.shape
+    if count == 1 and memory.step == 1 << 62:
+        return Rows(WHOLE, 1, ids=memory.ids, doubt=memory.doubt, ragged=memory.ragged)
+    period = step * count
+    for stride, length, axis in sorted(zip(strides, shape, range(len(shape)), strict=True)):
+        jump = stride * size
+        if length <= 1 or jump == 0 or (jump >= period and jump % period == 0):
+            continue
+        if jump < step:
+            if inner + jump * (length - 1) < step:
+                inner += jump * (length - 1)
+                continue
+            post = step // jump
+            if step % jump or length % post or inner >= jump or found is not None:
+                return None
+            rows, stride_in_rows = length // post, 1
+        else:
+            post, rows, stride_in_rows = 1, length, jump // step
+            if jump % step or found is not None:
+                return None
+        pre = 1
+        if first + stride_in_rows * (rows - 1) >= count:  # more than one period
+            if first or stride_in_rows != 1 or rows % count:
+                return None
+            pre, rows = rows // count, count
+        found = axis, stride_in_rows, rows, pre, post
+    if found is None:
+        return Rows(WHOLE, 1, ids=_chosen(memory, first, 1, 1, num_samples), doubt=memory.doubt)
+    axis, stride_in_rows, rows, pre, post = found
+    if rows == count:  # first is 0 and the stride is 1
+        return Rows(axis, rows, pre, post, memory.ids, memory.doubt, memory.ragged)
+    return Rows(axis, rows, pre, post, _chosen(memory, first, stride_in_rows, rows, num_samples), memory.doubt, memory.ragged)
+
+
+def reach(tensor: Tensor) -> int:
+    """Where the last number of a tensor ends, in bytes of its storage."""
+    last = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def _chosen(memory: Stored, first: int, step: int, rows: int, num_samples: int) -> Tensor | None:
+    ids = torch.arange(memory.count) if memory.ids is None else memory.ids
+    chosen = ids[first : first + step * (rows - 1) + 1 : step]
+    return normal(chosen, num_samples) if rows == num_samples else chosen
+
+
+def spread(rows: Rows) -> Tensor:
+    """The sample of each position along the axis, int64 (pre * count * post,)."""
+    ids = torch.arange(rows.count) if rows.ids is None else rows.ids
+    return ids.repeat_interleave(rows.post).repeat(rows.pre)
+
+
+def gathered(ids: Tensor, axis: int, num_samples: int, doubt: str) -> Rows:
+    """Rows from the sample of each position, as regular as they are.
+
+    >>> gathered(torch.tensor([0, 0, 1, 1, 2, 2]), 0, 3, "").post
+    2
+    """
+    length = len(ids)
+    if length and length % num_samples == 0:
+        other = length // num_samples
+        arange = torch.arange(num_samples)
+        if bool((ids.view(num_samples, other) == arange[:, None]).all()):
+            return Rows(axis, num_samples, 1, other, None, doubt)
+        if bool((ids.view(other, num_samples) == arange).all()):
+            return Rows(axis, num_samples, other, 1, None, doubt)
+    return Rows(axis, length, 1, 1, ids, doubt)
+
+
+def uniform(tensor: Tensor, rows: Rows, axis: int) -> bool:
+    """Whether a tensor that does not depend on the batch is the same for every row along an axis.
+
+    Where it is not, a sample would be treated by its position in the batch, which others move.
+    """
+    if axis < 0 or axis >= tensor.ndim or tensor.shape[axis] == 1 or tensor.stride(axis) == 0:
+        return True
+    blocks = torch.unflatten(tensor, axis, (rows.pre, rows.count, rows.post))
+    first = blocks.narrow(axis + 1, 0, 1)
+    same = blocks == first
+    if tensor.is_floating_point():
+        same = same | (blocks.isnan() & first.isnan())
+    return bool(same.all())
+
+
+def axes_of(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Axes from 0; None and an empty list are all.
+
+    >>> axes_of(-1, 3), axes_of(None, 2)
+    ((2,), (0, 1))
+    """
+    if dims is None or (not isinstance(dims, int) and not len(dims)):
+        return tuple(range(ndim))
+    given = (dims,) if isinstance(dims, int) else dims
+    return tuple(dim % ndim if ndim else 0 for dim in given)

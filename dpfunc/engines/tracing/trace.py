@@ -1,0 +1,459 @@
+"""Follows through every operation of a step, forward and backward, which sample each number depends on.
+
+A TorchDispatchMode: it sees what runs below torch's Python functions, also inside of custom autograd functions, of
+hooks and of functions of torch that are made of others. A step in which the loss of each sample, and each gradient that
+is credited to it, has rows without a doubt is proven: nothing of one sample has reached what is credited to another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpfunc.engines.draws import Draw, drawn
+from dpfunc.engines.layout import Layout
+from dpfunc.engines.tracing import rows as rows_module
+from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
+from dpfunc.engines.tracing.families import FAMILIES
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, same_ids, stored
+from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor
+from dpfunc.types import Batch
+
+
+class Constant(Enum):
+    """Memory made in this step that does not depend on the batch."""
+
+    EQUAL = "all numbers are the same"
+    RANDOM = "random numbers, each with the same law"
+    ANY = "anything else"
+
+
+Entry = Stored | Mixed | Constant
+
+
+class Kind(Enum):
+    """What is known of an operation before its arguments are."""
+
+    VIEW = 0
+    POINTWISE = 1
+    FAMILY = 2
+    UNKNOWN = 3
+    FILLED = 4
+    RANDOM = 5
+
+
+@dataclass(frozen=True)
+class Known:
+    """An operation.
+
+    Args:
+        kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
+            name, that it writes into. random: it draws random numbers.
+    """
+
+    kind: Kind
+    name: str
+    handler: Callable[[Call], Any] | None
+    written: tuple[int | str, ...]
+    random: bool = False
+
+
+FILLED = frozenset(
+    "zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty scalar_tensor "
+    "empty_strided new_empty_strided _efficientzerotensor fill_ zero_ empty_permuted".split()
+)
+RANDOM = frozenset(
+    "rand randn randint rand_like randn_like randint_like bernoulli_ uniform_ normal_ random_ exponential_ geometric_ "
+    "log_normal_ cauchy_ bernoulli normal".split()
+)
+ALIASES = frozenset(("_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view"))
+# Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
+# left out, for example.
+TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+# Frames between the one who reads a number and the operation.
+PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
+
+_known: dict[Any, Known] = {}
+
+
+def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
+    """What is known of an operation, found out once."""
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = _look_up(func)
+    return found
+
+
+def _look_up(func: Any) -> Known:  # noqa: ANN401
+    if not isinstance(func, torch._ops.OpOverload):
+        return Known(Kind.UNKNOWN, str(func), None, ())
+    schema, name = func._schema, func._schema.name.rpartition("::")[2]
+    arguments = schema.arguments
+    written = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    found = _kind_of(func, name, written)
+    return replace(found, random=torch.Tag.nondeterministic_seeded in func.tags)
+
+
+def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # noqa: ANN401
+    own = func.namespace in ("aten", "prims")
+    plain = name.rstrip("_") if not name.startswith("__") else name
+    if name in FILLED:
+        return Known(Kind.FILLED, name, None, written)
+    if name in RANDOM:
+        return Known(Kind.RANDOM, name, None, written)
+    if func.is_view or name in ALIASES:
+        return Known(Kind.VIEW, name, None, ())
+    if own and plain in FAMILIES:
+        return Known(Kind.FAMILY, name, FAMILIES[plain], written)
+    pointwise = torch.Tag.pointwise in func.tags
+    if not pointwise and own:
+        packet = getattr(torch.ops.aten, plain, None)
+        pointwise = packet is not None and any(
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        )
+    return Known(Kind.POINTWISE if pointwise else Kind.UNKNOWN, name, None, written)
+
+
+# What the batches of earlier steps left in memory that is still in use; weak references, no result depends on them.
+_left: dict[int, StorageWeakRef] = {}
+
+
+def _forget_freed() -> None:
+    for key in [key for key, reference in _left.items() if reference.expired()]:
+        del _left[key]
+
+
+def part(tensor: Tensor) -> Tensor:
+    """The tensor itself, or this process's part of one that is split."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclass(eq=False)
+class Trace(TorchDispatchMode):
+    """The mode, for one forward and backward pass over one batch.
+
+    Args:
+        num_samples: B. entries: what each memory depends on, and a weak reference that keeps its identity.
+        doubts: why the step is not proven. draws: its random numbers, if they are recorded.
+    """
+
+    num_samples: int
+    entries: dict[int, tuple[StorageWeakRef, Entry]] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    recording: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        _forget_freed()
+
+    def begin(self, batch: Batch) -> None:
+        """Axis 0 of every leaf of the batch holds the samples."""
+        for leaf in pytree.tree_leaves(batch):
+            own = part(leaf)
+            if own.numel() and own.stride(0) == 0:
+                self.doubts.append("a batch whose rows share their memory")
+                continue
+            held = stored(Rows(0, self.num_samples), own)
+            held.end = reach(own)
+            self._note(own, held)
+
+    def end(self) -> None:
+        """What is left of the batch in memory must not be used by a later step."""
+        for key, (reference, entry) in self.entries.items():
+            if not isinstance(entry, Constant) and not reference.expired():
+                _left[key] = reference
+
+    # -- what tensors depend on
+
+    def type_of(self, tensor: Tensor) -> Type:
+        """The type of a tensor, from the memory that it lies in."""
+        own = part(tensor)
+        key = _key(own)
+        entry = self.entries.get(key)
+        if entry is None:
+            if key in _left and not _left[key].expired():
+                raise UnsupportedModel(
+                    f"The loss uses a tensor {tuple(tensor.shape)} that an earlier step computed from its batch (a memory "
+                    "bank, a running mean, a cache): records of one step would reach the gradients of the next. Compute "
+                    "it from the batch of this step, or from what was released."
+                )
+            return None
+        if isinstance(entry[1], Constant) or not own.numel():
+            return None
+        if isinstance(entry[1], Mixed):
+            return entry[1]
+        found = located(entry[1], own, self.num_samples)
+        if found is None:
+            return Mixed(f"a view {tuple(tensor.shape)} across samples")
+        return found
+
+    def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool:
+        """Whether a tensor without rows is the same for each of them."""
+        own = part(tensor)
+        if axis < 0 or axis >= own.ndim or own.shape[axis] == 1 or own.stride(axis) == 0:
+            return True
+        entry = self.entries.get(_key(own))
+        if entry is not None and entry[1] in (Constant.EQUAL, Constant.RANDOM):
+            return True
+        return rows_module.uniform(own, rows, axis)
+
+    def own_ids(self, values: Tensor) -> Tensor | None:
+        """Reserved for families that look for integers of the samples' own."""
+        return None
+
+    def taken(self, what: str, value: Tensor, result: object) -> None:
+        """A number of the batch becomes a Python value, on which the rest of the step may depend."""
+        kind = self.type_of(value)
+        if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
+            return
+        module, line = _reader()
+        if not module.startswith(TRUSTED):
+            self.doubts.append(f"{what} of a number of the batch, in {module} line {line}")
+
+    def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
+        """A tensor is about to be split by samples: it must have these rows, and no doubt."""
+        with unseen():
+            self._check_credited(tensor, layout, what)
+
+    def _check_credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
+        kind = self.type_of(tensor)
+        if kind is None:
+            whole = Rows(layout.axis, self.num_samples, layout.pre, layout.post)
+            if layout.ids is None and not self.uniform(tensor, whole, layout.axis):
+                self.doubts.append(f"{what} differs between positions of the batch and does not depend on it")
+        elif isinstance(kind, Mixed):
+            self.doubts.append(f"{what} comes from {kind.reason}")
+        elif (kind.axis, kind.pre, kind.post) != (layout.axis, layout.pre, layout.post):
+            self.doubts.append(f"{what} has its samples elsewhere than expected")
+        elif not same_ids(kind.ids, layout.ids):
+            self.doubts.append(f"{what} has its samples in another order")
+        elif kind.doubt:
+            self.doubts.append(f"{what} comes from {kind.doubt}")
+
+    def equal_rows(self, tensor: Tensor) -> None:
+        """Declare that a new tensor is the same for each sample."""
+        self._note(tensor, Constant.EQUAL)
+
+    def _note(self, tensor: Tensor, entry: Entry) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self.entries.get(key)
+        self.entries[key] = (StorageWeakRef(storage) if known is None else known[0], entry)
+
+    # -- the mode
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  (whatever the operation returns)
+        with torch._C.DisableTorchFunction():  # what is asked of tensors here is not part of the loss
+            return self._followed(func, args, kwargs)
+
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401
+        known = _known.get(func) or known_operation(func)
+        if self.recording and known.random:
+            self.draws.append(drawn(func, args, kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if known.kind is Kind.VIEW:
+            return result
+        if self.recording and known.random:
+            self.draws[-1] = self.draws[-1].of(result)
+        call = Call(self, known.name, args, kwargs or {}, result)
+        if known.written:
+            self._write(known, call)
+        else:
+            self._type_results(known, call)
+        return result
+
+    def _type_results(self, known: Known, call: Call) -> None:
+        results = list(call.out) if isinstance(call.out, (list, tuple)) else [call.out]
+        if known.kind is Kind.FILLED or known.kind is Kind.RANDOM:
+            kind: Type = None
+            if known.kind is Kind.RANDOM and known.name in ("bernoulli", "normal"):
+                kind = self._pointwise(call)
+            entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
+            for result in tensors_of(results):
+                self._store(result, kind, entry)
+            return
+        inputs = call.tensors()
+        if all(self.type_of(tensor) is None for tensor in inputs):
+            constant = self._constant(known, inputs)
+            for result in tensors_of(results):
+                if _key(part(result)) not in self.entries:
+                    self._note(part(result), constant)
+            return
+        for result, kind in zip(results, self._types(known, call, len(results)), strict=True):
+            if isinstance(result, Tensor):
+                self._store(result, kind, Constant.ANY)
+
+    def _constant(self, known: Known, inputs: Sequence[Tensor]) -> Constant:
+        """Elementwise functions of equal, and of equally random, numbers are such again."""
+        if known.kind is not Kind.POINTWISE:
+            return Constant.ANY
+        found = [self.entries.get(_key(part(tensor))) for tensor in inputs if tensor.numel() > 1]
+        kinds = {entry[1] if entry is not None else Constant.ANY for entry in found}
+        if kinds <= {Constant.EQUAL}:
+            return Constant.EQUAL
+        return Constant.RANDOM if kinds <= {Constant.EQUAL, Constant.RANDOM} else Constant.ANY
+
+    def _types(self, known: Known, call: Call, count: int) -> list[Type]:
+        if known.kind is Kind.POINTWISE:
+            kind: Any = self._pointwise(call)
+        elif known.handler is not None:
+            kind = known.handler(call)
+        else:
+            kind = assumed(call, f"{known.name}, which is not in the table of operations")
+        kinds = kind if isinstance(kind, list) else [kind] * count
+        return kinds if len(kinds) == count else (kinds + [Mixed(known.name)] * count)[:count]
+
+    def _pointwise(self, call: Call) -> Type:
+        out = call.out if isinstance(call.out, Tensor) else next(iter(tensors_of([call.out])))
+        return combined(call, [broadcast(tensor, out.ndim) for tensor in call.tensors()])
+
+    def _store(self, result: Tensor, kind: Type, constant: Constant) -> None:
+        own = part(result)
+        if kind is None:
+            self._note(own, constant)
+        elif isinstance(kind, Mixed):
+            self._note(own, kind)
+        elif own.numel():
+            fits = kind.axis < own.ndim and (
+                kind.axis == WHOLE or own.shape[kind.axis] == kind.pre * kind.count * kind.post
+            )
+            self._note(own, stored(kind, own) if fits else Mixed("a result of another shape than was expected"))
+
+    # -- writes in place
+
+    def _write(self, known: Known, call: Call) -> None:
+        targets = [call.args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
+        flat = list(tensors_of(targets))
+        if known.kind in (Kind.FILLED, Kind.RANDOM):
+            kinds: list[Type] = [None] * len(flat)
+        elif known.name == "copy_":
+            kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
+        else:
+            kinds = self._types(known, call, len(flat))
+        for target, kind in zip(flat, kinds, strict=True):
+            self._overwrite(part(target), kind, known)
+        for result in tensors_of([call.out]):
+            if not any(result is target for target in flat) and _key(part(result)) not in self.entries:
+                self._store(result, kinds[0], Constant.ANY)
+
+    def _overwrite(self, target: Tensor, kind: Type, known: Known) -> None:
+        key = _key(target)
+        known_entry = self.entries.get(key)
+        if known_entry is None:
+            if kind is not None:
+                raise UnsupportedModel(
+                    f"The loss writes values of the batch ({known.name}) into a tensor {tuple(target.shape)} that was made "
+                    "outside of it (a buffer, a memory bank, a codebook): records of one step would reach the gradients "
+                    "of the next. Use out-of-place operations, model.eval(), or replace the layer."
+                )
+            return
+        entry = known_entry[1]
+        whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        if kind is None:
+            self._overwrite_by_constant(target, entry, known, whole)
+        elif isinstance(kind, Mixed):
+            self._note(target, kind if whole or not isinstance(entry, Stored) else _doubted(entry, kind.reason))
+        else:
+            self._note(target, self._joined(target, kind, entry, whole))
+
+    def _overwrite_by_constant(self, target: Tensor, entry: Entry, known: Known, whole: bool) -> None:
+        if isinstance(entry, Constant):
+            kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, Constant.ANY)
+            self._note(target, kept if whole else Constant.ANY)
+        elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
+            self._note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
+
+    def _joined(self, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:
+        """What the memory of a tensor is after rows were written into it."""
+        if isinstance(entry, Mixed):
+            return stored(kind, target) if whole else entry
+        if isinstance(entry, Constant):
+            made = stored(kind, target) if whole else self._beginning(target, kind)
+            if made is None:
+                return Mixed("a write into a part of a tensor")
+            if not whole and entry is not Constant.EQUAL:
+                made.doubt = made.doubt or "a write into a tensor whose other values differ between positions"
+            return made
+        there = located(entry, target, self.num_samples)
+        if there is None or there.axis != kind.axis or not rows_module.alike(there, kind):
+            return stored(kind, target) if whole else Mixed("a write over other samples")
+        return _doubted(entry, kind.doubt) if kind.doubt else entry
+
+    def _beginning(self, target: Tensor, kind: Rows) -> Stored | None:
+        """Rows of all of a tensor, from those of the first part that is written."""
+        whole = target._base if target._base is not None else target
+        if kind.axis != WHOLE and kind.ids is None and kind.count == self.num_samples:
+            made = stored(kind, target)
+            made.base = whole.storage_offset() * whole.element_size()
+            return made
+        ids = rows_module.spread(kind) if kind.axis != WHOLE else kind.ids
+        for axis, length in enumerate(whole.shape):  # one sample, or some: the axis on which they lie at their places
+            if length != self.num_samples or ids is None:
+                continue
+            made = stored(Rows(axis, length, doubt=kind.doubt), whole)
+            there = located(made, target, self.num_samples)
+            if there is not None and there.axis == kind.axis and rows_module.alike(there, kind):
+                return made
+        return None
+
+
+def _doubted(entry: Stored, reason: str) -> Stored:
+    return Stored(entry.base, entry.step, entry.count, entry.ids, entry.doubt or reason, entry.end, entry.ragged)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _reader() -> tuple[str, int]:
+    """Module and line of the code that reads a number."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", "?"))
+        if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in PLUMBING):
+            return module, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?", 0
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, the engine's own operations on plain tensors are not followed."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def following(trace: Trace, batch: Batch) -> Iterator[None]:
+    """Inside, a trace follows a batch."""
+    trace.begin(batch)
+    try:
+        with trace:
+            yield
+    finally:
+        trace.end()
