@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,19 +15,36 @@ from torch import Tensor
 from dpfunc.checks import one_of, shorten, whole
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
+from dpfunc.engines.audit import Audits, audit, credited_by, drawn_rows
+from dpfunc.engines.isolation import tolerance_of
+from dpfunc.engines.loop import loop
 from dpfunc.engines.sums import accumulation_dtype, exact, wide
 from dpfunc.engines.vmap import vmap
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.microbatch import automatic_size
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.sharding import is_dtensor, local
 from dpfunc.tree import batch_size, pad_rows, rows, signature, tree_map
-from dpfunc.types import ADJACENCIES, Adjacency, Batch, ClippedSum, ClipRule, Engine, LossFn, Params, Unreleased
+from dpfunc.types import (
+    ADJACENCIES,
+    Adjacency,
+    Batch,
+    ClippedSum,
+    ClipRule,
+    Engine,
+    LossFn,
+    Params,
+    PerSampleGrads,
+    Unreleased,
+)
 
 WholeNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From squared norms of what this process holds of each gradient to those of whole gradients."""
 
-Core = Callable[[Params, Batch, Tensor], tuple[dict[str, Tensor], Tensor, Tensor]]
+Clipped = tuple[dict[str, Tensor], Tensor, Tensor]
+"""Sums, losses (B,) and norms (B, G)."""
+
+Core = Callable[[Params, Batch, Tensor, Key | None], Clipped]
 
 
 def check_params(params: Params) -> None:
@@ -70,6 +88,7 @@ class ClippedGrad:
     adjacency: Adjacency
     compile: bool
     whole_norms: WholeNorms | None = field(default=None, repr=False)
+    _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _cores: dict[tuple[str, ...], Core] = field(default_factory=dict, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
@@ -97,8 +116,9 @@ class ClippedGrad:
         seen: list[tuple[Tensor, Tensor]] = []
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
             chunk, chunk_mask_B = self._chunk(batch, mask_B, start, size)
-            with torch_seed(fold_in(key, "microbatch", number)) if key else nullcontext():
-                sums, losses_B, norms_BG = core(params, chunk, chunk_mask_B)
+            own_key = fold_in(key, "microbatch", number) if key else None
+            with torch_seed(own_key) if own_key else nullcontext():
+                sums, losses_B, norms_BG = core(params, chunk, chunk_mask_B, own_key)
             total = {name: total[name].add_(sums[name]) for name in params} if seen else sums
             real = min(size, num_samples - start)
             seen.append((losses_B[:real], norms_BG[:real]))
@@ -121,22 +141,49 @@ class ClippedGrad:
         return largest if self.compile else math.ceil(num_samples / math.ceil(num_samples / largest))
 
     def _core(self, params: Params, batch: Batch, parts: Partition, bounds: tuple[float, ...]) -> Core:
-        engine = self.engine
-        if self.compile:  # what an engine finds out about a loss cannot be traced
-            engine = getattr(engine, "prepare", lambda *args: engine)(self.loss_fn, params, batch)
-
-        def core(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-            if self.compile:  # engines tell tensors apart by identity, and an input's would be compiled in
-                microbatch = tree_map(torch.detach, microbatch)
-            per_sample = engine(self.loss_fn, params, microbatch)
+        def summed(per_sample: PerSampleGrads, mask_B: Tensor, check: Callable[..., None] | None) -> Clipped:
             with exact(mask_B.device):
                 sq_norms = per_sample.sq_norms()
+                if check is not None:
+                    check(sq_norms)
                 norms_BG = parts.norms(self.whole_norms(params, sq_norms) if self.whole_norms else sq_norms)
                 factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
                 sums = per_sample.weighted_sum(parts.spread(factors_BG))
             return sums, per_sample.losses_B, norms_BG
 
-        return _compiled(core) if self.compile else core
+        def eager(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
+            per_sample = self.engine(self.loss_fn, params, microbatch)
+
+            def check(sq_norms: Mapping[str, Tensor]) -> None:
+                credited = credited_by(per_sample, sq_norms)
+                self._audits.drew = credited is not None and bool(credited.draws)
+                if credited is not None:
+                    wanted = self._audits.due(microbatch, credited.doubts)
+                    rows = drawn_rows(key, batch_size(microbatch), wanted)
+                    audit(self.loss_fn, params, microbatch, credited, rows)
+
+            return summed(per_sample, mask_B, check)
+
+        if not self.compile:
+            return eager
+        # What an engine finds out about a loss cannot be traced.
+        engine = getattr(self.engine, "prepare", lambda *args: self.engine)(self.loss_fn, params, batch)
+
+        def core(params: Params, microbatch: Batch, mask_B: Tensor) -> Clipped:
+            # Engines tell tensors apart by identity, and an input's would be compiled in.
+            microbatch = tree_map(torch.detach, microbatch)
+            return summed(engine(self.loss_fn, params, microbatch), mask_B, None)
+
+        return _compiled(core, eager, self._audits, partial(self._audit_compiled, parts))
+
+    def _audit_compiled(
+        self, parts: Partition, params: Params, microbatch: Batch, key: Key | None, result: Clipped
+    ) -> None:
+        """Losses and norms of some rows of a compiled step are those of the rows alone."""
+        for row in drawn_rows(key, batch_size(microbatch), self._audits.due(microbatch, ())):
+            single = loop()(self.loss_fn, params, rows(microbatch, row, row + 1))
+            alone = ({}, single.losses_B, parts.norms(single.sq_norms()))
+            _check_compiled(({}, result[1][row : row + 1], result[2][row : row + 1]), alone)
 
     def _chunk(self, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
         chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
@@ -152,18 +199,58 @@ class ClippedGrad:
         return Unreleased(losses_B[mask_B], norms_BG[mask_B])
 
 
-def _no_samples(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def _no_samples(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
     raise InvalidArgument("Expected samples, got none.")  # an empty batch has no microbatches
 
 
-def _compiled(core: Core) -> Core:
+def _compiled(
+    core: Callable[[Params, Batch, Tensor], Clipped],
+    eager: Core,
+    audits: Audits,
+    audited: Callable[[Params, Batch, Key | None, Clipped], None],
+) -> Core:
+    """The compiled core. Each compilation is compared with an eager step, which is traced and audited, on all its rows.
+
+    What was compiled runs the operations of that step again, in every later one: it is one graph, and what it depends
+    on beside its inputs is guarded. So the trace of the step for which it was compiled is that of the others.
+    """
     traced = torch.compile(core, fullgraph=True)
 
-    def call(params: Params, microbatch: Batch, mask_B: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def call(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
+        before = _graphs()
+        state = torch.default_generator.get_state()
         with torch._dynamo.config.patch(trace_autograd_ops=True):  # book-keeping differentiates inside
-            return traced(params, microbatch, mask_B)
+            result = traced(params, microbatch, mask_B)
+        if _graphs() != before:
+            torch.default_generator.set_state(state)
+            expected = eager(params, microbatch, mask_B, key)
+            if not audits.drew:  # compiled code draws its own random numbers
+                _check_compiled(result, expected)
+        elif not audits.drew:
+            audited(params, microbatch, key, result)
+        return result
 
     return call
+
+
+def _graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _check_compiled(compiled: Clipped, eager: Clipped) -> None:
+    """Losses and norms of all rows are those of the eager step, but for rounding."""
+    tolerance = tolerance_of(compiled[1].dtype)
+    for what, one, other in (("losses", compiled[1], eager[1]), ("norms of gradients", compiled[2], eager[2])):
+        one, other = one.double(), other.double()
+        known = torch.isfinite(other)
+        off = float(torch.where(known, one - other, 0.0).abs().max())
+        scale = float(torch.where(known, other, 0.0).abs().max())
+        if bool((torch.isfinite(one) != known).any()) or off > tolerance * scale + 1e-6:
+            raise UnsupportedModel(
+                f"The compiled step gives other {what} than rows that are computed without compilation, by {off:.3g}: "
+                "samples that influence each other, or a fault of the compiler. Use compile=False. Nothing was released "
+                "and nothing was spent."
+            )
 
 
 def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:

@@ -18,6 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpfunc.rng import generator_state, with_generator_state
 
 
+def draws_numbers(func: Any) -> bool:  # noqa: ANN401  (an operation)
+    """Whether an operation draws random numbers. Fused attention carries the tag for its dropout, which is looked at."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "attention" not in func._schema.name
+
+
 @dataclass(frozen=True)
 class Draw:
     """One operation that drew random numbers.
@@ -49,6 +54,13 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
 
 
+def _dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:  # noqa: ANN401
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return float(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    return 0.0
+
+
 class OtherDraws(Exception):
     """The row alone draws other numbers than it drew with the others; never leaves the engines."""
 
@@ -67,7 +79,9 @@ class Replayed(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (whatever the operation returns)
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        if not draws_numbers(func):
+            if "attention" in str(func) and _dropout_of(func, args, kwargs or {}):
+                raise OtherDraws(str(func))
             return func(*args, **(kwargs or {}))
         if self.next >= len(self.draws) or self.draws[self.next].func is not func:
             raise OtherDraws(str(func))

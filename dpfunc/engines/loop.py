@@ -14,7 +14,9 @@ from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.sharded import local_like
+from dpfunc.engines.tracing.trace import kept_apart
 from dpfunc.engines.vmap import check_depends
+from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import local
 from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
@@ -46,22 +48,43 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         reached = not num_samples
+        reads: list[str] = []
         for sample in range(num_samples):
+            row = rows(batch, sample, sample + 1)
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-            with own_only(listener), parameters_unchanged(params), torch.enable_grad(), backward_inside():
-                losses_1 = loss_fn(leaves, rows(batch, sample, sample + 1))
+            with kept_apart(row) as trace, own_only(listener), parameters_unchanged(params), torch.enable_grad(), backward_inside():
+                losses_1 = loss_fn(leaves, row)
                 check_differentiable(losses_1, 1)
                 refuse_reentrant((), losses_1)
+                trace.own(losses_1, "the loss")
                 grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
+                for name, grad in zip(leaves, grads, strict=True):
+                    trace.own(grad, f"the gradient of {name!r}")
+            reads = reads or trace.doubts
             losses.append(losses_1.detach())
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
                     reached = True
                     grads_B[name][sample] = local_like(grad, params[name])
         check_depends(reached)
+        if reads and num_samples > 1:
+            _check_repeats(loss_fn, params, batch, losses[0], reads)
         first = next(iter(parts.values()))
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
         check_replicated(losses_B, grads_B, params, listener.meshes)
-        return PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()})
+        return PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
 
     return engine
+
+
+def _check_repeats(loss_fn: LossFn, params: Params, batch: Batch, before: Tensor, reads: list[str]) -> None:
+    """A loss that takes numbers of its row to Python may keep them: the first row must give the same again."""
+    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+    row = rows(batch, 0, 1)
+    with kept_apart(row) as trace, torch.enable_grad(), backward_inside():
+        again = loss_fn(leaves, row).detach()
+    if not trace.draws and not bool(torch.isclose(again, before, rtol=1e-3, atol=1e-6, equal_nan=True).all()):
+        raise UnsupportedModel(
+            f"The loss of a row is {float(before):.6g}, and {float(again):.6g} after other rows were computed: it keeps Python "
+            f"numbers of rows from call to call ({reads[0]}). Compute each loss from its own row alone."
+        )

@@ -339,13 +339,14 @@ class PerSample:
     Args:
         losses_B: of each sample. grads: name -> gradients.
         doubts: why it is not proven that samples do not influence each other; empty where it is. draws: the random
-            numbers of the pass, for an audit.
+            numbers of the pass, for an audit. alone: each sample was computed alone.
     """
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
     doubts: tuple[str, ...] = ()
     draws: tuple[Draw, ...] = ()
+    alone: bool = False
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""

@@ -33,9 +33,13 @@ NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
 HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
 READING = frozenset(
-    (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage)
+    (
+        Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage,
+        Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.storage,
+    )  # fmt: skip
 )
-WATCHED = CHECKING | READING
+SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # type: ignore[attr-defined]
+WATCHED = CHECKING | READING | SIZES
 # The gradient of what these give is that of their argument, in another order or shape.
 TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
 RESHAPING = frozenset(
@@ -177,7 +181,10 @@ class Tracker(TorchFunctionMode):
             with self.places.trusting(func, args, kwargs):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.places.taken(_name(func), args[0], result)
+        if func in SIZES:
+            self.places.measured(args[0])
+        else:
+            self.places.taken(_name(func), args[0], result)
         return result
 
     def _may_write(

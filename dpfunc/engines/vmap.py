@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc.checks import shorten, whole
 from dpfunc.engines.collectives import none_batched
 from dpfunc.engines.graphs import parameters_unchanged
 from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.tracing.trace import kept_apart
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.sharding import is_dtensor
 from dpfunc.types import Batch, Engine, LossFn, Params
@@ -45,6 +46,24 @@ TRANSLATIONS = {
         "Use out-of-place operations."
     ),
 }
+
+
+class NoData(TorchFunctionMode):
+    """Refuses what would put a tensor of vmap into a module: `param.data = ...`, as `module.to()` does, ends the process."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+        if func is Tensor.data.__set__ and torch._C._functorch.is_functorch_wrapped_tensor(args[1]):  # type: ignore[attr-defined]
+            raise UnsupportedModel(
+                "The loss writes into the data of a parameter (module.to() inside of its forward pass), which vmap cannot "
+                'do. Use engine="bookkeeping" or "loop".'
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def check_losses(losses: object, num_samples: int) -> None:
@@ -140,13 +159,15 @@ def vmap(chunk_size: int | None = None) -> Engine:
         mapped = torch.func.vmap(differentiate, in_dims=(None, 0), randomness="different", chunk_size=size)
         # Frozen parameters may require gradients: without no_grad an outer graph would be kept for them, several times
         # the memory. The inner differentiation does not mind.
-        unchanged = nullcontext() if torch.compiler.is_compiling() else parameters_unchanged(params)
-        with unchanged, torch.no_grad(), none_batched():
-            if torch.compiler.is_compiling():  # dynamo cannot trace the translation of errors
+        if torch.compiler.is_compiling():  # dynamo traces neither modes nor the translation of errors
+            with torch.no_grad(), none_batched():
                 grads, losses_B = mapped(detached, batch)
-            else:
-                grads, losses_B = _run(mapped, detached, batch)
-        return PerSample(losses_B, {name: Dense(grad) for name, grad in grads.items()})
+            return PerSample(losses_B, {name: Dense(grad) for name, grad in grads.items()}, alone=True)
+        with kept_apart(batch) as trace, parameters_unchanged(params), torch.no_grad(), none_batched(), NoData():
+            grads, losses_B = _run(mapped, detached, batch)
+        # An audit sees functions whose rule for vmap mixes rows; it cannot give a row the random numbers that it had.
+        found = {name: Dense(grad) for name, grad in grads.items()}
+        return PerSample(losses_B, found, alone=bool(trace.draws))
 
     return engine
 

@@ -52,6 +52,10 @@ class Places(Protocol):
         """A tensor was given to Python."""
         ...
 
+    def measured(self, value: Tensor) -> None:
+        """The shape of a tensor was looked at."""
+        ...
+
     def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
         """A function that only checks values."""
         ...
@@ -112,6 +116,10 @@ class Traced:
         """A doubt, if the tensor depends on the batch."""
         self.trace.taken(what, value, result)
 
+    def measured(self, value: Tensor) -> None:
+        """A doubt, if the shape follows from values of the batch."""
+        self.trace.measured(value)
+
     @contextmanager
     def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Numbers that a check reads change nothing; but a number of classes that is found out is one of the batch."""
@@ -160,6 +168,9 @@ class Remembered:
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """dynamo does not compile that."""
+
+    def measured(self, value: Tensor) -> None:
+        """dynamo does not compile shapes that follow from values."""
 
     def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
         """Nothing to do."""

@@ -55,11 +55,12 @@ class Mixed(NamedTuple):
 
     Args:
         reason: the operation that mixed them. agrees: a truth value that, if the number has it, every sample alone has
-            as well (`all` true, `any` false).
+            as well (`all` true, `any` false). shaped: its shape depends on values.
     """
 
     reason: str
     agrees: bool | None = None
+    shaped: bool = False
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfunc.engines.draws import Draw, drawn
+from dpfunc.engines.draws import Draw, drawn, draws_numbers
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
@@ -77,7 +77,7 @@ RANDOM = frozenset(
     "rand randn randint rand_like randn_like randint_like bernoulli_ uniform_ normal_ random_ exponential_ geometric_ "
     "log_normal_ cauchy_ bernoulli normal".split()
 )
-ALIASES = frozenset(("_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view"))
+ALIASES = frozenset(("_unsafe_view", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view"))
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
 TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -106,12 +106,14 @@ def _look_up(func: Any) -> Known:  # noqa: ANN401
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     found = _kind_of(func, name, written)
-    return replace(found, random=torch.Tag.nondeterministic_seeded in func.tags)
+    return replace(found, random=draws_numbers(func))
 
 
 def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # noqa: ANN401
     own = func.namespace in ("aten", "prims")
     plain = name.rstrip("_") if not name.startswith("__") else name
+    if name == "lift_fresh":  # a tensor made of Python numbers
+        return Known(Kind.UNKNOWN, name, None, ())
     if name in FILLED:
         return Known(Kind.FILLED, name, None, written)
     if name in RANDOM:
@@ -150,6 +152,8 @@ class Trace(TorchDispatchMode):
     Args:
         num_samples: B. entries: what each memory depends on, and a weak reference that keeps its identity.
         doubts: why the step is not proven. draws: its random numbers, if they are recorded.
+        ragged: shapes follow from values of the batch. alone: the pass computes each row alone; then it is only followed whether something of the batch is kept.
+        strangers: memory that was not seen being made: parameters, constants of the loss.
     """
 
     num_samples: int
@@ -157,6 +161,9 @@ class Trace(TorchDispatchMode):
     doubts: list[str] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     recording: bool = False
+    alone: bool = False
+    ragged: bool = False
+    strangers: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,7 +173,12 @@ class Trace(TorchDispatchMode):
         """Axis 0 of every leaf of the batch holds the samples."""
         for leaf in pytree.tree_leaves(batch):
             own = part(leaf)
-            if own.numel() and own.stride(0) == 0:
+            if not own.numel():
+                continue
+            if self.alone:
+                self._note(own, Stored(own.storage_offset() * own.element_size(), 1 << 62, 1, None, "", reach(own)))
+                continue
+            if own.stride(0) == 0:
                 self.doubts.append("a batch whose rows share their memory")
                 continue
             held = stored(Rows(0, self.num_samples), own)
@@ -184,15 +196,18 @@ class Trace(TorchDispatchMode):
     def type_of(self, tensor: Tensor) -> Type:
         """The type of a tensor, from the memory that it lies in."""
         own = part(tensor)
+        if own.layout is not torch.strided:
+            return Mixed("a tensor that is not strided, which is not followed") if self.entries else None
         key = _key(own)
         entry = self.entries.get(key)
         if entry is None:
             if key in _left and not _left[key].expired():
                 raise UnsupportedModel(
-                    f"The loss uses a tensor {tuple(tensor.shape)} that an earlier step computed from its batch (a memory "
-                    "bank, a running mean, a cache): records of one step would reach the gradients of the next. Compute "
-                    "it from the batch of this step, or from what was released."
+                    f"The loss uses a tensor {tuple(tensor.shape)} that was computed from another batch (a memory bank, a "
+                    "running mean, a cache): its records would reach the gradients of this one. Compute it from the "
+                    "batch of this step, or from what was released."
                 )
+            self.strangers.add(key)
             return None
         if isinstance(entry[1], Constant) or not own.numel():
             return None
@@ -226,6 +241,16 @@ class Trace(TorchDispatchMode):
         if not module.startswith(TRUSTED):
             self.doubts.append(f"{what} of a number of the batch, in {module} line {line}")
 
+    def measured(self, value: Tensor) -> None:
+        """The shape of a tensor was looked at, which may follow from values of the batch."""
+        if not self.ragged or value.layout is not torch.strided:
+            return
+        kind = self.type_of(value)
+        if (isinstance(kind, Rows) and kind.ragged) or (isinstance(kind, Mixed) and kind.shaped):
+            module, line = _reader()
+            if not module.startswith(TRUSTED):
+                self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
+
     def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
         """A tensor is about to be split by samples: it must have these rows, and no doubt."""
         with unseen():
@@ -246,11 +271,26 @@ class Trace(TorchDispatchMode):
         elif kind.doubt:
             self.doubts.append(f"{what} comes from {kind.doubt}")
 
+    def own(self, tensor: Tensor | None, what: str) -> None:
+        """Of a row computed alone: a result must not reach over the memory of the row.
+
+        Raises:
+            UnsupportedModel: it does.
+        """
+        if tensor is None:
+            return
+        with unseen():
+            kind = self.type_of(tensor)
+        if isinstance(kind, Mixed):
+            raise UnsupportedModel(f"Of a row that is computed alone, {what} comes from {kind.reason}: from other rows.")
+
     def equal_rows(self, tensor: Tensor) -> None:
         """Declare that a new tensor is the same for each sample."""
         self._note(tensor, Constant.EQUAL)
 
     def _note(self, tensor: Tensor, entry: Entry) -> None:
+        if tensor.layout is not torch.strided:
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self.entries.get(key)
@@ -270,9 +310,16 @@ class Trace(TorchDispatchMode):
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401
         known = _known.get(func) or known_operation(func)
+        if known.written:
+            self._refuse_writes(known, args, kwargs or {})
         if self.recording and known.random:
             self.draws.append(drawn(func, args, kwargs or {}))
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
+            if any(self.type_of(tensor) is not None for tensor in tensors_of((*args, *(kwargs or {}).values()))):
+                self.doubts.append(f"{known.name}, which failed for values of the batch: {str(error).splitlines()[0][:80]}")
+            raise
         if known.kind is Kind.VIEW:
             return result
         if self.recording and known.random:
@@ -316,6 +363,8 @@ class Trace(TorchDispatchMode):
         return Constant.RANDOM if kinds <= {Constant.EQUAL, Constant.RANDOM} else Constant.ANY
 
     def _types(self, known: Known, call: Call, count: int) -> list[Type]:
+        if self.alone and known.name not in ("_local_scalar_dense", "equal"):
+            return [Rows(WHOLE, 1) if self._whole(call) else Mixed(known.name)] * count
         if known.kind is Kind.POINTWISE:
             kind: Any = self._pointwise(call)
         elif known.handler is not None:
@@ -324,6 +373,10 @@ class Trace(TorchDispatchMode):
             kind = assumed(call, f"{known.name}, which is not in the table of operations")
         kinds = kind if isinstance(kind, list) else [kind] * count
         return kinds if len(kinds) == count else (kinds + [Mixed(known.name)] * count)[:count]
+
+    def _whole(self, call: Call) -> bool:
+        """Of a row alone: nothing reaches over its own memory."""
+        return not any(isinstance(self.type_of(tensor), Mixed) for tensor in call.tensors())
 
     def _pointwise(self, call: Call) -> Type:
         out = call.out if isinstance(call.out, Tensor) else next(iter(tensors_of([call.out])))
@@ -334,14 +387,41 @@ class Trace(TorchDispatchMode):
         if kind is None:
             self._note(own, constant)
         elif isinstance(kind, Mixed):
+            self.ragged = self.ragged or kind.shaped
             self._note(own, kind)
         elif own.numel():
+            self.ragged = self.ragged or kind.ragged
             fits = kind.axis < own.ndim and (
                 kind.axis == WHOLE or own.shape[kind.axis] == kind.pre * kind.count * kind.post
             )
             self._note(own, stored(kind, own) if fits else Mixed("a result of another shape than was expected"))
 
     # -- writes in place
+
+    def _refuse_writes(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before anything is written: into the caller's batch, or values of the batch into memory from outside."""
+        for place in known.written:
+            given = args[place] if isinstance(place, int) and place < len(args) else kwargs.get(str(place))
+            for target in tensors_of([given]):
+                own = part(target)
+                if own.layout is not torch.strided or not own.numel():
+                    continue
+                found = self.entries.get(_key(own))
+                if found is not None and isinstance(found[1], Stored) and found[1].end:
+                    raise UnsupportedModel(
+                        f"The loss writes into a tensor of its batch ({known.name}), which others share. Clone it first."
+                    )
+                if found is None:
+                    self._refuse_outside(known, target, args, kwargs)
+
+    def _refuse_outside(self, known: Known, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.type_of(target)  # refuses what an earlier step has left
+        if any(self.type_of(tensor) is not None for tensor in tensors_of((*args, *kwargs.values()))):
+            raise UnsupportedModel(
+                f"The loss writes values of the batch ({known.name}) into a tensor {tuple(target.shape)} that was made "
+                "outside of it (a buffer, a memory bank, a codebook): records of one step would reach the gradients "
+                "of the next. Use out-of-place operations, model.eval(), or replace the layer."
+            )
 
     def _write(self, known: Known, call: Call) -> None:
         targets = [call.args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
@@ -362,12 +442,6 @@ class Trace(TorchDispatchMode):
         key = _key(target)
         known_entry = self.entries.get(key)
         if known_entry is None:
-            if kind is not None:
-                raise UnsupportedModel(
-                    f"The loss writes values of the batch ({known.name}) into a tensor {tuple(target.shape)} that was made "
-                    "outside of it (a buffer, a memory bank, a codebook): records of one step would reach the gradients "
-                    "of the next. Use out-of-place operations, model.eval(), or replace the layer."
-                )
             return
         entry = known_entry[1]
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
@@ -424,7 +498,7 @@ def _doubted(entry: Stored, reason: str) -> Stored:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0  # type: ignore[no-any-return]
 
 
 def _reader() -> tuple[str, int]:
@@ -457,3 +531,15 @@ def following(trace: Trace, batch: Batch) -> Iterator[None]:
             yield
     finally:
         trace.end()
+
+
+@contextmanager
+def kept_apart(batch: Batch) -> Iterator[Trace]:
+    """Inside, rows are computed alone; what they leave in memory is not used by others, also of later steps.
+
+    Raises:
+        UnsupportedModel: it is.
+    """
+    trace = Trace(1, alone=True, recording=True)
+    with following(trace, batch):
+        yield trace

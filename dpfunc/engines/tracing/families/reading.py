@@ -19,7 +19,7 @@ def read(call: Call) -> Type:
 def by_values(call: Call) -> Type:
     """Results whose shapes depend on values."""
     if any(call.type_of(tensor) is not None for tensor in call.tensors()):
-        return call.mixed("whose shape depends on values of the batch")
+        return call.mixed("whose shape depends on values of the batch")._replace(shaped=True)
     return None
 
 

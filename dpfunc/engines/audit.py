@@ -1,0 +1,189 @@
+"""Rows drawn at random are computed alone, and compared with what an engine credited to them, before anything is released.
+
+A trace proves that nothing flows from one sample to another. It does not see what depends on the size of the batch as a
+Python number, or on random numbers of other libraries; and it believes the rules for per-sample gradients. The audit
+sees all of that, in the rows that it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc.checks import shorten
+from dpfunc.engines.draws import Draw, OtherDraws, replayed
+from dpfunc.engines.isolation import tolerance_of
+from dpfunc.engines.lockstep import in_lockstep, of_all
+from dpfunc.engines.loop import loop
+from dpfunc.engines.per_sample import PerSample
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed
+from dpfunc.tree import batch_size, rows, signature
+from dpfunc.types import Batch, LossFn, Params
+
+# Of a proven step: at most one row in so many, and one row at least in so many steps.
+ROWS_IN = 100
+STEPS_IN = 20
+# Of a step that is not proven: at least so many rows, and one in so many.
+UNPROVEN_ROWS = 8
+UNPROVEN_IN = 8
+FIRST_ROWS = 2
+
+
+@dataclass
+class Audits:
+    """When the next audit is due. No result depends on it.
+
+    Args:
+        since: steps since the last one. sizes: batches, by their shapes, that were audited once: what depends on the
+            size of a batch shows in the first batch of that size. drew: whether the last step drew random numbers.
+    """
+
+    since: int = STEPS_IN
+    drew: bool = False
+    sizes: set[object] = field(default_factory=set)
+
+    def due(self, batch: Batch, doubts: Sequence[str]) -> int:
+        """How many rows of this batch are computed alone."""
+        count = batch_size(batch)
+        if doubts:
+            return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
+        size = (count, *signature(batch))
+        wanted = count // ROWS_IN
+        if self.since >= STEPS_IN or (size not in self.sizes and not in_lockstep()):
+            wanted = max(wanted, FIRST_ROWS if not self.sizes else 1)
+        self.since = 0 if wanted else self.since + 1
+        self.sizes.add(size)
+        return min(count, wanted)
+
+
+def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
+    """Rows of a batch, drawn from the key without replacement, so that nobody can tell them before."""
+    source = secure_key() if key is None else fold_in(key, "audit")
+    chosen: list[int] = []
+    number = 0
+    while len(chosen) < wanted:
+        row = int.from_bytes(fold_in(source, number).secret[:8], "little") % count
+        number += 1
+        if row not in chosen:
+            chosen.append(row)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Credited:
+    """What an engine credited to the samples of a batch.
+
+    Args:
+        losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, draws: of the step. per_sample: gives
+            weighted sums of rows; None where they can be taken once only.
+    """
+
+    losses_B: Tensor
+    sq_norms: Mapping[str, Tensor]
+    doubts: Sequence[str]
+    draws: Sequence[Draw]
+    per_sample: PerSample | None
+
+
+def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
+    """What is to be audited; None where each row was computed alone."""
+    if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
+        return None
+    own = per_sample if isinstance(per_sample, PerSample) else None
+    return Credited(per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own)
+
+
+def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
+    """Compare losses, norms and a random combination of gradients of the chosen rows with rows computed alone.
+
+    Raises:
+        UnsupportedModel: they differ; naming what, and by how much. A step with doubts whose rows cannot be computed
+            alone again, too.
+    """
+    if not chosen:
+        return
+    problem = ""
+    try:
+        problem = _compare(loss_fn, params, batch, credited, chosen)
+        if problem and not _repeats(loss_fn, params, batch, credited, chosen[0]):
+            problem = "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
+    except OtherDraws:
+        problem = "alone it draws other random numbers" if credited.doubts else ""
+    except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
+        problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
+    if bool(of_all(torch.tensor([bool(problem)]))):
+        doubts = f" The trace doubts the step as well: {shorten(list(dict.fromkeys(credited.doubts)))}." if credited.doubts else ""
+        raise UnsupportedModel(
+            f"A row of this batch was computed alone, and differs from what it has beside the others: "
+            f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on its place, "
+            "or on the size of the batch, or a rule gives a wrong gradient." + doubts + " Likely causes: a mean over the "
+            "tokens of the batch (divide by the sample's own number of tokens), a division by the size of the batch, "
+            "BatchNorm, padding that the model does not mask. Nothing was released and nothing was spent."
+        )
+
+
+def _alone(loss_fn: LossFn, params: Params, batch: Batch, draws: Sequence[Draw], row: int) -> PerSample:
+    count = batch_size(batch)
+    with torch_seed(insecure_key(row)), replayed(draws, row, count):
+        return loop()(loss_fn, params, rows(batch, row, row + 1))
+
+
+def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
+    """Whether a row alone gives the same twice: it does not with random numbers of other libraries."""
+    first, second = (_alone(loss_fn, params, batch, credited.draws, row).losses_B for _ in range(2))
+    return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
+
+
+def _compare(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> str:
+    """The first difference, in words; empty if there is none."""
+    tolerance = tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
+    alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
+    for row, single in alone.items():
+        together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])
+        finite = torch.isfinite(credited.losses_B[row]), torch.isfinite(single.losses_B[0])
+        if bool(finite[0] != finite[1]) or (
+            bool(finite[0]) and abs(together - by_itself) > tolerance * max(abs(by_itself), abs(together), 1e-6)
+        ):
+            return f"row {row} has the loss {by_itself:.6g} alone, {together:.6g} beside the others"
+    return _compare_gradients(params, credited, alone, tolerance)
+
+
+def _compare_gradients(params: Params, credited: Credited, alone: Mapping[int, PerSample], tolerance: float) -> str:
+    signs_B = torch.zeros_like(credited.losses_B, dtype=torch.float32)
+    expected: dict[str, Tensor] = {}
+    largest = 0.0
+    for place, (row, single) in enumerate(alone.items()):
+        squares = {name: value[0] for name, value in single.sq_norms().items()}
+        total = float(torch.stack(list(squares.values())).sum().sqrt())
+        given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
+        finite = torch.isfinite(given).all(), torch.isfinite(torch.tensor(total))
+        if bool(finite[0] != finite[1]):
+            return f"the gradient of row {row} is {'' if finite[1] else 'not '}finite alone, and beside the others it is{' not' if finite[1] else ''}"
+        if not bool(finite[0]):
+            continue
+        largest = max(largest, total)
+        for name, value in zip(params, given, strict=True):
+            off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
+            if off > tolerance * total + 1e-12:
+                return (
+                    f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
+                    f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
+                )
+        sign = 1.0 if place % 2 == 0 else -1.0
+        signs_B[row] = sign
+        for name, grad in single.grads.items():
+            part = sign * grad.dense()[0]
+            expected[name] = expected[name] + part if name in expected else part
+    if credited.per_sample is None or not bool(signs_B.any()):
+        return ""
+    combined = credited.per_sample.weighted_sum(dict.fromkeys(params, signs_B))
+    for name, value in expected.items():
+        off = float(torch.linalg.vector_norm((combined[name].to(value.dtype) - value).flatten()))
+        if not off <= 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12:
+            return f"the gradients of {name!r} of rows {sorted(alone)} differ by {off:.3g} (norms up to {largest:.3g})"
+    return ""
