@@ -1,0 +1,10 @@
+"""The zoo: losses that mix rows, and honest ones that look like them. Importing it fills the table."""
+
+from __future__ import annotations
+
+from isolation import forward_neighbours, forward_statistics
+from isolation.cases import ZOO, Loss
+
+FAMILIES = (forward_statistics, forward_neighbours)
+MIXING: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if not loss.honest)
+HONEST: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if loss.honest)
