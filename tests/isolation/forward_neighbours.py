@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
 
-from isolation.cases import Built, D, T, VOCAB, add, batch, case, features, params, same_length, squares, tokens, usual
+from isolation.cases import VOCAB, Built, D, T, add, batch, case, features, params, same_length, squares, tokens, usual
 
 meets = case("forward: rows meet")
 axis = case("forward: batch as an axis")

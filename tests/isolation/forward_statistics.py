@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from isolation.cases import D, LABELS, T, VOCAB, calm, case, features, growing, same_length, squares, tokens, twins
+from isolation.cases import LABELS, VOCAB, D, T, calm, case, features, growing, same_length, squares, tokens, twins
 
 statistic = case("forward: statistics")
 normalised = case("forward: normalised")

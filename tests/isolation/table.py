@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parents[1])
 
 import torch
+
 from isolation.truth import ENGINES, outcomes, tolerance_of
 from isolation.zoo import ZOO
 
