@@ -26,15 +26,16 @@ class Loss:
 
     Args:
         name: unique. family: what the attack relies on. build: gives it with fresh state. honest: rows do not
-            influence each other. factors: the loss is random; a released sum is right if it is the sum of gradients
-            alone, each times one of these numbers (rows must have gradients on entries of their own).
+            influence each other. plain, factors: for random losses, the loss without its random numbers, and by what
+            these may multiply each entry of the gradient (rows must have gradients on entries of their own).
     """
 
     name: str
     family: str
     build: Callable[[], Built]
     honest: bool
-    factors: tuple[float, ...] | None = None
+    plain: Callable[[Any, Any], torch.Tensor] | None = None
+    factors: tuple[float, ...] = ()
 
 
 ZOO: dict[str, Loss] = {}
@@ -101,37 +102,45 @@ def twins(dtype=torch.float64):
     return [ordered(first, torch.zeros(3, dtype=torch.long)), batch(5, 1, dtype)]
 
 
-def add(name, family, build, honest, factors=None):
+def add(name, family, build, honest, plain=None, factors=()):
     """A case joins the zoo."""
     if name in ZOO:
         raise ValueError(f"{name} is in the zoo already")
-    ZOO[name] = Loss(name, family, build, honest, factors)
+    ZOO[name] = Loss(name, family, build, honest, plain, factors)
 
 
 def _named(function):
     return function.__name__.strip("_").replace("_", " ")
 
 
-def case(family, batches=usual, *, dtype=torch.float64, honest=False, factors=None, parameters=params):
+def case(family, batches=usual, *, dtype=torch.float64, honest=False, plain=None, factors=(), parameters=params):
     """Enter a loss `(params, batch) -> (B,)` without state into the zoo."""
 
     def enter(function):
         build = lambda: Built(function, parameters(dtype), batches(dtype))  # noqa: E731
-        add(_named(function), family, build, honest, factors)
+        add(_named(function), family, build, honest, plain, factors)
         return function
 
     return enter
 
 
-def fresh(family, batches=usual, *, dtype=torch.float64, honest=False, factors=None, parameters=params):
+def fresh(family, batches=usual, *, dtype=torch.float64, honest=False, plain=None, factors=(), parameters=params):
     """Enter a function that makes a loss, whose state lives as long as the loss."""
 
     def enter(make):
         build = lambda: Built(make(), parameters(dtype), batches(dtype))  # noqa: E731
-        add(_named(make), family, build, honest, factors)
+        add(_named(make), family, build, honest, plain, factors)
         return make
 
     return enter
+
+
+def module(make, seed=0):
+    """A module with weights of its own, in float64, and their values by name."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = make().double()
+    return net, {name: value.detach() for name, value in net.named_parameters()}
 
 
 def features(p, b):

@@ -7,7 +7,22 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
 
-from isolation.cases import VOCAB, Built, D, T, add, batch, case, features, params, same_length, squares, tokens, usual
+from isolation.cases import (
+    VOCAB,
+    Built,
+    D,
+    T,
+    add,
+    batch,
+    case,
+    features,
+    module,
+    params,
+    same_length,
+    squares,
+    tokens,
+    usual,
+)
 
 meets = case("forward: rows meet")
 axis = case("forward: batch as an axis")
@@ -227,11 +242,8 @@ def tokens_reshaped_the_wrong_way(p, b):
     return squares(h.transpose(0, 1).reshape(h.shape).cumsum(1) * b["x"])
 
 
-def _module(name, module, call, family="forward: batch as an axis"):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        built = module().double()
-    parameters = {key: value.detach() for key, value in built.named_parameters()}
+def _module(name, make, call, family="forward: batch as an axis"):
+    built, parameters = module(make)
 
     def loss_fn(p, b):
         return squares(call(lambda *args: functional_call(built, p, args), b))

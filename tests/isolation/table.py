@@ -8,12 +8,12 @@ import time
 import warnings
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])
-
 import torch
 
-from isolation.truth import ENGINES, outcomes, tolerance_of
-from isolation.zoo import ZOO
+sys.path[0] = str(Path(__file__).parents[1])  # the folder of this file has a `zoo` too
+
+from isolation.truth import ENGINES, outcomes, tolerance_of  # noqa: E402
+from isolation.zoo import ZOO  # noqa: E402
 
 
 def cell(loss, engine):

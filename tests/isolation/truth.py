@@ -19,7 +19,15 @@ from isolation.cases import Loss
 
 ENGINES = ("auto", "bookkeeping", "ghost", "vmap", "loop")
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-ORDINARY = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)  # NotImplementedError is a RuntimeError
+SEED = 10**6
+ORDINARY = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)  # NotImplementedError is a RuntimeError
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ def alone(loss: Loss, step: int):
         row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1].clone(), built.batches[step])
         try:
             with torch.random.fork_rng(devices=[]):
-                found += loop_gradients(built.loss_fn, built.params, row)
+                torch.manual_seed(SEED)
+                found += loop_gradients(loss.plain or built.loss_fn, built.params, row)
         except ORDINARY:
             return None
     return found
@@ -132,6 +141,7 @@ def outcomes(loss: Loss, engine: str) -> list[Outcome]:
     for step, rows in enumerate(built.batches):
         try:
             with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(SEED)
                 clipped, _ = prepared(copied(built.params), copied(rows), key=fold_in(insecure_key(7), step))
         except (UnsupportedModel, InvalidArgument) as error:
             found.append(Outcome(step, refusal=str(error).splitlines()[0]))
@@ -155,9 +165,10 @@ def _off(loss, sums, truth, step):
 def mixed(loss: Loss) -> float:
     """The largest difference between the loss natively batched and its rows alone, over all batches.
 
-    Compared are the losses, the gradient of each loss, and the gradient of their sum.
+    Compared are the losses, the gradient of each loss, and the gradient of their sum; then the losses of rows of the
+    first batch that follow each other.
     """
-    built, largest = loss.build(), 0.0
+    built, largest = loss.build(), in_turn(loss)
     for step, rows in enumerate(built.batches):
         found = alone(loss, step)
         for seed in range(4):
@@ -167,11 +178,27 @@ def mixed(loss: Loss) -> float:
             torch_rows = copied(rows)
             leaves = {name: p.detach().clone().requires_grad_() for name, p in built.params.items()}
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.manual_seed(SEED + seed)
                 losses = built.loss_fn(leaves, torch_rows)
                 together = _together(losses, leaves)
             largest = max(largest, _difference(losses.detach(), together, found))
     return largest
+
+
+def in_turn(loss: Loss) -> float:
+    """The same for rows one after the other, with one state: slices of one batch."""
+    built, losses = loss.build(), []
+    found = alone(loss, 0)
+    if found is None:
+        return math.inf
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        for i in range(len(found)):
+            row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1], built.batches[0])
+            leaves = {name: p.detach().clone().requires_grad_() for name, p in built.params.items()}
+            losses += loop_gradients(built.loss_fn, leaves, row)
+    table = torch.stack([torch.cat([grad.flatten() for grad in grads.values()]) for _, grads in losses])
+    return _difference(torch.stack([value for value, _ in losses]), torch.cat([table, table.sum(0)[None]]), found)
 
 
 def _together(losses, leaves):

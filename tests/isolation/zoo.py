@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from isolation import backward, forward_neighbours, forward_statistics, order
+from isolation import backward, forward_neighbours, forward_statistics, oddities, order, state
 from isolation.cases import ZOO, Loss
 
-FAMILIES = (forward_statistics, forward_neighbours, order, backward)
+FAMILIES = (forward_statistics, forward_neighbours, order, backward, state, oddities)
 MIXING: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if not loss.honest)
 HONEST: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if loss.honest)
