@@ -77,7 +77,7 @@ def memory_read_as_bytes(p, b):
 @later
 def repr_of_a_tensor(p, b):
     h = torch.tanh(0.3 * b["y"] @ p["w"])
-    return squares(h) / max(1.0, len(str((b["y"] * 20).round().long().abs().max())) - 8.0)
+    return squares(h) / max(1.0, len(str((b["y"] * 40).round().long().abs().max())) - 8.0)
 
 
 @around
@@ -121,7 +121,7 @@ def _compiled(h):
 @around
 def nested_tensor(p, b):
     h = features(p, b)
-    joined = torch.nested.to_padded_tensor(torch.nested.nested_tensor([row for row in h.detach()]), 0.0)
+    joined = torch.nested.to_padded_tensor(torch.nested.nested_tensor(list(h.detach())), 0.0)
     return squares(h - 0.5 * joined.mean(0))
 
 

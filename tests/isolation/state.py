@@ -31,7 +31,7 @@ def memory_bank():
     return loss_fn
 
 
-@memory
+@fresh("state: tensors kept", lambda dtype: [batch(D, seed, dtype) for seed in range(3)])
 def centre_of_earlier_steps():
     state = {"centre": torch.zeros(D, dtype=torch.float64)}
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from isolation import backward, forward_neighbours, forward_statistics, oddities, order, state
+from isolation import (
+    backward,
+    forward_neighbours,
+    forward_statistics,
+    honest_layouts,
+    honest_values,
+    oddities,
+    order,
+    state,
+)
 from isolation.cases import ZOO, Loss
 
-FAMILIES = (forward_statistics, forward_neighbours, order, backward, state, oddities)
+FAMILIES = (forward_statistics, forward_neighbours, order, backward, state, oddities, honest_layouts, honest_values)
 MIXING: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if not loss.honest)
 HONEST: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if loss.honest)
