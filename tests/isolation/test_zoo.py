@@ -27,8 +27,10 @@ def one_thread():
 @pytest.mark.parametrize("loss", MIXING, **named)
 def test_mixed_rows_are_never_released(loss, engine):
     tolerance = tolerance_of(loss)
-    wrong = [outcome.told(tolerance) for outcome in outcomes(loss, engine) if outcome.wrong(tolerance)]
-    assert not wrong
+    found = outcomes(loss, engine)
+    assert not [outcome.told(tolerance) for outcome in found if outcome.wrong(tolerance)]
+    if engine == "auto":  # the others may pass on what torch says about a loss
+        assert not [outcome.told(tolerance) for outcome in found if outcome.error]
 
 
 @every_engine

@@ -146,7 +146,7 @@ def outcomes(loss: Loss, engine: str) -> list[Outcome]:
         except (UnsupportedModel, InvalidArgument) as error:
             found.append(Outcome(step, refusal=str(error).splitlines()[0]))
             continue
-        except ORDINARY as error:
+        except Exception as error:  # noqa: BLE001  (whatever is said in place of a result)
             found.append(Outcome(step, error=f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"))
             continue
         found.append(Outcome(step, off=_off(loss, clipped.sums, truth, step)))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from isolation import (
-    backward,
-    forward_neighbours,
-    forward_statistics,
-    honest_layouts,
-    honest_values,
-    oddities,
-    order,
-    state,
-)
+from importlib import import_module
+
 from isolation.cases import ZOO, Loss
 
-FAMILIES = (forward_statistics, forward_neighbours, order, backward, state, oddities, honest_layouts, honest_values)
+FAMILIES = (
+    "forward_statistics",
+    "forward_neighbours",
+    "forward_writes",
+    "order",
+    "mistakes",
+    "backward",
+    "state",
+    "state_modules",
+    "oddities",
+    "operators",
+    "honest_layouts",
+    "honest_values",
+    "honest_backward",
+    "honest_sharing",
+)
+for _family in FAMILIES:
+    import_module(f"isolation.{_family}")
+
 MIXING: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if not loss.honest)
 HONEST: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if loss.honest)
