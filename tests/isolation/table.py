@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-sys.path[0] = str(Path(__file__).parents[1])  # the folder of this file has a `zoo` too
+if __name__ == "__main__":  # the folder of this file has a `zoo` too, which is not that of the tests
+    sys.path[0] = str(Path(__file__).parents[1])
 
 from isolation.truth import ENGINES, outcomes, tolerance_of  # noqa: E402
 from isolation.zoo import ZOO  # noqa: E402
