@@ -323,6 +323,34 @@ def all_halved_if_one_is_broken(p, b):
     return squares(features(p, b)) * scale
 
 
+def _with_an_infinity(dtype):
+    return [{**b, "y": b["y"].nan_to_num(nan=math.inf)} for b in _with_a_nan(dtype)]
+
+
+@case("values: when one row says so", _with_an_infinity)
+def scaled_by_the_largest_finite_or_not(p, b):
+    return squares(features(p, b)) / (1.0 + b["y"].detach().abs().max())
+
+
+@case("values: when one row says so", _with_an_infinity, dtype=torch.float32)
+def infinite_rows_count_in_float32(p, b):
+    finite = torch.isfinite(b["y"]).all(1)
+    loss = squares(features(p, {"y": b["y"].nan_to_num(posinf=1.0)}))
+    return loss * finite.to(loss.dtype).mean()
+
+
+@case("values: when one row says so", calm, dtype=torch.float32)
+def largest_allowed_in_float32(p, b):
+    scale = (4.0 / b["y"].abs().max()).clamp(max=1.0)
+    return squares(torch.tanh(0.3 * scale * b["y"] @ p["w"]))
+
+
+@case("size: from some batch on", growing, dtype=torch.float32)
+def centred_from_nine_rows_in_float32(p, b):
+    h = features(p, b)
+    return squares(h - 0.5 * h.mean(0) if len(h) > 8 else h)
+
+
 @case("values: when one row says so", _with_a_nan)
 def spread_by_a_product_with_zero(p, b):
     """NaN times zero is NaN: one broken row breaks all."""

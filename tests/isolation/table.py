@@ -13,8 +13,8 @@ import torch
 if __name__ == "__main__":  # the folder of this file has a `zoo` too, which is not that of the tests
     sys.path[0] = str(Path(__file__).parents[1])
 
-from isolation.truth import ENGINES, outcomes, tolerance_of  # noqa: E402
-from isolation.zoo import ZOO  # noqa: E402
+from isolation.truth import ENGINES, outcomes, tolerance_of
+from isolation.zoo import ZOO
 
 
 def cell(loss, engine):

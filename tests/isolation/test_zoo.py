@@ -45,7 +45,7 @@ def test_honest_losses_are_right_and_auto_computes_them(loss, engine):
 
 @pytest.mark.parametrize("loss", MIXING, **named)
 def test_each_mixing_loss_mixes(loss):
-    assert mixed(loss) > 100 * tolerance_of(loss)
+    assert mixed(loss) > 10 * tolerance_of(loss)
 
 
 @pytest.mark.parametrize("loss", HONEST, **named)
@@ -54,5 +54,5 @@ def test_each_honest_loss_is_honest(loss):
 
 
 def test_the_zoo_is_large():
-    assert len(MIXING) >= 70
-    assert len(HONEST) >= 35
+    assert len(MIXING) >= 280
+    assert len(HONEST) >= 120
