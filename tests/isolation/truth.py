@@ -1,0 +1,229 @@
+"""Rows alone, by ordinary autograd, and how far an engine's result is from them. Nothing here trusts an engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from reference import loop_gradients
+from torch.utils import _pytree as pytree
+
+from dpfunc import clipping, engines
+from dpfunc.clipped import make_clipped_grad
+from dpfunc.clipping.bounds import SLACK
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.rng import fold_in, insecure_key
+from isolation.cases import Loss
+
+ENGINES = ("auto", "bookkeeping", "ghost", "vmap", "loop")
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+SEED = 10**6
+ORDINARY = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)  # NotImplementedError is a RuntimeError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one step: an error of dpfunc, another error, or a sum that is so far from the truth."""
+
+    step: int
+    refusal: str | None = None
+    error: str | None = None
+    off: float = 0.0
+
+    def wrong(self, tolerance):
+        """Whether something was released that rows alone do not give."""
+        return self.refusal is None and self.error is None and not self.off <= tolerance
+
+    def told(self, tolerance):
+        """One word, or the first line of an error."""
+        if self.refusal or self.error:
+            return f"{'refused' if self.refusal else 'RAISED'} at step {self.step}: {self.refusal or self.error}"
+        return f"WRONG by {self.off:.2g} at step {self.step}" if self.wrong(tolerance) else "equal"
+
+
+def copied(values):
+    """Tensors of their own memory."""
+    return pytree.tree_map(torch.clone, values)
+
+
+def tolerance_of(loss: Loss):
+    """What rounding may do, by the dtype of the parameters."""
+    return max(TOLERANCES[param.dtype] for param in loss.build().params.values())
+
+
+@cache
+def alone(loss: Loss, step: int):
+    """Loss and gradients of each row of a step, each with a fresh state; None where a row alone cannot be computed."""
+    size = len(pytree.tree_leaves(loss.build().batches[step])[0])
+    found = []
+    for i in range(size):
+        built = loss.build()
+        row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1].clone(), built.batches[step])
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(SEED)
+                found += loop_gradients(loss.plain or built.loss_fn, built.params, row)
+        except ORDINARY:
+            return None
+    return found
+
+
+def norm(grads):
+    """The norm of one sample's gradient, in float64."""
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The clipped sums of all steps; None for a step that rows alone do not have."""
+
+    clip_norm: float
+    sums: tuple[dict[str, torch.Tensor] | None, ...]
+
+
+@cache
+def truth_of(loss: Loss) -> Truth:
+    """Rows alone, clipped at a bound that few of them pass: sizes count, directions count, and clipping acts."""
+    built = loss.build()
+    steps = [alone(loss, step) for step in range(len(built.batches))]
+    norms = [[norm(grads) for _, grads in rows] for rows in steps if rows is not None]
+    finite = [value for row in norms for value in row if math.isfinite(value) and value > 0]
+    clip_norm = sorted(finite)[int(0.8 * len(finite))] if finite else 1.0
+    if loss.factors:
+        clip_norm = 1e3 * max(finite)  # nothing is clipped
+    sums = [None if rows is None else _clipped(rows, clip_norm, built.params) for rows in steps]
+    return Truth(clip_norm, tuple(sums))
+
+
+def _clipped(rows, clip_norm, params):
+    inner = clip_norm * (1.0 - SLACK)
+    total = {name: torch.zeros_like(param, dtype=torch.float64) for name, param in params.items()}
+    for _, grads in rows:
+        size = norm(grads)
+        if math.isfinite(size):
+            factor = min(1.0, inner / size) if size > 0 else 1.0
+            for name, grad in grads.items():
+                total[name] += factor * grad.double()
+    return total
+
+
+def distance(sums, truth, clip_norm):
+    """The largest difference, relative to the truth or to the bound of one row, the larger of them."""
+    scale = max(clip_norm, *(float(value.abs().max()) for value in truth.values()))
+    largest = [(sums[name].detach().double() - value).abs().max() for name, value in truth.items()]
+    return float(torch.stack(largest).max()) / scale
+
+
+def distance_to_factors(sums, truth, factors):
+    """The same where each entry may be one of these multiples of the truth."""
+    got = torch.cat([sums[name].detach().double().flatten() for name in truth])
+    want = torch.cat([value.flatten() for value in truth.values()])
+    off = torch.stack([(got - factor * want).abs() for factor in (*factors, 0.0)]).amin(0)
+    return float(off.max() / want.abs().max())
+
+
+def outcomes(loss: Loss, engine: str) -> list[Outcome]:
+    """Each batch in turn by one prepared computation."""
+    built, truth = loss.build(), truth_of(loss)
+    clip = clipping.Flat(truth.clip_norm)
+    prepared = make_clipped_grad(
+        built.loss_fn, clip, engine=getattr(engines, engine)(), adjacency="add_remove", microbatch_size=None
+    )
+    found = []
+    for step, rows in enumerate(built.batches):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(SEED)
+                clipped, _ = prepared(copied(built.params), copied(rows), key=fold_in(insecure_key(7), step))
+        except (UnsupportedModel, InvalidArgument) as error:
+            found.append(Outcome(step, refusal=str(error).splitlines()[0]))
+            continue
+        except Exception as error:  # noqa: BLE001  (whatever is said in place of a result)
+            found.append(Outcome(step, error=f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"))
+            continue
+        found.append(Outcome(step, off=_off(loss, clipped.sums, truth, step)))
+    return found
+
+
+def _off(loss, sums, truth, step):
+    expected = truth.sums[step]
+    if expected is None:
+        return math.inf  # a row alone has no gradient, so nothing may be released
+    if loss.factors:
+        return distance_to_factors(sums, expected, loss.factors)
+    return distance(sums, expected, truth.clip_norm)
+
+
+def mixed(loss: Loss) -> float:
+    """The largest difference between the loss natively batched and its rows alone, over all batches.
+
+    Compared are the losses, the gradient of each loss, and the gradient of their sum; then the losses of rows of the
+    first batch that follow each other.
+    """
+    built, largest = loss.build(), in_turn(loss)
+    seeds = 1 if loss.honest else 4  # some mix only where random numbers say so
+    for step, rows in enumerate(built.batches):
+        found = alone(loss, step)
+        for seed in range(seeds):
+            if found is None:
+                return math.inf
+            if largest > 0.1 and not loss.honest:
+                return largest
+            built = loss.build() if seed and not step else built
+            torch_rows = copied(rows)
+            leaves = {name: p.detach().clone().requires_grad_() for name, p in built.params.items()}
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(SEED + seed)
+                losses = built.loss_fn(leaves, torch_rows)
+                together = _together(losses, leaves)
+            largest = max(largest, _difference(losses.detach(), together, found))
+    return largest
+
+
+def in_turn(loss: Loss) -> float:
+    """The same for rows one after the other, with one state: slices of one batch."""
+    built, losses = loss.build(), []
+    found = alone(loss, 0)
+    if found is None:
+        return math.inf
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        for i in range(len(found)):
+            row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1], built.batches[0])
+            leaves = {name: p.detach().clone().requires_grad_() for name, p in built.params.items()}
+            losses += loop_gradients(built.loss_fn, leaves, row)
+    table = torch.stack([torch.cat([grad.flatten() for grad in grads.values()]) for _, grads in losses])
+    return _difference(torch.stack([value for value, _ in losses]), torch.cat([table, table.sum(0)[None]]), found)
+
+
+def _together(losses, leaves):
+    """Gradients of each loss and of their sum: rows of a table."""
+    table = []
+    for loss in (*losses, losses.sum()):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
+        flat = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]
+        table.append(torch.cat([grad.flatten() for grad in flat]))
+    return torch.stack(table)
+
+
+def _difference(losses, together, found):
+    rows = torch.stack([torch.cat([grad.flatten() for grad in grads.values()]) for _, grads in found])
+    expected = torch.cat([rows, rows.sum(0)[None]])
+    alone_B = torch.stack([loss for loss, _ in found])
+    off = []
+    for got, want in ((losses, alone_B), (together, expected)):
+        if not torch.equal(torch.isfinite(got), torch.isfinite(want)):
+            return math.inf
+        real = torch.isfinite(want)
+        if bool(real.any()):
+            off.append(float((got - want)[real].abs().max() / want[real].abs().max().clamp(min=1e-3)))
+    return max(off, default=0.0)
