@@ -115,6 +115,10 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "tokens": lambda out, y: losses.token_mean(out.logits[:, : y.shape[1]], y),
     "seq2seq": lambda out, y: losses.seq2seq(out.logits, y),
     "classes": lambda out, y: losses.classification(out.logits, y),
+    "logits": lambda out, y: mean_square(out.logits),
+    "reconstruction": lambda out, y: mean_square(out.reconstruction),
+    "depth": lambda out, y: mean_square(out.predicted_depth),
+    "heatmaps": lambda out, y: mean_square(out.heatmaps),
     "square": lambda out, y: mean_square(tensor_of(out)),
 }
 

@@ -1,4 +1,4 @@
-"""One case: build it, take plain steps, take private steps, compare norms with those of the loop over single samples."""
+"""One case: build it, take plain steps, take private steps, compare norms with those of single samples."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def measure(case: Case, limit: int = 60) -> dict[str, Any]:
 
 def seed() -> None:
     torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002  (masks of speech models are drawn with it)
+    np.random.seed(0)  # masks of speech models are drawn with it
     random.seed(0)
 
 
@@ -103,13 +103,14 @@ def prepared(case: Case) -> Subject:
 
 def adapted_layers(module: nn.Module) -> list[str]:
     """Layers that get an adapter: linear ones and convolutions that are large enough, without heads."""
-    kinds = ("Linear", "Conv1D", "Conv2d")
     heads = ("lm_head", "classifier", "score", "head", "proj_out")
     return [
         name
         for name, layer in module.named_modules()
-        if type(layer).__name__ in kinds and min(layer.weight.shape[:2]) >= 4 and not name.endswith(heads)
-        if type(layer).__name__ != "Conv2d" or layer.groups == 1
+        if (isinstance(layer, nn.Linear | nn.Conv2d) or type(layer).__name__ == "Conv1D")
+        and min(layer.weight.shape[:2]) >= 4
+        and not name.endswith(heads)
+        if getattr(layer, "groups", 1) == 1
     ]
 
 

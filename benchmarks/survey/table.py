@@ -72,14 +72,14 @@ def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
     lines = [
         "# Survey of models",
         "",
-        f'What `engine="auto"` does with {len(rows)} small models with random weights ({said}), in batches of four rows.',
+        f'What `engine="auto"` does with {len(rows)} small models with random weights, in batches of four rows ({said}).',
         "`python -m benchmarks.survey` writes this page and [survey.json](../benchmarks/results/survey.json).",
         "",
         "- **engine**: that `auto` chose for the loss; *refused*: an error says why.",
-        "- **ratio**: time of a step (per-sample norms and a clipped sum) over that of the plain gradient of the mean loss;"
-        " median of three. The models are tiny, so this is overhead, not what large models cost.",
-        "- **parity**: largest difference of norms from the loop over single samples, relative to the norm of the sample's"
-        " whole gradient; float32. Models that draw random numbers are compared in eval mode.",
+        "- **ratio**: time of a step (per-sample norms and a clipped sum) over that of the plain gradient of the mean"
+        " loss; median of three. The models are tiny, so this is overhead, not what large models cost.",
+        "- **parity**: largest difference of norms from the loop over single samples, relative to the norm of the"
+        " sample's whole gradient; float32. Models that draw random numbers are compared in eval mode.",
         "",
         *counts(rows),
         "",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.survey import decoders
+from benchmarks.survey import decoders, encoders, vision
 from benchmarks.survey.case import Case
 
-FIELDS = (decoders,)
+FIELDS = (decoders, encoders, vision)
 
 
 def cases() -> dict[str, Case]:

@@ -21,12 +21,12 @@ SIZES: dict[str, Any] = {
 
 
 def tiny(kind: str | type, /, **changes: Any) -> Any:  # noqa: ANN401
-    """The configuration of a kind of model with small sizes; `changes` win. A part takes a mapping or a configuration."""
+    """The configuration of a kind of model with small sizes; `changes` win; of a part, a mapping or a configuration."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[kind] if isinstance(kind, str) else kind
     if dataclasses.is_dataclass(config):
-        known = {field.name for field in dataclasses.fields(config)}
+        known = {field.name for field in dataclasses.fields(config) if not _has_several(field)}
     else:
         known = set(inspect.signature(config.__init__).parameters)
     known |= set(getattr(config, "attribute_map", {}))
@@ -39,6 +39,12 @@ def tiny(kind: str | type, /, **changes: Any) -> Any:  # noqa: ANN401
                 values[part] = tiny(type(default), **given)
                 changes = {name: value for name, value in changes.items() if name != part}
     return config(**{**values, **changes})
+
+
+def _has_several(field: dataclasses.Field[Any]) -> bool:
+    """A size for each stage, where one number would not do."""
+    default = field.default_factory() if callable(field.default_factory) else field.default
+    return isinstance(default, (list, tuple))
 
 
 def built(auto: str, kind: str, /, **changes: Any) -> Any:  # noqa: ANN401
