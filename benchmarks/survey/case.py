@@ -60,6 +60,10 @@ def cases_of(
     return [Case(field, family, subject, *variant.rsplit(" ", 1), padding) for variant in variants]
 
 
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -115,6 +119,14 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "tokens": lambda out, y: losses.token_mean(out.logits[:, : y.shape[1]], y),
     "seq2seq": lambda out, y: losses.seq2seq(out.logits, y),
     "classes": lambda out, y: losses.classification(out.logits, y),
+    "last causal": lambda out, y: losses.causal_lm(out.logits[:, -y.shape[1] :], y),
+    "answers": lambda out, y: losses.classification(out.question_answering_score, y),
+    "pair": lambda out, y: 1 - F.cosine_similarity(out.text_embeds, out.image_embeds),
+    "contrastive": lambda out, y: F.cross_entropy(
+        out.logits_per_text, torch.arange(len(out.logits_per_text)), reduction="none"
+    ),
+    "all logits": lambda out, y: torch.stack([mean_square(part) for part in out.logits]).sum(0),
+    "logits of answers": lambda out, y: mean_square(tensor_of(out)),
     "logits": lambda out, y: mean_square(out.logits),
     "reconstruction": lambda out, y: mean_square(out.reconstruction),
     "depth": lambda out, y: mean_square(out.predicted_depth),

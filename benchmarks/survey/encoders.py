@@ -7,13 +7,24 @@ from typing import Any
 
 import torch
 
-from benchmarks.survey.case import START, VOCAB, Case, Subject, cases_of, classes, hugging_face, text, token_labels
+from benchmarks.survey.case import (
+    START,
+    VOCAB,
+    Case,
+    Subject,
+    cases_of,
+    classes,
+    hugging_face,
+    text,
+    token_labels,
+    words,
+)
 from benchmarks.survey.tiny import built
 
-MASKED = """albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm esmc
+MASKED = words("""albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm esmc
 eurobert flaubert fnet funnel gte ibert jina_embeddings_v3 layoutlm longformer luke megatron-bert mobilebert modernbert
 mpnet mra nomic_bert nystromformer perceiver reformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert
-tapas ultrabert xlm xlm-roberta xlm-roberta-xl xmod yoso xlnet""".split()
+tapas ultrabert xlm xlm-roberta xlm-roberta-xl xmod yoso xlnet""")
 REFORMER = {
     "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "feed_forward_size": 24, "lsh_attn_chunk_length": 4,
     "local_attn_chunk_length": 4, "attention_head_size": 8, "num_buckets": 2,
@@ -38,15 +49,15 @@ CHANGED: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 8, "d_inner": 24},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }  # fmt: skip
-CLASSIFIERS = """albert bert big_bird camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra ernie
+CLASSIFIERS = words("""albert bert big_bird camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra ernie
 esm flaubert fnet funnel ibert longformer luke megatron-bert mobilebert modernbert mpnet mra nystromformer perceiver
-reformer rembert roberta roc_bert roformer squeezebert xlm xlm-roberta xlnet xmod yoso t5 bart mbart""".split()
-TOKENS = "bert roberta deberta-v2 distilbert electra modernbert".split()
-MAIN = "albert bert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta".split()
+reformer rembert roberta roc_bert roformer squeezebert xlm xlm-roberta xlnet xmod yoso t5 bart mbart""")
+TOKENS = words("bert roberta deberta-v2 distilbert electra modernbert")
+MAIN = words("albert bert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta")
 
-WRITERS = """bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led longt5 m2m_100 marian mbart mt5 mvp
+WRITERS = words("""bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led longt5 m2m_100 marian mbart mt5 mvp
 nllb-moe pegasus pegasus_x plbart prophetnet seamless_m4t seamless_m4t_v2 switch_transformers t5 t5gemma t5gemma2
-umt5""".split()
+umt5""")
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
 WRITERS_CHANGED: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": {"attention_type": "original_full"},
@@ -61,7 +72,7 @@ WRITERS_CHANGED: dict[str, dict[str, Any]] = {
     "t5": T5,
     "umt5": T5,
 }  # fmt: skip
-WRITERS_MAIN = "bart mbart t5 marian pegasus".split()
+WRITERS_MAIN = words("bart mbart t5 marian pegasus")
 
 
 def model_of(auto: str, kind: str) -> Any:  # noqa: ANN401
@@ -88,7 +99,7 @@ def classifier(kind: str) -> Callable[[], Subject]:
         if kind in ("t5", "bart", "mbart"):  # they look for the end in the text
             last_B1 = batch["attention_mask"].sum(1, keepdim=True) - 1
             batch["input_ids"] = batch["input_ids"].scatter(1, last_B1, 2)
-        changes = T5 if kind == "t5" else CHANGED.get(kind, {})
+        changes = {**T5, "decoder_start_token_id": START} if kind == "t5" else CHANGED.get(kind, {})
         module = built("AutoModelForSequenceClassification", kind, **changes)
         if kind == "xmod":
             module.set_default_language("en_XX")
@@ -123,7 +134,8 @@ def cases() -> list[Case]:
     found = []
     for kind in MASKED:
         more = ["full train", "biases eval", "LoRA eval"] if kind in MAIN else []
-        found += cases_of("encoder", kind, masked(kind), ["full eval", *more], "right")
+        whole = "full train" if kind == "reformer" else "full eval"  # it has no gradients in eval mode
+        found += cases_of("encoder", kind, masked(kind), [whole, *more], "right")
     for kind in CLASSIFIERS:
         more = ["full eval"] if kind in (*MAIN, "canine") else []
         found += cases_of("encoder", f"{kind} classifier", classifier(kind), ["LoRA train", *more], "right")

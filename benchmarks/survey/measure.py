@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import dpfunc
 from benchmarks.survey.case import Batch, Case, LossFn, Subject
 from dpfunc import engines
+from dpfunc.errors import UnsupportedModel
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach
 from dpfunc.rng import insecure_key
@@ -71,7 +72,7 @@ def measure(case: Case, limit: int = 60) -> dict[str, Any]:
     except OutOfTime:
         row["error" if done else "left_out"] = f"took more than {limit} s"
     except Exception as error:  # noqa: BLE001  (any error of a model or of an engine is a finding)
-        row["error" if done else "left_out"] = f"{type(error).__name__}: {error}"
+        row["error" if done or isinstance(error, UnsupportedModel) else "left_out"] = f"{type(error).__name__}: {error}"
     if "error" in row:
         row.update(engine="refused", reason=row["error"].splitlines()[0])
     return {**row, "seconds": round(time.perf_counter() - start, 2)}

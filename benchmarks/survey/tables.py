@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.survey import decoders, encoders, vision
+from benchmarks.survey import decoders, encoders, multimodal, vision
 from benchmarks.survey.case import Case
 
-FIELDS = (decoders, encoders, vision)
+FIELDS = (decoders, encoders, vision, multimodal)
 
 
 def cases() -> dict[str, Case]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.survey.case import BATCH, CLASSES, Case, Subject, cases_of, classes, class_loss, hugging_face, images
+from benchmarks.survey.case import BATCH, CLASSES, Case, Subject, cases_of, class_loss, classes, hugging_face, images
 from benchmarks.survey.tiny import built
 
 FOUR = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16]}
@@ -23,9 +23,9 @@ NETS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "beit": (16, {}, False),
     "bit": (32, {**FOUR, "embedding_size": 8, "num_groups": 4}, False),
     "clip": (16, {}, False),
-    "convnext": (32, FOUR, False),
-    "convnextv2": (32, FOUR, False),
-    "cvt": (32, {"embed_dim": [8, 8, 16], "num_heads": [1, 1, 2], "depth": [1, 1, 1]}, True),
+    "convnext": (32, {**FOUR, "num_stages": 4}, False),
+    "convnextv2": (32, {**FOUR, "num_stages": 4}, False),
+    "cvt": (32, {"embed_dim": [8, 8, 16], "num_heads": [1, 1, 2], "depth": [1, 2, 3], "drop_path_rate": [0.0, 0.0, 0.1]}, True),
     "data2vec-vision": (16, {}, False),
     "deit": (16, {}, False),
     "dinov2": (16, {}, False),
@@ -43,14 +43,14 @@ NETS: dict[str, tuple[int, dict[str, Any], bool]] = {
                    "query_stride": [2, 2], "num_query_pool": 2, "masked_unit_size": [4, 4],
                    "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1]}, False),
     "ijepa": (16, {}, False),
-    "levit": (32, {"image_size": 32, "hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2],
+    "levit": (32, {"image_size": 32, "patch_size": 16, "hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2],
                    "depths": [1, 1, 1], "key_dim": [4, 4, 4], "mlp_ratio": [2, 2, 2], "attention_ratio": [2, 2, 2],
                    "down_ops": [["Subsample", 4, 2, 4, 2, 2], ["Subsample", 4, 4, 4, 2, 2]]}, True),
     "metaclip_2": (16, {}, False),
     "mobilenet_v1": (32, {"image_size": 32, "depth_multiplier": 0.25, "min_depth": 4}, True),
     "mobilenet_v2": (32, {"image_size": 32, "depth_multiplier": 0.25, "min_depth": 4}, True),
     "mobilevit": (32, {**MOBILE, "image_size": 32, "patch_size": 2, "num_attention_heads": 2}, True),
-    "mobilevitv2": (32, {"image_size": 32, "width_multiplier": 0.25, "base_attn_unit_dims": [16, 16, 16],
+    "mobilevitv2": (64, {"image_size": 64, "width_multiplier": 0.25, "patch_size": 2, "base_attn_unit_dims": [16, 16, 16],
                          "n_attn_blocks": [1, 1, 1]}, True),
     "poolformer": (32, {**FOUR, "num_encoder_blocks": 4, "strides": [2, 2, 2, 2], "patch_sizes": [3, 3, 3, 3],
                         "padding": [1, 1, 1, 1], "mlp_ratio": 2.0}, False),
@@ -73,14 +73,16 @@ NETS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "vit": (16, {}, False),
     "vit_msn": (16, {}, False),
 }  # fmt: skip
+CLASSES_OF = {"deit": "DeiTForImageClassification", "levit": "LevitForImageClassification"}  # families with two
 MAIN = ("vit", "beit", "deit", "swin", "dinov2", "convnext", "resnet")
 
 
 def classifier(kind: str) -> Callable[[], Subject]:
     def build() -> Subject:
         size, changes, _ = NETS[kind]
-        module = built("AutoModelForImageClassification", kind.split()[0], **changes)
-        return hugging_face(module, {"pixel_values": images(size), "labels": classes()}, "classes")
+        module = built(CLASSES_OF.get(kind, "AutoModelForImageClassification"), kind.split()[0], **changes)
+        loss = "square" if kind == "pp_lcnet" else "classes"
+        return hugging_face(module, {"pixel_values": images(size), "labels": classes()}, loss)
 
     return build
 
@@ -121,7 +123,7 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
         num_heads=[2, 2], window_size=4, patch_size=1, upscale=2,
     ),
     "dpt": without_head(
-        "DPTForDepthEstimation", "dpt", 16, "depth", backbone_out_indices=[0, 0, 1, 1], neck_hidden_sizes=[8, 8, 8, 8],
+        "DPTForDepthEstimation", "dpt", 16, "depth", num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 8, 8],
         fusion_hidden_size=8, reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False, patch_size=4,
     ),
     "glpn": without_head(
@@ -129,16 +131,11 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
         num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], decoder_hidden_size=8,
     ),
     "yolos": without_head("YolosForObjectDetection", "yolos", 16, "logits", image_size=[16, 16], num_detection_tokens=3),
-    "superpoint": without_head(
-        "SuperPointForKeypointDetection", "superpoint", 16, encoder_hidden_sizes=[4, 4, 8, 8], decoder_hidden_size=8,
-        keypoint_decoder_dim=65, descriptor_decoder_dim=8,
-    ),
-    "vitpose": without_head("VitPoseForPoseEstimation", "vitpose", 16, "heatmaps"),
-    "upernet": without_head("UperNetForSemanticSegmentation", "upernet", 32, "logits"),
-    "vitmatte": without_head("VitMatteForImageMatting", "vitmatte", 32),
+    "vitpose": without_head("VitPoseForPoseEstimation", "vitpose", 16, "heatmaps", backbone_config={
+        "num_experts": 1, "image_size": [16, 16], "patch_size": [8, 8]}),
     "imagegpt": lambda: _image_gpt(),
     "dinov3_vit": without_head("DINOv3ViTModel", "dinov3_vit", 16),
-    "convnext backbone": without_head("ConvNextModel", "convnext", 32, **FOUR),
+    "convnext backbone": without_head("ConvNextModel", "convnext", 32, **FOUR, num_stages=4),
     "sam vision": without_head(
         "SamVisionModel", "sam_vision_model", 16, image_size=16, patch_size=4, output_channels=8, window_size=2,
         global_attn_indexes=[1], num_pos_feats=8, mlp_dim=24,
