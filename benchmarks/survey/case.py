@@ -113,12 +113,26 @@ def tensor_of(output: Any) -> Tensor:  # noqa: ANN401
     return next(value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.dim())
 
 
+def ctc(logits_BTV: Tensor, labels_BL: Tensor) -> Tensor:
+    """All frames against the labels that are not 0, the blank."""
+    frames_B = torch.full((len(labels_BL),), logits_BTV.shape[1])
+    lengths_B = (labels_BL > 0).sum(1)
+    scores_TBV = F.log_softmax(logits_BTV.float(), dim=2).transpose(0, 1)
+    return F.ctc_loss(scores_TBV, labels_BL, frames_B, lengths_B, reduction="none")
+
+
 # name -> (output, labels) -> losses (B,)
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "causal": lambda out, y: losses.causal_lm(out.logits, y),
     "tokens": lambda out, y: losses.token_mean(out.logits[:, : y.shape[1]], y),
     "seq2seq": lambda out, y: losses.seq2seq(out.logits, y),
     "classes": lambda out, y: losses.classification(out.logits, y),
+    "ctc": lambda out, y: ctc(out.logits, y),
+    "audio": lambda out, y: mean_square(out.audio_values),
+    "prediction": lambda out, y: mean_square(out.prediction_outputs),
+    "prediction logits": lambda out, y: mean_square(out.prediction_logits),
+    "parameters": lambda out, y: torch.stack([mean_square(part) for part in out.params]).sum(0),
+    "forecast": lambda out, y: mean_square(out.mean_predictions),
     "last causal": lambda out, y: losses.causal_lm(out.logits[:, -y.shape[1] :], y),
     "answers": lambda out, y: losses.classification(out.question_answering_score, y),
     "pair": lambda out, y: 1 - F.cosine_similarity(out.text_embeds, out.image_embeds),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.survey import decoders, encoders, multimodal, vision
+from benchmarks.survey import audio, decoders, encoders, multimodal, other_nets, peft_methods, vision
 from benchmarks.survey.case import Case
 
-FIELDS = (decoders, encoders, vision, multimodal)
+FIELDS = (decoders, encoders, vision, multimodal, audio, peft_methods, other_nets)
 
 
 def cases() -> dict[str, Case]:
