@@ -8,7 +8,18 @@ from typing import Any
 import torch
 
 from benchmarks.survey.case import (
-    BATCH, START, Batch, Case, LossFn, Subject, cases_of, classes, hugging_face, randn, text, token_labels,
+    BATCH,
+    START,
+    Batch,
+    Case,
+    LossFn,
+    Subject,
+    cases_of,
+    classes,
+    hugging_face,
+    randn,
+    text,
+    token_labels,
 )  # fmt: skip
 from benchmarks.survey.tiny import built
 
@@ -111,7 +122,7 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
     "seamless_m4t speech": written("SeamlessM4TForSpeechToText", "seamless_m4t", lambda: {
         "input_features": randn(BATCH, 16, 8)}, feature_projection_input_dim=8, speech_encoder_layers=1,
         speech_encoder_attention_heads=2, speech_encoder_intermediate_size=16, conv_depthwise_kernel_size=3),
-    "lasr_ctc": transcribed("LasrForCTC", "lasr_ctc", features),
+    "lasr_ctc": transcribed("LasrForCTC", "lasr_ctc", lambda: features(64)),
     "parakeet_ctc": transcribed("ParakeetForCTC", "parakeet_ctc", lambda: features(64), encoder_config={
         "subsampling_conv_channels": 8, "num_mel_bins": 8, "conv_kernel_size": 3}),
     "wav2vec2-bert": transcribed("Wav2Vec2BertForCTC", "wav2vec2-bert", features, **FEATURES["wav2vec2-bert"]),
@@ -123,12 +134,12 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
     "encodec": lambda: hugging_face(
         built("EncodecModel", "encodec", num_filters=4, hidden_size=8, upsampling_ratios=[2, 2], codebook_size=8,
               codebook_dim=8, norm_type="weight_norm", num_lstm_layers=1, kernel_size=3, last_kernel_size=3,
-              compress=2, target_bandwidths=[1.5]),
+              compress=2, target_bandwidths=[1.5], sampling_rate=400),
         {"input_values": randn(BATCH, 1, 64)}, "audio"),
 }  # fmt: skip
 
 TIME = {"input_size": 1, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 16, "prediction_length": 4,
-        "context_length": 8, "encoder_layers": 1, "decoder_layers": 1, "moving_average": 3}  # fmt: skip
+        "context_length": 8, "encoder_layers": 1, "decoder_layers": 1, "moving_average": 3, "label_length": 4}  # fmt: skip
 PATCHED = {"context_length": 16, "prediction_length": 4, "num_input_channels": 2, "patch_length": 4, "patch_stride": 4,
            "d_model": 16, "ffn_dim": 24, "expansion_factor": 1, "num_layers": 1}  # fmt: skip
 
@@ -210,7 +221,8 @@ def cases() -> list[Case]:
             "audio", f"{kind} classifier", sound_classifier(kind), ["full eval", "full train", "LoRA train"], "right"
         )
     for kind, subject in OTHERS.items():
-        found += cases_of("audio", kind, subject, ["full eval", "LoRA train"], "right")
+        variants = ["full eval"] if kind == "encodec" else ["full eval", "LoRA train"]
+        found += cases_of("audio", kind, subject, variants, "right")
     for kind, subject in SERIES.items():
         found += cases_of("series", kind, subject, ["full eval", "full train"])
     return found

@@ -54,8 +54,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "youtu": MLA,
     "zamba": {"layer_types": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "mamba_d_state": 4, "n_mamba_heads": 2, "attention_hidden_size": 32,
               "attention_head_dim": 16},
-    "zamba2": {"layer_types": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "mamba_d_state": 4, "n_mamba_heads": 4, "mamba_headdim": 8,
-               "mamba_ngroups": 1, "chunk_size": 4, "num_mem_blocks": 1, "use_mem_rope": False},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 MAIN = words("""llama mistral mixtral qwen2 qwen3 gemma gemma2 gemma3_text phi3 gpt2 gpt_neox opt bloom falcon mamba olmo2 mpt

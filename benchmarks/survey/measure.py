@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import dpfunc
 from benchmarks.survey.case import Batch, Case, LossFn, Subject
 from dpfunc import engines
-from dpfunc.errors import UnsupportedModel
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach
 from dpfunc.rng import insecure_key
@@ -28,7 +27,7 @@ REPEATS, WARMUP = 3, 1
 ROUGH = 0.05
 NORMS = "norm|ln_"
 WHOLE = ("full", "LoRA", "biases", "GroupNorm")
-Step = Callable[[], object]
+Step, Forward = Callable[[], object], Callable[..., Any]
 
 
 class OutOfTime(BaseException):
@@ -58,7 +57,7 @@ def measure(case: Case, limit: int = 60) -> dict[str, Any]:
         "mode": case.mode, "padding": case.padding,
     }  # fmt: skip
     start = time.perf_counter()
-    done = False
+    blamed = "left_out"
     try:
         with limited(limit), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -66,13 +65,17 @@ def measure(case: Case, limit: int = 60) -> dict[str, Any]:
             subject = prepared(case)
             row["model"] = class_name(subject.module)
             row["trained"] = "norms" if chosen(case, subject.module) == NORMS else case.trained
-            row["plain_ms"] = milliseconds(plain_step(case, subject))
-            done = True
-            row.update(private(case, subject, row["plain_ms"]))
+            targets = adapted_layers(subject.module) if case.trained == "LoRA" else []
+            blamed = "error"
+            forward, params = functions(case, subject, targets)
+            blamed = "left_out"
+            row["plain_ms"] = milliseconds(plain_step(case, subject, forward, params))
+            blamed = "error"
+            row.update(private(subject, forward, params, row["plain_ms"]))
     except OutOfTime:
-        row["error" if done else "left_out"] = f"took more than {limit} s"
+        row[blamed] = f"took more than {limit} s"
     except Exception as error:  # noqa: BLE001  (any error of a model or of an engine is a finding)
-        row["error" if done or isinstance(error, UnsupportedModel) else "left_out"] = f"{type(error).__name__}: {error}"
+        row[blamed] = f"{type(error).__name__}: {error}"
     if "error" in row:
         row.update(engine="refused", reason=row["error"].splitlines()[0])
     return {**row, "seconds": round(time.perf_counter() - start, 2)}
@@ -105,7 +108,7 @@ def prepared(case: Case) -> Subject:
 def adapted_layers(module: nn.Module) -> list[str]:
     """Layers that get an adapter: linear ones and convolutions that are large enough, without heads."""
     heads = ("lm_head", "classifier", "score", "head", "proj_out")
-    return [
+    found = [
         name
         for name, layer in module.named_modules()
         if (isinstance(layer, nn.Linear | nn.Conv2d) or type(layer).__name__ == "Conv1D")
@@ -113,6 +116,9 @@ def adapted_layers(module: nn.Module) -> list[str]:
         and not name.endswith(heads)
         if getattr(layer, "groups", 1) == 1
     ]
+    if not found:
+        raise LookupError("No layer for an adapter.")
+    return found
 
 
 def chosen(case: Case, module: nn.Module) -> str | None:
@@ -127,15 +133,14 @@ def trained_parameters(case: Case, module: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in module.named_parameters() if p.requires_grad and re.search(pattern, name)]
 
 
-def plain_step(case: Case, subject: Subject) -> Step:
-    """Gradients of the mean loss, as a step without privacy computes them."""
-    if case.trained == "LoRA":
-        forward, params = functions(case, subject)
-        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        loss_fn, wanted = subject.loss(forward), list(leaves.values())
-    else:
+def plain_step(case: Case, subject: Subject, forward: Forward, params: Mapping[str, Tensor]) -> Step:
+    """Gradients of the mean loss, as a step without privacy computes them: of the module itself where it can be."""
+    if case.trained in ("full", "biases", "GroupNorm"):
         loss_fn = subject.loss(lambda params, *args, **options: subject.module(*args, **options))
         leaves, wanted = {}, trained_parameters(case, subject.module)
+    else:
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        loss_fn, wanted = subject.loss(forward), list(leaves.values())
 
     def step() -> None:
         losses_B = loss_fn(leaves, subject.batch)
@@ -146,11 +151,11 @@ def plain_step(case: Case, subject: Subject) -> Step:
     return step
 
 
-def functions(case: Case, subject: Subject) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+def functions(case: Case, subject: Subject, targets: Sequence[str]) -> tuple[Forward, dict[str, Tensor]]:
     """The forward function and its parameters; those of adapters moved away from where they start."""
     if case.trained == "LoRA":
         adapter = attach(
-            subject.module, insecure_key(0), targets=adapted_layers(subject.module), rank=2, alpha=4,
+            subject.module, insecure_key(0), targets=targets, rank=2, alpha=4,
             dropout=0.1 if case.mode == "train" else 0.0,
         )  # fmt: skip
         moved = {name: p + 0.1 * torch.randn(p.shape) for name, p in adapter.params.items()}
@@ -164,9 +169,8 @@ def functions(case: Case, subject: Subject) -> tuple[Callable[..., Any], dict[st
     return functionalize(subject.module)
 
 
-def private(case: Case, subject: Subject, plain_ms: float) -> dict[str, Any]:
+def private(subject: Subject, forward: Forward, params: Mapping[str, Tensor], plain_ms: float) -> dict[str, Any]:
     """What the engine `auto` does with it."""
-    forward, params = functions(case, subject)
     loss_fn, engine = subject.loss(forward), engines.auto()
     start = time.perf_counter()
     take_step(engine, loss_fn, params, subject.batch)

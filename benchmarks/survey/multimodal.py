@@ -26,7 +26,7 @@ from benchmarks.survey.case import (
     token_labels,
 )  # fmt: skip
 from benchmarks.survey.tiny import built
-from benchmarks.survey.vision import NETS, SWIN
+from benchmarks.survey.vision import SWIN
 from dpfunc.integrations import losses
 
 WORDS = 40  # ids above are special
@@ -162,7 +162,6 @@ def pair(auto: str, kind: str, loss: str = "pair", size: int = 16, **changes: An
 
 
 PAIRS: Mapping[str, Callable[[], Subject]] = {
-    "align": pair("AlignModel", "align", size=32, vision_config=NETS["efficientnet"][1]),
     "altclip": pair("AltCLIPModel", "altclip"),
     "chinese_clip": pair("ChineseCLIPModel", "chinese_clip"),
     "clip": pair("CLIPModel", "clip"),

@@ -13,7 +13,17 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from benchmarks.survey import generative_nets
 from benchmarks.survey.case import (
-    BATCH, CLASSES, Case, Subject, cases_of, class_loss, classes, images, mean_square, plain_net, randn,
+    BATCH,
+    CLASSES,
+    Case,
+    Subject,
+    cases_of,
+    class_loss,
+    classes,
+    images,
+    mean_square,
+    plain_net,
+    randn,
 )  # fmt: skip
 
 Loss = Callable[..., Tensor]
@@ -225,7 +235,7 @@ def factors(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
 def factorised(net: Any, user_B: Tensor, items_BK: Tensor) -> Tensor:  # noqa: ANN401
     """Bags of items as one row of indices with offsets, as recommenders write it."""
     offsets = torch.arange(len(items_BK)) * items_BK.shape[1]
-    return (net["user"](user_B) * net["items"](items_BK.flatten(), offsets)).sum(1) + net["bias"](user_B)[:, 0]
+    return (net["user"](user_B) * net["bag"](items_BK.flatten(), offsets)).sum(1) + net["bias"](user_B)[:, 0]
 
 
 def ctc(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
@@ -297,7 +307,7 @@ NETS: dict[str, Callable[[], Subject]] = {
     "CNN BatchNorm": on(convolutional(same_norm("BatchNorm2d")), images(8)),
     "CNN InstanceNorm": on(convolutional(lambda width: nn.InstanceNorm2d(width, affine=True)), images(8)),
     "CNN Dropout2d": on(convolutional(lambda width: nn.Dropout2d(0.2)), images(8)),
-    "conv 3d": on(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2), nn.Flatten(), nn.LazyLinear(CLASSES)), randn(BATCH, 1, 5, 5, 5)),
+    "conv 3d": on(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2), nn.Flatten(), nn.Linear(128, CLASSES)), randn(BATCH, 1, 5, 5, 5)),
     "LSTM": on(recurrent("LSTM"), SEQUENCE),
     "LSTM two layers dropout": on(recurrent("LSTM", num_layers=2, dropout=0.1), SEQUENCE),
     "GRU": on(recurrent("GRU"), SEQUENCE),
@@ -346,7 +356,7 @@ NETS: dict[str, Callable[[], Subject]] = {
     "Siamese": plain_net(lambda: linear(6, 16, 8), siamese, x=X, other=randn(BATCH, 6, seed=9), same=torch.tensor([1.0, 0.0, 1.0, 0.0])),
     "triplet": plain_net(lambda: linear(6, 16, 8), triplet, x=X, near=randn(BATCH, 6, seed=9), far=randn(BATCH, 6, seed=10)),
     "matrix factorisation": plain_net(
-        lambda: lambda_net({"user": nn.Embedding(9, 4), "items": nn.EmbeddingBag(9, 4, mode="mean"), "bias": nn.Embedding(9, 1)}, factorised),
+        lambda: lambda_net({"user": nn.Embedding(9, 4), "bag": nn.EmbeddingBag(9, 4, mode="mean"), "bias": nn.Embedding(9, 1)}, factorised),
         factors, user=classes(9), items=torch.randint(9, (BATCH, 3), generator=torch.Generator().manual_seed(2)), rating=randn(BATCH)),
     "CTC": plain_net(lambda: lambda_net({"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, 5)},
                                         lambda net, x: net["head"](net["rnn"](x)[0])), ctc, x=SEQUENCE,
@@ -360,9 +370,7 @@ TRAINED_TOO = (
     "MLP dropout", "MLP BatchNorm", "CNN BatchNorm", "CNN InstanceNorm", "CNN Dropout2d", "LSTM two layers dropout", "LayerDrop",
     "drop path", "SpecAugment", "spectral norm", "transformer encoder", "transformer encoder padded", "LSTM packed",
 )  # fmt: skip
-WITH_LORA = (
-    "MLP",
-    "CNN",
+WITH_LORA = ("MLP",
     "transformer encoder",
     "graph convolution",
     "U-Net",

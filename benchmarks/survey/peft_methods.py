@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.survey.case import (
-    CLASSES, Case, LossFn, Subject, cases_of, class_loss, classes, images, plain_net, randn, text, token_labels,
+    CLASSES,
+    Case,
+    LossFn,
+    Subject,
+    cases_of,
+    class_loss,
+    classes,
+    images,
+    plain_net,
+    randn,
+    text,
+    token_labels,
 )  # fmt: skip
 from benchmarks.survey.tiny import built
 
 BASES: dict[str, tuple[str, str, str, list[str]]] = {
     "llama": ("AutoModelForCausalLM", "CAUSAL_LM", "causal_lm", ["q_proj", "v_proj"]),
-    "bert": ("AutoModelForSequenceClassification", "SEQ_CLS", "classification", ["query", "value"]),
-    "vit": ("AutoModelForImageClassification", "", "classification", ["q_proj", "v_proj"]),
+    "bert": ("AutoModelForSequenceClassification", "SEQ_CLS", "sequence_classification", ["query", "value"]),
+    "vit": ("AutoModelForImageClassification", "", "image_classification", ["q_proj", "v_proj"]),
 }
 # method -> (configuration, options)
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,14 +47,11 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "HRA": ("HRAConfig", {"r": 2}),
     "VBLoRA": ("VBLoRAConfig", {"r": 2, "num_vectors": 8, "vector_length": 8, "topk": 2}),
     "RandLora": ("RandLoraConfig", {"r": 2}),
-    "Bone": ("BoneConfig", {"r": 2}),
     "MiSS": ("MissConfig", {"r": 2}),
     "C3A": ("C3AConfig", {"block_size": 4}),
     "SHiRA": ("ShiraConfig", {"r": 1}),
     "WaveFT": ("WaveFTConfig", {"n_frequency": 10}),
     "RoAd": ("RoadConfig", {"variant": "road_1", "group_size": 4}),
-    "Poly": ("PolyConfig", {"r": 2, "n_tasks": 1, "n_skills": 2, "n_splits": 1}),
-    "X-LoRA": ("XLoraConfig", {"adapters": {}}),
     "DeLoRA": ("DeloraConfig", {"r": 2}),
     "GraLoRA": ("GraloraConfig", {"r": 4, "gralora_k": 2}),
     "OSF": ("OSFConfig", {"effective_rank": 4}),
@@ -149,7 +156,7 @@ class Convs(nn.Module):
 
 def on_net(
     make: Callable[[], nn.Module], x: Tensor, targets: list[str], kind: str = "LoraConfig", **options: Any
-) -> Callable[[], Subject]:  # noqa: ANN401, E501
+) -> Callable[[], Subject]:
     def wrapped() -> nn.Module:
         from peft import get_peft_model
 

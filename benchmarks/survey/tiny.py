@@ -74,4 +74,4 @@ def built(auto: str, kind: str, /, **changes: Any) -> Any:  # noqa: ANN401
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
         if getattr(part, "use_cache", False):
             part.use_cache = False
-    return maker.from_config(config) if auto.startswith("Auto") else maker(config)
+    return maker.from_config(config) if auto.startswith("AutoModel") else maker(config)
