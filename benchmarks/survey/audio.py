@@ -139,7 +139,8 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
 }  # fmt: skip
 
 TIME = {"input_size": 1, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 16, "prediction_length": 4,
-        "context_length": 8, "encoder_layers": 1, "decoder_layers": 1, "moving_average": 3, "label_length": 4}  # fmt: skip
+        "context_length": 8, "encoder_layers": 1, "decoder_layers": 1, "moving_average": 3,
+            "label_length": 4}  # fmt: skip
 PATCHED = {"context_length": 16, "prediction_length": 4, "num_input_channels": 2, "patch_length": 4, "patch_stride": 4,
            "d_model": 16, "ffn_dim": 24, "expansion_factor": 1, "num_layers": 1}  # fmt: skip
 
@@ -153,7 +154,7 @@ def series() -> Batch:
 
 
 def forecast(auto: str, kind: str, **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
-    """The parameters of the predicted distributions, pulled to zero: the loss of these models is a mean over the batch."""
+    """The parameters of the predicted distributions, pulled to zero; the own loss of these models mixes samples."""
     return lambda: hugging_face(built(auto, kind, **{**TIME, **changes}), series(), "parameters")
 
 

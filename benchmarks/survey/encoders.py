@@ -21,10 +21,12 @@ from benchmarks.survey.case import (
 )
 from benchmarks.survey.tiny import built
 
-MASKED = words("""albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm esmc
-eurobert flaubert fnet funnel gte ibert jina_embeddings_v3 layoutlm longformer luke megatron-bert mobilebert modernbert
-mpnet mra nomic_bert nystromformer perceiver reformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert
-tapas ultrabert xlm xlm-roberta xlm-roberta-xl xmod yoso xlnet""")
+MASKED = words("""
+albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm esmc eurobert
+flaubert fnet funnel gte ibert jina_embeddings_v3 layoutlm longformer luke megatron-bert mobilebert modernbert
+mpnet mra nomic_bert nystromformer perceiver reformer rembert roberta roberta-prelayernorm roc_bert roformer
+squeezebert tapas ultrabert xlm xlm-roberta xlm-roberta-xl xmod yoso xlnet
+""")
 REFORMER = {
     "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "feed_forward_size": 24, "lsh_attn_chunk_length": 4,
     "local_attn_chunk_length": 4, "attention_head_size": 8, "num_buckets": 2,
@@ -49,15 +51,18 @@ CHANGED: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 8, "d_inner": 24},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }  # fmt: skip
-CLASSIFIERS = words("""albert bert big_bird camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra ernie
-esm flaubert fnet funnel ibert longformer luke megatron-bert mobilebert modernbert mpnet mra nystromformer perceiver
-reformer rembert roberta roc_bert roformer squeezebert xlm xlm-roberta xlnet xmod yoso t5 bart mbart""")
+CLASSIFIERS = words("""
+albert bert big_bird camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm
+flaubert fnet funnel ibert longformer luke megatron-bert mobilebert modernbert mpnet mra nystromformer perceiver
+reformer rembert roberta roc_bert roformer squeezebert xlm xlm-roberta xlnet xmod yoso t5 bart mbart
+""")
 TOKENS = words("bert roberta deberta-v2 distilbert electra modernbert")
 MAIN = words("albert bert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta")
 
-WRITERS = words("""bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led longt5 m2m_100 marian mbart mt5 mvp
-nllb-moe pegasus pegasus_x plbart prophetnet seamless_m4t seamless_m4t_v2 switch_transformers t5 t5gemma t5gemma2
-umt5""")
+WRITERS = words("""
+bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led longt5 m2m_100 marian mbart mt5 mvp nllb-
+moe pegasus pegasus_x plbart prophetnet seamless_m4t seamless_m4t_v2 switch_transformers t5 t5gemma t5gemma2 umt5
+""")
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
 WRITERS_CHANGED: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": {"attention_type": "original_full"},

@@ -25,6 +25,7 @@ from dpfunc.rng import insecure_key
 
 REPEATS, WARMUP = 3, 1
 ROUGH = 0.05
+FILES = re.compile(r"(?:/[\w.+-]+){2,}/")  # folders of this machine
 NORMS = "norm|ln_"
 WHOLE = ("full", "LoRA", "biases", "GroupNorm")
 Step, Forward = Callable[[], object], Callable[..., Any]
@@ -75,7 +76,7 @@ def measure(case: Case, limit: int = 60) -> dict[str, Any]:
     except OutOfTime:
         row[blamed] = f"took more than {limit} s"
     except Exception as error:  # noqa: BLE001  (any error of a model or of an engine is a finding)
-        row[blamed] = f"{type(error).__name__}: {error}"
+        row[blamed] = f"{type(error).__name__}: {FILES.sub('...', str(error))}"
     if "error" in row:
         row.update(engine="refused", reason=row["error"].splitlines()[0])
     return {**row, "seconds": round(time.perf_counter() - start, 2)}

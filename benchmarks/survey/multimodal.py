@@ -93,7 +93,8 @@ INSIDE: dict[str, tuple[int, Callable[[], Batch], dict[str, Any]]] = {
     "internvl": (1, PLAIN, {"vision_config": {"image_size": [16, 16], "patch_size": [8, 8]}, "downsample_ratio": 0.5,
                             "image_seq_length": 1}),
     "lighton_ocr": (4, SIZED, PIXTRAL),
-    "llama4": (1, PLAIN, {"vision_config": {"pixel_shuffle_ratio": 0.5, "vision_output_dim": 16, "intermediate_size": 64,
+    "llama4": (1, PLAIN, {"vision_config": {"pixel_shuffle_ratio": 0.5, "vision_output_dim": 16,
+        "intermediate_size": 64,
                                             "projector_input_dim": 16, "projector_output_dim": 16}}),
     "llava": (4, PLAIN, {}),
     "llava full vision": (5, PLAIN, {"vision_feature_select_strategy": "full"}),
@@ -195,7 +196,11 @@ def captioned(auto: str, kind: str, tokens: int = 0, loss: str = "causal", **cha
 
 
 def question(
-    auto: str, kind: str, loss: str = "classes", extra: Callable[[], Batch] = PLAIN, **changes: Any
+    auto: str,
+    kind: str,
+    loss: str = "classes",
+    extra: Callable[[], Batch] = PLAIN,
+    **changes: Any,  # noqa: ANN401
 ) -> Callable[[], Subject]:
     def build() -> Subject:
         batch = {**text("right", vocab=WORDS), **extra(), "labels": classes()}
@@ -217,7 +222,7 @@ def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -
     return build
 
 
-def image_writer(encoder: str, decoder: str, **changes: Any) -> Callable[[], Subject]:
+def image_writer(encoder: str, decoder: str, **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
     from benchmarks.survey.tiny import tiny
 
     def build() -> Subject:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from benchmarks.survey import forward_passes as passes
 from benchmarks.survey import generative_nets
 from benchmarks.survey.case import (
     BATCH,
@@ -41,7 +43,7 @@ def lambda_net(parts: Mapping[str, nn.Module], run: Callable[..., Any]) -> nn.Mo
 
 def linear(*widths: int, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), act()]
     return nn.Sequential(*layers[:-1])
 
@@ -121,97 +123,6 @@ def symmetric() -> nn.Module:
     layer = nn.Linear(6, 6)
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
     return nn.Sequential(layer, nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-def graph(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:  # noqa: ANN401
-    hidden = F.relu(adjacency_BNN @ net["first"](x_BND))
-    return net["head"](F.relu(adjacency_BNN @ net["second"](hidden)).mean(1))
-
-
-def graph_attention(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:  # noqa: ANN401
-    hidden = net["first"](x_BND)
-    scores = (hidden @ net["left"].weight[0])[:, :, None] + (hidden @ net["right"].weight[0])[:, None]
-    weights = F.leaky_relu(scores).masked_fill(adjacency_BNN == 0, -1e9).softmax(-1)
-    return net["head"]((weights @ hidden).mean(1))
-
-
-def set_net(net: Any, x_BND: Tensor) -> Tensor:  # noqa: ANN401
-    return net["outer"](net["inner"](x_BND).sum(1))
-
-
-def point_net(net: Any, x_BND: Tensor) -> Tensor:  # noqa: ANN401
-    turn = net["turn"](x_BND.max(1).values).view(-1, 3, 3)
-    return net["head"](net["line"]((x_BND @ turn).transpose(1, 2)).amax(2))
-
-
-def capsules(net: Any, x_BD: Tensor) -> Tensor:  # noqa: ANN401
-    votes = torch.einsum(
-        "bnd,nced->bnce", net["primary"](x_BD).view(-1, 4, 4), net["routes"].weight.view(4, CLASSES, 4, 4)
-    )
-    scores = torch.zeros(votes.shape[:3])
-    out = votes.mean(1)
-    for _ in range(2):
-        out = torch.einsum("bnc,bnce->bce", scores.softmax(2), votes)
-        norm = out.norm(dim=-1, keepdim=True)
-        out = out * norm / (1 + norm.square())
-        scores = scores + torch.einsum("bnce,bce->bnc", votes, out)
-    return out.norm(dim=-1)
-
-
-def perceiver(net: Any, x_BTD: Tensor) -> Tensor:  # noqa: ANN401
-    latents = net["latents"].weight.expand(len(x_BTD), -1, -1)
-    latents = latents + net["cross"](latents, x_BTD, x_BTD)[0]
-    return net["head"]((latents + net["own"](latents, latents, latents)[0]).mean(1))
-
-
-def experts(dense: bool) -> Callable[..., Tensor]:
-    """Mixture of experts: all of them weighted, or each token sent to its best by index."""
-
-    def run(net: Any, x_BTD: Tensor) -> Tensor:  # noqa: ANN401
-        weights = net["gate"](x_BTD).softmax(-1)
-        parts = [net[f"expert{i}"] for i in range(3)]
-        if dense:
-            out = sum(weights[..., i : i + 1] * part(x_BTD) for i, part in enumerate(parts))
-        else:
-            best, out = weights.argmax(-1), torch.zeros_like(x_BTD)
-            for i, part in enumerate(parts):
-                chosen = best == i
-                out[chosen] = part(x_BTD[chosen]) * weights[chosen][:, i : i + 1]
-        return net["head"](out.mean(1))
-
-    return run
-
-
-def hypernetwork(net: Any, x_BD: Tensor, code_BE: Tensor) -> Tensor:  # noqa: ANN401
-    weight = net["hyper"](code_BE).view(-1, CLASSES, 6)
-    return torch.einsum("bcd,bd->bc", weight, x_BD)
-
-
-def layer_drop(net: nn.Module, x: Tensor) -> Tensor:
-    for name in ("a", "b", "c"):
-        if not (net.training and torch.rand(()) < 0.3):
-            x = x + torch.tanh(net[name](x))  # type: ignore[index]
-    return net["head"](x)  # type: ignore[index]
-
-
-def drop_path(net: nn.Module, x: Tensor) -> Tensor:
-    for name in ("a", "b", "c"):
-        keep = torch.rand(len(x), 1).lt(0.8).float() / 0.8 if net.training else 1.0
-        x = x + keep * torch.tanh(net[name](x))  # type: ignore[index]
-    return net["head"](x)  # type: ignore[index]
-
-
-def spec_augment(net: nn.Module, x_BTD: Tensor) -> Tensor:
-    if net.training:
-        start_B1 = torch.randint(0, 4, (len(x_BTD), 1))
-        steps = torch.arange(x_BTD.shape[1])[None]
-        x_BTD = x_BTD.masked_fill(((steps >= start_B1) & (steps < start_B1 + 2))[..., None], 0.0)
-    return net["head"](net["rnn"](x_BTD)[0].mean(1))  # type: ignore[index]
-
-
-def early_exit(net: Any, x: Tensor) -> Tensor:  # noqa: ANN401
-    hidden = net["a"](x)
-    return net["head"](net["b"](hidden) if bool(hidden.sum() > 0) else hidden)
 
 
 def blocks(*names: str) -> dict[str, nn.Module]:
@@ -299,15 +210,18 @@ NETS: dict[str, Callable[[], Subject]] = {
     "MLP dropout": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES))),
     "MLP BatchNorm": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))),
     "MLP LayerNorm": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, CLASSES))),
-    "MLP RMSNorm PReLU": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.RMSNorm(16), nn.PReLU(16), nn.Linear(16, CLASSES))),
+    "MLP RMSNorm PReLU": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.RMSNorm(16), nn.PReLU(16), nn.Linear(16,
+        CLASSES))),
     "logistic regression": on(lambda: nn.Linear(6, CLASSES)),
-    "bilinear": with_two(lambda: {"b": nn.Bilinear(6, 6, CLASSES)}, lambda net, x, z: net["b"](x, z), x=X, z=randn(BATCH, 6, seed=9)),
+    "bilinear": with_two(lambda: {"b": nn.Bilinear(6, 6, CLASSES)}, lambda net, x, z: net["b"](x, z), x=X,
+        z=randn(BATCH, 6, seed=9)),
     "CNN": on(convolutional(lambda width: nn.Identity()), images(8)),
     "CNN GroupNorm": on(convolutional(same_norm("GroupNorm", 2)), images(8)),
     "CNN BatchNorm": on(convolutional(same_norm("BatchNorm2d")), images(8)),
     "CNN InstanceNorm": on(convolutional(lambda width: nn.InstanceNorm2d(width, affine=True)), images(8)),
     "CNN Dropout2d": on(convolutional(lambda width: nn.Dropout2d(0.2)), images(8)),
-    "conv 3d": on(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2), nn.Flatten(), nn.Linear(128, CLASSES)), randn(BATCH, 1, 5, 5, 5)),
+    "conv 3d": on(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2), nn.Flatten(),
+        nn.Linear(128, CLASSES)), randn(BATCH, 1, 5, 5, 5)),
     "LSTM": on(recurrent("LSTM"), SEQUENCE),
     "LSTM two layers dropout": on(recurrent("LSTM", num_layers=2, dropout=0.1), SEQUENCE),
     "GRU": on(recurrent("GRU"), SEQUENCE),
@@ -329,35 +243,46 @@ NETS: dict[str, Callable[[], Subject]] = {
         encoder(), lambda call, b: F.cross_entropy(call(b["x"], b["hidden"]), b["y"], reduction="none"), x=TOKENS_,
         hidden=PADDING, y=Y),
     "transformer": plain_net(
-        lambda: nn.Transformer(16, 2, 1, 1, 24, batch_first=True), lambda call, b: mean_square(call(b["x"], b["z"]) - b["z"]),
+        lambda: nn.Transformer(16, 2, 1, 1, 24, batch_first=True), lambda call, b: mean_square(call(b["x"],
+            b["z"]) - b["z"]),
         x=TOKENS_, z=randn(BATCH, 3, 16, seed=7)),
-    "graph convolution": with_two(gnn, graph, x=SEQUENCE, a=ADJACENCY),
+    "graph convolution": with_two(gnn, passes.graph, x=SEQUENCE, a=ADJACENCY),
     "graph attention": with_two(lambda: {"first": nn.Linear(6, 8), "left": nn.Linear(8, 1), "right": nn.Linear(8, 1),
-                                         "head": nn.Linear(8, CLASSES)}, graph_attention, x=SEQUENCE, a=ADJACENCY),
-    "DeepSets": net_of(lambda: {"inner": linear(6, 8, 8), "outer": linear(8, 8, CLASSES)}, set_net, SEQUENCE),
+                                         "head": nn.Linear(8, CLASSES)}, passes.graph_attention, x=SEQUENCE,
+                                             a=ADJACENCY),
+    "DeepSets": net_of(lambda: {"inner": linear(6, 8, 8), "outer": linear(8, 8, CLASSES)}, passes.set_net, SEQUENCE),
     "PointNet": net_of(lambda: {"turn": nn.Linear(3, 9), "line": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU()),
-                                "head": nn.Linear(8, CLASSES)}, point_net, POINTS),
-    "capsules": net_of(lambda: {"primary": nn.Linear(6, 16), "routes": nn.Linear(12, 16, bias=False)}, capsules, X),
-    "Perceiver": net_of(lambda: {"latents": nn.Embedding(3, 16), "cross": nn.MultiheadAttention(16, 2, batch_first=True),
+                                "head": nn.Linear(8, CLASSES)}, passes.point_net, POINTS),
+    "capsules": net_of(lambda: {"primary": nn.Linear(6, 16), "routes": nn.Linear(12, 16, bias=False)},
+        passes.capsules, X),
+    "Perceiver": net_of(lambda: {"latents": nn.Embedding(3, 16), "cross": nn.MultiheadAttention(16, 2,
+        batch_first=True),
                                  "own": nn.MultiheadAttention(16, 2, batch_first=True), "head": nn.Linear(16, CLASSES)},
-                        perceiver, TOKENS_),
-    "experts, dense": net_of(moe_parts, experts(True), SEQUENCE),
-    "experts, selected": net_of(moe_parts, experts(False), SEQUENCE),
-    "hypernetwork": with_two(lambda: {"hyper": linear(4, 8, 6 * CLASSES)}, hypernetwork, x=X, code=randn(BATCH, 4, seed=8)),
-    "LayerDrop": net_of(lambda: blocks("a", "b", "c"), layer_drop, X),
-    "drop path": net_of(lambda: blocks("a", "b", "c"), drop_path, X),
-    "SpecAugment": net_of(lambda: {"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, CLASSES)}, spec_augment, SEQUENCE),
-    "early exit by value": net_of(lambda: blocks("a", "b"), early_exit, X),
+                        passes.perceiver, TOKENS_),
+    "experts, dense": net_of(moe_parts, passes.experts(True), SEQUENCE),
+    "experts, selected": net_of(moe_parts, passes.experts(False), SEQUENCE),
+    "hypernetwork": with_two(lambda: {"hyper": linear(4, 8, 6 * CLASSES)}, passes.hypernetwork, x=X, code=randn(BATCH,
+        4,
+        seed=8)),
+    "LayerDrop": net_of(lambda: blocks("a", "b", "c"), passes.layer_drop, X),
+    "drop path": net_of(lambda: blocks("a", "b", "c"), passes.drop_path, X),
+    "SpecAugment": net_of(lambda: {"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, CLASSES)},
+        passes.spec_augment, SEQUENCE),
+    "early exit by value": net_of(lambda: blocks("a", "b"), passes.early_exit, X),
     "spectral norm": on(wrapped(spectral_norm)),
     "weight norm": on(wrapped(weight_norm)),
     "weight norm, old": on(wrapped(old_weight_norm)),
     "orthogonal": on(wrapped(orthogonal)),
     "parametrized symmetric": on(symmetric),
-    "Siamese": plain_net(lambda: linear(6, 16, 8), siamese, x=X, other=randn(BATCH, 6, seed=9), same=torch.tensor([1.0, 0.0, 1.0, 0.0])),
-    "triplet": plain_net(lambda: linear(6, 16, 8), triplet, x=X, near=randn(BATCH, 6, seed=9), far=randn(BATCH, 6, seed=10)),
+    "Siamese": plain_net(lambda: linear(6, 16, 8), siamese, x=X, other=randn(BATCH, 6, seed=9),
+        same=torch.tensor([1.0, 0.0, 1.0, 0.0])),
+    "triplet": plain_net(lambda: linear(6, 16, 8), triplet, x=X, near=randn(BATCH, 6, seed=9), far=randn(BATCH, 6,
+        seed=10)),
     "matrix factorisation": plain_net(
-        lambda: lambda_net({"user": nn.Embedding(9, 4), "bag": nn.EmbeddingBag(9, 4, mode="mean"), "bias": nn.Embedding(9, 1)}, factorised),
-        factors, user=classes(9), items=torch.randint(9, (BATCH, 3), generator=torch.Generator().manual_seed(2)), rating=randn(BATCH)),
+        lambda: lambda_net({"user": nn.Embedding(9, 4), "bag": nn.EmbeddingBag(9, 4, mode="mean"),
+            "bias": nn.Embedding(9, 1)}, factorised),
+        factors, user=classes(9), items=torch.randint(9, (BATCH, 3), generator=torch.Generator().manual_seed(2)),
+            rating=randn(BATCH)),
     "CTC": plain_net(lambda: lambda_net({"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, 5)},
                                         lambda net, x: net["head"](net["rnn"](x)[0])), ctc, x=SEQUENCE,
                      labels=torch.tensor([[1, 2], [3, 3], [4, 1], [2, 0]]), frames=torch.tensor([7, 6, 7, 5]),
@@ -367,10 +292,12 @@ NETS: dict[str, Callable[[], Subject]] = {
     **generative_nets.NETS,
 }  # fmt: skip
 TRAINED_TOO = (
-    "MLP dropout", "MLP BatchNorm", "CNN BatchNorm", "CNN InstanceNorm", "CNN Dropout2d", "LSTM two layers dropout", "LayerDrop",
+    "MLP dropout", "MLP BatchNorm", "CNN BatchNorm", "CNN InstanceNorm", "CNN Dropout2d", "LSTM two layers dropout",
+        "LayerDrop",
     "drop path", "SpecAugment", "spectral norm", "transformer encoder", "transformer encoder padded", "LSTM packed",
 )  # fmt: skip
-WITH_LORA = ("MLP",
+WITH_LORA = (
+    "MLP",
     "transformer encoder",
     "graph convolution",
     "U-Net",

@@ -155,7 +155,11 @@ class Convs(nn.Module):
 
 
 def on_net(
-    make: Callable[[], nn.Module], x: Tensor, targets: list[str], kind: str = "LoraConfig", **options: Any
+    make: Callable[[], nn.Module],
+    x: Tensor,
+    targets: list[str],
+    kind: str = "LoraConfig",
+    **options: Any,  # noqa: ANN401
 ) -> Callable[[], Subject]:
     def wrapped() -> nn.Module:
         from peft import get_peft_model

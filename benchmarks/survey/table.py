@@ -36,7 +36,7 @@ def save(path: Path, rows: Iterable[Row], versions: dict[str, str]) -> None:
 
 def shortened(text: str, length: int = 160) -> str:
     line = text.splitlines()[0] if text else ""
-    line = line.replace("|", "\\|").replace("<", "&lt;")
+    line = line.replace("|", "\\|").replace("<", "&lt;").replace("](", "] (")
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
@@ -72,7 +72,8 @@ def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
     lines = [
         "# Survey of models",
         "",
-        f'What `engine="auto"` does with {len(rows)} small models with random weights, in batches of four rows ({said}).',
+        f'What `engine="auto"` does with {len(rows)} small models with random weights, in batches of four rows',
+        f"({said}).",
         "`python -m benchmarks.survey` writes this page and [survey.json](../benchmarks/results/survey.json).",
         "",
         "- **engine**: that `auto` chose for the loss; *refused*: an error says why.",
