@@ -124,7 +124,7 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
         num_heads=[2, 2], window_size=4, patch_size=1, upscale=2,
     ),
     "dpt": without_head(
-        "DPTForDepthEstimation", "dpt", 16, "depth", num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3],
+        "DPTForSemanticSegmentation", "dpt", 16, "logits", num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3],
             neck_hidden_sizes=[8, 8, 8, 8],
         fusion_hidden_size=8, reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False, patch_size=4,
     ),
