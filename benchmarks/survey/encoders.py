@@ -60,8 +60,8 @@ TOKENS = words("bert roberta deberta-v2 distilbert electra modernbert")
 MAIN = words("albert bert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta")
 
 WRITERS = words("""
-bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led longt5 m2m_100 marian mbart mt5 mvp nllb-
-moe pegasus pegasus_x plbart prophetnet seamless_m4t seamless_m4t_v2 switch_transformers t5 t5gemma t5gemma2 umt5
+bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led longt5 m2m_100 marian mbart mt5 mvp nllb-moe
+ pegasus pegasus_x plbart prophetnet seamless_m4t seamless_m4t_v2 switch_transformers t5 t5gemma t5gemma2 umt5
 """)
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
 WRITERS_CHANGED: dict[str, dict[str, Any]] = {

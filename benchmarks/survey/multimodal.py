@@ -269,7 +269,6 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
                            rel_pos_bins=8, rel_2d_pos_bins=8),
     "lilt": question("LiltForSequenceClassification", "lilt", extra=BOXES, max_2d_position_embeddings=64,
                      channel_shrink_ratio=2, hidden_size=24),
-    "bros": question("BrosModel", "bros", "square", lambda: {"bbox": randn(BATCH, 8, 8)}),
     "vision-encoder-decoder vit bert": image_writer("vit", "bert"),
     "vision-encoder-decoder deit trocr": image_writer("deit", "trocr"),
     "vision-encoder-decoder donut mbart": image_writer("donut-swin", "mbart", **SWIN),

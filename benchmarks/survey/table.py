@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+LONGEST = 600
 HEAD = ("family", "model", "trained", "mode", "padding", "engine", "ratio", "parity", "reason")
 
 
@@ -22,7 +23,7 @@ def saved(path: Path) -> dict[str, Row]:
 
 
 def save(path: Path, rows: Iterable[Row], versions: dict[str, str]) -> None:
-    rows = sorted(rows, key=lambda row: row["case"])
+    rows = [_short(row) for row in sorted(rows, key=lambda row: row["case"])]
     counted = [row for row in rows if "left_out" not in row]
     content = {
         "versions": versions,
@@ -32,6 +33,11 @@ def save(path: Path, rows: Iterable[Row], versions: dict[str, str]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _short(row: Row) -> Row:
+    """Without what some errors go on to list."""
+    return {name: value[:LONGEST] if isinstance(value, str) else value for name, value in row.items()}
 
 
 def shortened(text: str, length: int = 160) -> str:
@@ -81,6 +87,8 @@ def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
         " loss; median of three. The models are tiny, so this is overhead, not what large models cost.",
         "- **parity**: largest difference of norms from the loop over single samples, relative to the norm of the"
         " sample's whole gradient; float32. Models that draw random numbers are compared in eval mode.",
+        "- Models that cannot be built without downloads are not counted; the file of results lists them. Times are"
+        " those of a shared machine: read ratios as rough.",
         "",
         *counts(rows),
         "",
