@@ -56,6 +56,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.engines
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.survey
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
