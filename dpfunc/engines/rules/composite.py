@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines.rules.recurrent import CELLS, RECURRENT
 
 
 @functools.cache
@@ -29,4 +29,5 @@ def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: opened(F.multi_head_attention_forward),
     **RECURRENT,
+    **CELLS,
 }
