@@ -3,8 +3,8 @@
 A layer is two linears over the whole sequence, one of the inputs and one of the states, and what joins them in the
 order of time (`walks`). The rule of linear applies to both.
 
-The rows of a PackedSequence, in which samples of different lengths lie one behind the other, are first put into a
-padded (T, B, d) with `index_select`, and the results are packed again with another; a mask stops each sample at its end.
+The rows of a PackedSequence, in which samples of different lengths lie one behind the other, are put into a padded
+(T, B, d) by one `index_select`, and the results are packed again by another; a mask stops each sample at its end.
 
 Axis letters: T steps, B samples, N rows of packed data, d features, H state, G gates times H, L layers times
 directions.
@@ -42,17 +42,18 @@ class Packing:
 
     Args:
         rows_TB: the row of each place, T * B; places after the end of a sample have its first row.
-        places_N: the place of each row. mask_TB1: where samples have not ended. length: T.
+        places_N: the place of each row. mask_TB1: where samples have not ended.
+        batch_sizes: how many samples have each time.
     """
 
     rows_TB: Tensor
     places_N: Tensor
     mask_TB1: Tensor
-    length: int
+    batch_sizes: Tensor
 
     def padded(self, data_Nd: Tensor) -> Tensor:
         """(N, d) -> (T, B, d)."""
-        return torch.unflatten(torch.index_select(data_Nd, 0, self.rows_TB), 0, (self.length, -1))
+        return torch.unflatten(torch.index_select(data_Nd, 0, self.rows_TB), 0, (len(self.batch_sizes), -1))
 
     def packed(self, x_TBd: Tensor) -> Tensor:
         """(T, B, d) -> (N, d)."""
@@ -61,34 +62,18 @@ class Packing:
 
 def packing(batch_sizes: Tensor, device: torch.device) -> Packing:
     """From the number of samples that have each time; samples are sorted, the longest first."""
-    length, num_samples = len(batch_sizes), int(batch_sizes[0])
+    num_samples = int(batch_sizes[0])
     sample_1B = torch.arange(num_samples)[None]
     mask_TB = sample_1B < batch_sizes[:, None]
     starts_T1 = (batch_sizes.cumsum(0) - batch_sizes)[:, None]
     rows_TB = torch.where(mask_TB, starts_T1 + sample_1B, sample_1B).flatten()
-    places_N = torch.arange(length * num_samples)[mask_TB.flatten()]
-    return Packing(rows_TB.to(device), places_N.to(device), mask_TB[..., None].to(device), length)
-
-
-def _over_time(
-    kind: Kind, x_TBd: Tensor, state: State, weights: Weights, reverse: bool, mask_TB1: Tensor | None
-) -> tuple[Tensor, State]:
-    """One layer in one direction: the outputs (T, B, H) and the last state."""
-    x_TBG = F.linear(x_TBd, weights.inputs, weights.inputs_bias)
-    bias, proj = weights.state_bias, weights.proj
-    plain = (weights.state.detach(), None if bias is None else bias.detach(), None if proj is None else proj.detach())
-    walked = walk(kind, reverse, x_TBG, mask_TB1, plain, state)
-    with torch.no_grad():
-        states_TBH = before(walked.h_TBP, state[0].to(walked.h_TBP.dtype), reverse)
-    own_TBG = F.linear(states_TBH, weights.state, weights.state_bias)
-    inner_TBP = None if proj is None or walked.inner_TBH is None else F.linear(walked.inner_TBH, proj)
-    h_TBP, *cells = replay(kind, reverse, walked, x_TBG, own_TBG, inner_TBP, state)
-    return h_TBP, (h_TBP[0 if reverse else -1], *cells)
+    places = [torch.arange(count) + time * num_samples for time, count in enumerate(batch_sizes.tolist())]
+    return Packing(rows_TB.to(device), torch.cat(places).to(device), mask_TB[..., None].to(device), batch_sizes)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The options of a recurrent module."""
+    """The options of a recurrent module; where it runs over packed data, where its rows are."""
 
     kind: Kind
     has_biases: bool
@@ -96,34 +81,66 @@ class Layers:
     dropout: float
     train: bool
     bidirectional: bool
+    pack: Packing | None = None
 
-    def run(
-        self, x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], pack: Packing | None = None
-    ) -> tuple[Tensor, ...]:
+    def run(self, x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """As torch.lstm and torch.gru: the outputs (T, B, H), then the last states (L, B, H)."""
         directions = 2 if self.bidirectional else 1
-        every = _weights(params, self.has_biases, self.num_layers * directions)
-        states = list(zip(*(first.unbind(0) for first in ([hx] if isinstance(hx, Tensor) else hx)), strict=True))
-        lasts = []
+        each = len(params) // self.num_layers
+        states = [hx] if isinstance(hx, Tensor) else list(hx)
+        lasts: list[State] = []
         for layer in range(self.num_layers):
             if layer:
-                x_TBd = self._dropped(x_TBd, pack)
+                x_TBd = self._dropped(x_TBd)
+            own = [first[layer * directions : (layer + 1) * directions] for first in states]
+            weights = params[layer * each : (layer + 1) * each]
+            known = self._known(x_TBd, own, weights).chunk(directions, 2)
             outputs = []
-            for index in range(layer * directions, (layer + 1) * directions):
-                output, last = _over_time(
-                    self.kind, x_TBd, states[index], every[index], index % directions == 1, pack and pack.mask_TB1
-                )
+            for index, direction in enumerate(_weights(weights, self.has_biases, directions)):
+                state = tuple(first[index] for first in own)
+                output, last = self._over_time(x_TBd, state, direction, index == 1, known[index])
                 outputs.append(output)
                 lasts.append(last)
             x_TBd = torch.cat(outputs, 2) if self.bidirectional else outputs[0]
         return (x_TBd, *(torch.stack(last) for last in zip(*lasts, strict=True)))
 
-    def _dropped(self, x_TBd: Tensor, pack: Packing | None) -> Tensor:
+    def _known(self, x_TBd: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """The outputs of one layer (T, B, H), by torch itself."""
+        options = (self.has_biases, 1, 0.0, False, self.bidirectional)
+        plain = [weight.detach() for weight in weights]
+        hx = states[0] if len(states) == 1 else states
+        with torch.no_grad():
+            if self.pack is None:
+                return self.kind.native(x_TBd, hx, plain, *options, False)[0]
+            packed = self.kind.native(self.pack.packed(x_TBd), self.pack.batch_sizes, hx, plain, *options)
+            outputs, lasts = self.pack.padded(packed[0]).chunk(2 if self.bidirectional else 1, 2), packed[1]
+            # after its end a sample keeps its last state; backwards, it has not left its first one
+            fills = (lasts[0], states[0][-1].to(lasts.dtype))
+            return torch.cat([torch.where(self.pack.mask_TB1, *pair) for pair in zip(outputs, fills, strict=False)], 2)
+
+    def _over_time(
+        self, x_TBd: Tensor, state: State, weights: Weights, reverse: bool, known_TBP: Tensor
+    ) -> tuple[Tensor, State]:
+        """One layer in one direction: the outputs (T, B, P) and the last state."""
+        mask_TB1 = None if self.pack is None else self.pack.mask_TB1
+        before_TBP = before(known_TBP, state[0].detach().to(known_TBP.dtype), reverse)
+        x_TBG = F.linear(x_TBd, weights.inputs, weights.inputs_bias)
+        own_TBG = F.linear(before_TBP, weights.state, weights.state_bias)
+        cell = [one.detach() for one in state[1:]]
+        walked = walk(self.kind, reverse, x_TBG.detach(), own_TBG.detach(), before_TBP, cell, mask_TB1)
+        inner_TBP, proj = None, weights.proj
+        if proj is not None and walked.inner_TBH is not None:
+            inner_TBP = F.linear(walked.inner_TBH, proj)
+        fixed = (weights.state.detach(), None if proj is None else proj.detach(), mask_TB1)
+        h_TBP, *cells = replay(self.kind, reverse, walked, known_TBP, (x_TBG, own_TBG, inner_TBP, *state), fixed)
+        return h_TBP, (h_TBP[0 if reverse else -1], *cells)
+
+    def _dropped(self, x_TBd: Tensor) -> Tensor:
         if not (self.train and self.dropout):
             return x_TBd
-        if pack is None:
+        if self.pack is None:
             return F.dropout(x_TBd, self.dropout, True)
-        return pack.padded(F.dropout(pack.packed(x_TBd), self.dropout, True))  # torch's own random numbers
+        return self.pack.padded(F.dropout(self.pack.packed(x_TBd), self.dropout, True))  # torch's own random numbers
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Weights]:
@@ -152,10 +169,14 @@ def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
         return (output.transpose(0, 1) if batch_first else output, *lasts)
 
     def _packed(
-        data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *options: Any
+        data: Tensor,
+        batch_sizes: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        params: Sequence[Tensor],
+        *options: Any,  # noqa: ANN401
     ) -> tuple[Tensor, ...]:
         pack = packing(batch_sizes, data.device)
-        output, *lasts = Layers(kind, *options).run(pack.padded(data), hx, params, pack)
+        output, *lasts = Layers(kind, *options, pack).run(pack.padded(data), hx, params)
         return (pack.packed(output), *lasts)
 
     def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)

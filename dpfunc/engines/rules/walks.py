@@ -1,8 +1,9 @@
 """The steps of recurrent layers, in order of time, with their derivatives written out.
 
-The results of a layer are known after `walk`, which builds no graph. Then the gates' share of the state is one linear of
-all states, so that a rule sees the matrix of the states once, not once a step; `replay` gives the results again with
-that share as an input. Its backward pass goes back through time and gives the gradient of every step's share.
+torch's own fused layer gives the outputs, without a graph. Then all gates are known at once: the gates' share of the
+state is one linear of all states, so that a rule sees the matrix of the states once, not once a step. `replay` gives
+the outputs again as a function of the shares; its backward pass goes back through time and gives the gradient of every
+step's share.
 
 Axis letters: T steps, B samples, H state, P output (H, or narrower), G gates times H.
 """
@@ -17,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-
-Saved = Sequence[Tensor | None]
 
 
 def steps(length: int, reverse: bool) -> range:
@@ -36,53 +35,38 @@ def _masks(mask_TB1: Tensor | None, length: int) -> Sequence[Tensor | None]:
     return [None] * length if mask_TB1 is None else mask_TB1.unbind(0)
 
 
-def _stacked(tensors: Sequence[Tensor | None]) -> Tensor:
-    return torch.stack([tensor for tensor in tensors if tensor is not None])
-
-
 @dataclass(frozen=True)
 class Walked:
-    """What a walk finds out.
+    """What is known about all steps.
 
     Args:
-        h_TBP: the outputs. saved: what the backward pass needs. last_BH: the last cell of an LSTM.
-        inner_TBH: the outputs before they are projected.
+        saved: what the backward pass needs, beside the weights and the mask. last_BH: the last cell of an LSTM.
+        inner_TBH: its outputs before they are projected.
     """
 
-    h_TBP: Tensor
-    saved: Saved
+    saved: tuple[Tensor, ...]
     last_BH: Tensor | None = None
     inner_TBH: Tensor | None = None
 
 
-Plain = tuple[Tensor, Tensor | None, Tensor | None]
-"""The matrix of the state, its bias, and the matrix of the projection; no gradients."""
-
-
-def lstm(x_TBG: Tensor, mask_TB1: Tensor | None, plain: Plain, reverse: bool, h_BP: Tensor, c_BH: Tensor) -> Walked:
+def lstm(x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None, reverse: bool, c_BH: Tensor) -> Walked:
     """`c = f c + i g`, `h = o tanh(c)`."""
-    weight, bias, proj = plain
-    length, first_c_BH = len(x_TBG), c_BH
-    shares = (x_TBG if bias is None else x_TBG + bias).unbind(0)
-    masks = _masks(mask_TB1, length)
-    hs, cs, gates, news = ([None] * length for _ in range(4))
-    for t in steps(length, reverse):
-        gates_BG = torch.addmm(shares[t], h_BP, weight.T)
-        open_BG = gates_BG.sigmoid()
-        i_BH, f_BH, _, o_BH = open_BG.chunk(4, 1)
-        new_BH = gates_BG.chunk(4, 1)[2].tanh()
-        next_c_BH = torch.addcmul(i_BH * new_BH, f_BH, c_BH)
-        next_h_BP = o_BH * next_c_BH.tanh()
-        if proj is not None:
-            next_h_BP = next_h_BP @ proj.T
-        mask = masks[t]
-        c_BH = next_c_BH if mask is None else torch.where(mask, next_c_BH, c_BH)
-        h_BP = next_h_BP if mask is None else torch.where(mask, next_h_BP, h_BP)
-        hs[t], cs[t], gates[t], news[t] = h_BP, c_BH, open_BG, new_BH
-    c_TBH, gates_TBG = _stacked(cs), _stacked(gates)
-    saved = (gates_TBG, _stacked(news), c_TBH, first_c_BH, weight, proj, mask_TB1)
-    inner_TBH = None if proj is None else gates_TBG.chunk(4, 2)[3] * c_TBH.tanh()
-    return Walked(_stacked(hs), saved, c_BH, inner_TBH)
+    gates_TBG, first_c_BH = x_TBG + own_TBG, c_BH
+    new_TBH = gates_TBG.chunk(4, 2)[2].tanh()
+    gates_TBG = gates_TBG.sigmoid()
+    i, f, _, o = gates_TBG.chunk(4, 2)
+    added_TBH = i * new_TBH
+    if mask_TB1 is not None:
+        f, added_TBH = torch.where(mask_TB1, f, 1.0), added_TBH * mask_TB1
+    keeps, adds, cells = f.unbind(0), added_TBH.unbind(0), list(f.unbind(0))
+    for t in steps(len(cells), reverse):
+        c_BH = cells[t] = torch.addcmul(adds[t], keeps[t], c_BH)
+    c_TBH = torch.stack(cells)
+    return Walked((gates_TBG, new_TBH, c_TBH, first_c_BH), c_BH, o * c_TBH.tanh())
+
+
+def _stacked(tensors: Sequence[Tensor | None]) -> Tensor:
+    return torch.stack([tensor for tensor in tensors if tensor is not None])
 
 
 def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
@@ -111,36 +95,25 @@ def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Te
     return shares_TBG, shares_TBG, None if proj is None else _stacked(outs), dh_BP, dc_BH
 
 
-def gru(x_TBG: Tensor, mask_TB1: Tensor | None, plain: Plain, reverse: bool, h_BH: Tensor) -> Walked:
+def gru(x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool) -> Walked:
     """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
-    weight, bias, _ = plain
-    length, size, first_h_BH = len(x_TBG), h_BH.shape[1], h_BH
-    opens, news = x_TBG[..., : 2 * size].unbind(0), x_TBG[..., 2 * size :].unbind(0)
-    masks = _masks(mask_TB1, length)
-    hs, gates, ns, owns = ([None] * length for _ in range(4))
-    for t in steps(length, reverse):
-        own_BG = h_BH @ weight.T if bias is None else torch.addmm(bias, h_BH, weight.T)
-        gates[t] = (opens[t] + own_BG[:, : 2 * size]).sigmoid()
-        r_BH, z_BH = gates[t].chunk(2, 1)
-        owns[t] = own_BG[:, 2 * size :]
-        ns[t] = torch.addcmul(news[t], r_BH, owns[t]).tanh()
-        next_BH, mask = torch.addcmul(ns[t], z_BH, h_BH - ns[t]), masks[t]
-        h_BH = next_BH if mask is None else torch.where(mask, next_BH, h_BH)
-        hs[t] = h_BH
-    h_TBH = _stacked(hs)
-    return Walked(h_TBH, (_stacked(gates), _stacked(ns), _stacked(owns), h_TBH, first_h_BH, weight, mask_TB1))
+    size = h_TBH.shape[2]
+    gates_TBG = (x_TBG[..., : 2 * size] + own_TBG[..., : 2 * size]).sigmoid()
+    own_TBH = own_TBG[..., 2 * size :]
+    n_TBH = torch.addcmul(x_TBG[..., 2 * size :], gates_TBG[..., :size], own_TBH).tanh()
+    return Walked((gates_TBG, n_TBH, own_TBH, h_TBH))
 
 
 def gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
     """The gradients of both shares and of the first state."""
-    gates_TBG, n_TBH, own_TBH, h_TBH, first_h_BH, weight, mask_TB1 = saved
+    gates_TBG, n_TBH, own_TBH, before_TBH, weight, _, mask_TB1 = saved
     r, z = gates_TBG.chunk(2, 2)
     new_TBH = (1 - z) * (1 - n_TBH * n_TBH)
-    keep_slope_TBH = (before(h_TBH, first_h_BH, reverse) - n_TBH) * z * (1 - z)
+    keep_slope_TBH = (before_TBH - n_TBH) * z * (1 - z)
     if mask_TB1 is not None:
         new_TBH, keep_slope_TBH, z = new_TBH * mask_TB1, keep_slope_TBH * mask_TB1, torch.where(mask_TB1, z, 1.0)
     slopes_TB3H = torch.stack([new_TBH * own_TBH * r * (1 - r), keep_slope_TBH, new_TBH * r], 2)
-    length = len(h_TBH)
+    length = len(n_TBH)
     grads, keeps, each = grad_TBH.unbind(0), z.unbind(0), slopes_TB3H.unbind(0)
     owns, states = [None] * length, [None] * length
     dh_BH = torch.zeros_like(grads[0])
@@ -156,29 +129,20 @@ def gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[
 def rnn(
     activation: Callable[[Tensor], Tensor],
     x_TBG: Tensor,
+    own_TBG: Tensor,
+    h_TBH: Tensor,
     mask_TB1: Tensor | None,
-    plain: Plain,
     reverse: bool,
-    h_BH: Tensor,
 ) -> Walked:
     """`h = activation(x + W h)`."""
-    weight, bias, _ = plain
-    length = len(x_TBG)
-    shares = (x_TBG if bias is None else x_TBG + bias).unbind(0)
-    masks = _masks(mask_TB1, length)
-    hs = [None] * length
-    for t in steps(length, reverse):
-        next_BH, mask = activation(torch.addmm(shares[t], h_BH, weight.T)), masks[t]
-        h_BH = hs[t] = next_BH if mask is None else torch.where(mask, next_BH, h_BH)
-    h_TBH = _stacked(hs)
-    return Walked(h_TBH, (h_TBH, weight, mask_TB1))
+    return Walked((activation(x_TBG + own_TBG),))
 
 
 def rnn_back(
     slope: Callable[[Tensor], Tensor], reverse: bool, saved: Sequence[Any], grad_TBH: Tensor
 ) -> Sequence[Tensor | None]:
     """The gradients of both shares and of the first state."""
-    h_TBH, weight, mask_TB1 = saved
+    h_TBH, weight, _, mask_TB1 = saved
     length, masks = len(h_TBH), _masks(mask_TB1, len(h_TBH))
     slopes_TBH = slope(h_TBH) if mask_TB1 is None else slope(h_TBH) * mask_TB1
     grads, each, shares = grad_TBH.unbind(0), slopes_TBH.unbind(0), [None] * length
@@ -193,36 +157,43 @@ def rnn_back(
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of recurrent layer: its walk, and the walk back."""
+    """A kind of recurrent layer: torch's own function, all gates from all states, and the walk back."""
 
-    forth: Callable[..., Walked]
+    native: Callable[..., tuple[Tensor, ...]]
+    gates: Callable[..., Walked]
     back: Callable[..., Sequence[Tensor | None]]
 
 
-LSTM = Kind(lstm, lstm_back)
-GRU = Kind(gru, gru_back)
-TANH = Kind(partial(rnn, torch.tanh), partial(rnn_back, lambda h: 1 - h * h))
-RELU = Kind(partial(rnn, torch.relu), partial(rnn_back, lambda h: (h > 0).to(h.dtype)))
+LSTM = Kind(torch.lstm, lstm, lstm_back)
+GRU = Kind(torch.gru, gru, gru_back)
+TANH = Kind(torch.rnn_tanh, partial(rnn, torch.tanh), partial(rnn_back, lambda h: 1 - h * h))
+RELU = Kind(torch.rnn_relu, partial(rnn, torch.relu), partial(rnn_back, lambda h: (h > 0).to(h.dtype)))
 
 
 def walk(
-    kind: Kind, reverse: bool, x_TBG: Tensor, mask_TB1: Tensor | None, plain: Plain, state: Sequence[Tensor]
+    kind: Kind,
+    reverse: bool,
+    x_TBG: Tensor,
+    own_TBG: Tensor,
+    before_TBP: Tensor,
+    cell: Sequence[Tensor],
+    mask_TB1: Tensor | None,
 ) -> Walked:
-    """Go through time, without a graph. A mode sees this call, and not the steps.
+    """The gates of all steps, without a graph. A mode sees this call, and not the steps.
 
     Args:
         kind: of layer. reverse: from the last time to the first. x_TBG: the gates' share of the inputs.
-        mask_TB1: False where a sample has no such time: its state stays as it is. plain: weights.
-        state: the first state, (B, P) and, for an LSTM, (B, H).
+        own_TBG: that of the states. before_TBP: the state before each step. cell: the first cell of an LSTM.
+        mask_TB1: False where a sample has no such time: its state stays as it is.
     """
-    if has_torch_function((x_TBG, *state)):
-        seen = (x_TBG, *state)
-        result: Walked = handle_torch_function(walk, seen, kind, reverse, x_TBG, mask_TB1, plain, state)
+    if has_torch_function((x_TBG, own_TBG)):
+        seen = (x_TBG, own_TBG)
+        result: Walked = handle_torch_function(walk, seen, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1)
         return result
-    dtype = torch.promote_types(x_TBG.dtype, state[0].dtype)
+    dtype = before_TBP.dtype
     with torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
-        weight, bias, proj = (None if value is None else value.to(dtype) for value in plain)
-        return kind.forth(x_TBG.to(dtype), mask_TB1, (weight, bias, proj), reverse, *(one.to(dtype) for one in state))
+        shares = (x_TBG.to(dtype), own_TBG.to(dtype))
+        return kind.gates(*shares, before_TBP, mask_TB1, reverse, *(one.to(dtype) for one in cell))
 
 
 class Replay(torch.autograd.Function):
@@ -243,8 +214,8 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Back through time."""
-        with torch.autocast(grads[0].device.type, enabled=False):
+        """Back through time; no mode looks at the operations, which would take longer than they do."""
+        with torch._C.DisableTorchFunction(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
             return (*(None for _ in range(3 + ctx.num_known)), *ctx.back(ctx.saved_tensors, *grads))
 
 
@@ -252,27 +223,27 @@ def replay(
     kind: Kind,
     reverse: bool,
     walked: Walked,
-    x_TBG: Tensor,
-    own_TBG: Tensor,
-    inner_TBP: Tensor | None,
-    state: Sequence[Tensor],
+    h_TBP: Tensor,
+    inputs: Sequence[Tensor | None],
+    fixed: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The outputs (T, B, P) of a walk and, for an LSTM, the last cell (B, H), as functions of tensors that need gradients.
+    """The outputs (T, B, P) and, for an LSTM, the last cell (B, H), as functions of tensors that need gradients.
 
     Args:
-        kind, reverse, x_TBG, state: as for `walk`. walked: what it gave. own_TBG: the gates' share of the state.
-        inner_TBP: what the projection gives, if there is one.
+        kind, reverse: as for `walk`. walked: what it gave. h_TBP: the outputs.
+        inputs: the gates' shares of the inputs and of the states, what the projection gives, and the first states.
+        fixed: the matrix of the states, that of the projection, and the mask.
     """
-    if has_torch_function((x_TBG, own_TBG, *state)):
-        seen = (x_TBG, own_TBG, *state)
-        found: tuple[Tensor, ...] = handle_torch_function(
-            replay, seen, kind, reverse, walked, x_TBG, own_TBG, inner_TBP, state
-        )
+    if has_torch_function([value for value in inputs if value is not None]):
+        seen = [value for value in inputs if value is not None]
+        found: tuple[Tensor, ...] = handle_torch_function(replay, seen, kind, reverse, walked, h_TBP, inputs, fixed)
         return found
-    results = [value for value in (walked.h_TBP, walked.last_BH) if value is not None]
-    inputs = (x_TBG, own_TBG, inner_TBP, *state)
-    back = partial(kind.back, reverse)
+    results = [value for value in (h_TBP, walked.last_BH) if value is not None]
+    weight, proj, mask_TB1 = (
+        value if value is None or value.dtype == torch.bool else value.to(h_TBP.dtype) for value in fixed
+    )
+    saved = (*walked.saved, weight, proj, mask_TB1)
     applied: tuple[Tensor, ...] = Replay.apply(  # type: ignore[no-untyped-call]
-        back, len(results), len(walked.saved), *results, *walked.saved, *inputs
+        partial(kind.back, reverse), len(results), len(saved), *results, *saved, *inputs
     )
     return applied
