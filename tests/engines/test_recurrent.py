@@ -277,6 +277,18 @@ def test_packed_sequences(engine, enforce_sorted, dtype, name):
         assert not {what: value for what, value in found.items() if not value < TOLERANCE[dtype]}, lengths
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("engine", FAST)
+def test_packed_sequences_in_any_order(engine, layer):
+    """What is found out with sorted sequences must not credit the rows of others to the wrong sample."""
+    forward, params = functionalize(made(lambda: Packed(layer, {"batch_first": True}, enforce_sorted=False)))
+    loss_fn, run = loss_of(forward), ENGINES[engine]()
+    for lengths in ((4, 4, 2), (2, 4, 3), (1, 3, 4, 2)):
+        case = Case(loss_fn, params, shortened(batch_of(len(lengths), 4), lengths))
+        found = differences(run, case, truth_of(case))
+        assert not {what: value for what, value in found.items() if not value < 1e-10}, lengths
+
+
 def test_auto_takes_the_fast_engine():
     loss_fn, params = built("LSTM, batch first", torch.float32)
     run = engines.auto()
