@@ -173,10 +173,15 @@ def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
         batch_sizes: Tensor,
         hx: Tensor | Sequence[Tensor],
         params: Sequence[Tensor],
-        *options: Any,  # noqa: ANN401
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
     ) -> tuple[Tensor, ...]:
         pack = packing(batch_sizes, data.device)
-        output, *lasts = Layers(kind, *options, pack).run(pack.padded(data), hx, params)
+        layers = Layers(kind, has_biases, num_layers, dropout, train, bidirectional, pack)
+        output, *lasts = layers.run(pack.padded(data), hx, params)
         return (pack.packed(output), *lasts)
 
     def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)

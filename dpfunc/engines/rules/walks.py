@@ -65,8 +65,9 @@ def lstm(x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None,
     return Walked((gates_TBG, new_TBH, c_TBH, first_c_BH), c_BH, o * c_TBH.tanh())
 
 
-def _stacked(tensors: Sequence[Tensor | None]) -> Tensor:
-    return torch.stack([tensor for tensor in tensors if tensor is not None])
+def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
+    """What was found on the way back, in the order of time."""
+    return torch.stack(tuple(tensors if reverse else reversed(tensors)))
 
 
 def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
@@ -81,18 +82,19 @@ def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Te
         f = torch.where(mask_TB1, f, 1.0)
     length, masks = len(c_TBH), _masks(mask_TB1, len(c_TBH))
     grads, keeps, to_cells, each = (value.unbind(0) for value in (grad_TBP, f, to_cell_TBH, slopes_TB4H))
-    gates, outs = [None] * length, [None] * length
+    gates: list[Tensor] = []
+    outs: list[Tensor] = []
     dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
     for t in reversed(steps(length, reverse)):
         dh_BP, mask = dh_BP + grads[t], masks[t]
-        outs[t] = dh_BP if mask is None else dh_BP * mask
-        dm_BH = dh_BP if proj is None else outs[t] @ proj
+        outs.append(dh_BP if mask is None else dh_BP * mask)
+        dm_BH = dh_BP if proj is None else outs[-1] @ proj
         dc_BH = torch.addcmul(dc_BH, dm_BH, to_cells[t])
-        gates[t] = (torch.stack((dc_BH, dc_BH, dc_BH, dm_BH), 1) * each[t]).flatten(1)
-        dh_BP = gates[t] @ weight if mask is None else torch.addmm(dh_BP * ~mask, gates[t], weight)
+        gates.append((torch.stack((dc_BH, dc_BH, dc_BH, dm_BH), 1) * each[t]).flatten(1))
+        dh_BP = gates[-1] @ weight if mask is None else torch.addmm(dh_BP * ~mask, gates[-1], weight)
         dc_BH = dc_BH * keeps[t]
-    shares_TBG = _stacked(gates)
-    return shares_TBG, shares_TBG, None if proj is None else _stacked(outs), dh_BP, dc_BH
+    shares_TBG = _in_time(gates, reverse)
+    return shares_TBG, shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
 
 
 def gru(x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool) -> Walked:
@@ -115,15 +117,16 @@ def gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[
     slopes_TB3H = torch.stack([new_TBH * own_TBH * r * (1 - r), keep_slope_TBH, new_TBH * r], 2)
     length = len(n_TBH)
     grads, keeps, each = grad_TBH.unbind(0), z.unbind(0), slopes_TB3H.unbind(0)
-    owns, states = [None] * length, [None] * length
+    owns: list[Tensor] = []
+    states: list[Tensor] = []
     dh_BH = torch.zeros_like(grads[0])
     for t in reversed(steps(length, reverse)):
-        states[t] = dh_BH + grads[t]
-        owns[t] = (states[t][:, None] * each[t]).flatten(1)
-        dh_BH = torch.addmm(states[t] * keeps[t], owns[t], weight)
-    own_TBG = _stacked(owns)
+        states.append(dh_BH + grads[t])
+        owns.append((states[-1][:, None] * each[t]).flatten(1))
+        dh_BH = torch.addmm(states[-1] * keeps[t], owns[-1], weight)
+    own_TBG = _in_time(owns, reverse)
     size = dh_BH.shape[1]
-    return torch.cat([own_TBG[..., : 2 * size], _stacked(states) * new_TBH], 2), own_TBG, None, dh_BH
+    return torch.cat([own_TBG[..., : 2 * size], _in_time(states, reverse) * new_TBH], 2), own_TBG, None, dh_BH
 
 
 def rnn(
@@ -145,13 +148,14 @@ def rnn_back(
     h_TBH, weight, _, mask_TB1 = saved
     length, masks = len(h_TBH), _masks(mask_TB1, len(h_TBH))
     slopes_TBH = slope(h_TBH) if mask_TB1 is None else slope(h_TBH) * mask_TB1
-    grads, each, shares = grad_TBH.unbind(0), slopes_TBH.unbind(0), [None] * length
+    grads, each = grad_TBH.unbind(0), slopes_TBH.unbind(0)
+    shares: list[Tensor] = []
     dh_BH = torch.zeros_like(grads[0])
     for t in reversed(steps(length, reverse)):
         dh_BH, mask = dh_BH + grads[t], masks[t]
-        shares[t] = dh_BH * each[t]
-        dh_BH = shares[t] @ weight if mask is None else torch.addmm(dh_BH * ~mask, shares[t], weight)
-    shares_TBG = _stacked(shares)
+        shares.append(dh_BH * each[t])
+        dh_BH = shares[-1] @ weight if mask is None else torch.addmm(dh_BH * ~mask, shares[-1], weight)
+    shares_TBG = _in_time(shares, reverse)
     return shares_TBG, shares_TBG, None, dh_BH
 
 
