@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 
 import torch
@@ -54,7 +55,7 @@ def addmm(
 
 
 def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
-    """`y = x W` with a matrix or a vector W, `y = W x` with a matrix W."""
+    """`y = x W` with a vector, a matrix or a stack of matrices W, `y = W x` with a matrix or a stack of them."""
     argument = next(iter(use.wanted))
     shape = tuple(use.shapes[argument])
     if argument == "other" and len(shape) == 2:
@@ -63,7 +64,29 @@ def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
         return {"other": Outer(use.positions(input), use.positions(grad[..., None]), shape)}
     if argument == "input" and len(shape) == 2 and len(use.output) > 2 and use.layout.axis < len(use.output) - 2:
         return {"input": Outer(use.positions(grad.mT), use.positions(other.mT), shape)}
-    raise use.refuse("only vectors and matrices have a rule here; write it as torch.einsum.")
+    if len(shape) > 2 and argument == "other" and input.ndim > 1:
+        return {"other": _stack(use, shape, input, grad)}
+    if len(shape) > 2 and argument == "input" and other.ndim > 1:
+        return {"input": _stack(use, shape, grad, other)}
+    raise use.refuse("only matrices, vectors on the right and stacks of matrices have a rule; use torch.einsum.")
+
+
+def _stack(use: Use, shape: tuple[int, ...], first: Tensor, second: Tensor) -> Dense:
+    """Stacked matrices, e.g. those of experts, `grad[e] = first[e]^T second[e]`; on the left `first[e] second[e]^T`.
+
+    Args:
+        first, second: with the axes of the result; axes that the parameter lacks are summed over.
+    """
+    ndim, axis, on_the_left = len(use.output), use.layout.axis, "input" in use.wanted
+    aligned = (1,) * (ndim - len(shape)) + shape
+    if axis == (ndim - 2 if on_the_left else ndim - 1) or (axis < ndim - 2 and aligned[axis] != 1):
+        raise use.refuse("the samples are on an axis of the parameter.")
+    sides = [use.split(wide(side.reshape((1,) * (ndim - side.ndim) + tuple(side.shape)))) for side in (first, second)]
+    letters = string.ascii_lowercase[: ndim - 2]
+    kept = "".join(letter for letter, size in zip(letters, aligned, strict=False) if size != 1)
+    of_sides = ("PT", "DT") if on_the_left else ("TP", "TD")
+    equation = ",".join(f"Z{letters}{last}" for last in of_sides) + f"->Z{kept}PD"
+    return Dense(torch.einsum(equation, *sides).reshape(-1, *shape))
 
 
 def bilinear(
