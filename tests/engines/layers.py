@@ -453,6 +453,11 @@ LAYERS: dict[str, Layer] = {
         tokens(), b=(OUT,), w=(D, OUT),
     ),
     "addmm, method": op(lambda p, x: p["b"].addmm(x, p["w"]), vectors(), b=(OUT,), w=(D, OUT)),
+    "addmm, beta, alpha": op(
+        lambda p, x: torch.addmm(p["b"], x, p["w"], beta=0.5, alpha=-2.0), vectors(), b=(OUT,), w=(D, OUT)
+    ),
+    "mv": op(lambda p, x: torch.mv(x, p["v"]), vectors(), v=(D,)),
+    "mv, B * T": op(lambda p, x: x.flatten(0, 1).mv(p["v"]).unflatten(0, x.shape[:2]), tokens(), v=(D,)),
     "x @ W": op(lambda p, x: x @ p["w"], tokens(), w=(D, OUT)),
     "x @ W.T": op(lambda p, x: x @ p["w"].T, tokens(), w=(OUT, D)),
     "x @ W.t()": op(lambda p, x: x @ p["w"].t(), vectors(), w=(OUT, D)),
@@ -706,6 +711,20 @@ LAYERS: dict[str, Layer] = {
     "addcmul": op(lambda p, x: torch.addcmul(p["b"], x, p["w"]), tokens(), b=(D,), w=(D,)),
     "pow": op(lambda p, x: torch.pow(1 + x.square(), p["w"]), tokens(), w=(D,)),
     "x ** w": op(lambda p, x: (1 + x.square()) ** p["w"], tokens(), w=(D,)),
+    "addcdiv": op(lambda p, x: torch.addcdiv(p["b"], x, p["w"], value=0.5), tokens(), b=(D,), w=(D,)),
+    "atan2": op(lambda p, x: torch.atan2(x, p["w"]), tokens(), w=(D,)),
+    "clamp": op(lambda p, x: x.clamp(p["low"] - 2, max=p["high"]), tokens(), low=(D,), high=(1,)),
+    "clamp_min": op(lambda p, x: torch.clamp_min(x, p["w"] - 1), tokens(), w=(D,)),
+    "copysign": op(lambda p, x: torch.copysign(p["w"], x), tokens(), w=(D,)),
+    "float_power": op(lambda p, x: torch.float_power(1 + x.square(), p["w"]).to(x.dtype), tokens(), w=(D,)),
+    "fmax, fmin": op(lambda p, x: torch.fmax(x, p["v"] - 2).fmin(p["w"]), tokens(), v=(D,), w=(D,)),
+    "hypot": op(lambda p, x: torch.hypot(x, p["w"]), tokens(), w=(D,)),
+    "logaddexp": op(lambda p, x: torch.logaddexp(x, p["w"]), tokens(), w=(D,)),
+    "logaddexp2": op(lambda p, x: torch.logaddexp2(p["w"], x), tokens(), w=(D,)),
+    "remainder, fmod": op(
+        lambda p, x: torch.remainder(x, 0.3 + p["v"].square()) + x.fmod(0.3 + p["w"].square()), tokens(), v=(D,), w=(D,)
+    ),
+    "xlogy": op(lambda p, x: torch.xlogy(x, 0.1 + p["w"].square()), tokens(), w=(D,)),
     "x * w + b": op(lambda p, x: x * p["w"] + p["b"], tokens(), w=(D,), b=(D,)),
     "scalar": op(lambda p, x: x * p["s"], tokens(), s=()),
     "scalar, shape (1,)": op(lambda p, x: x * p["s"], tokens(), s=(1,)),

@@ -10,6 +10,7 @@ from models import Case
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
@@ -287,6 +288,50 @@ def test_packed_sequences_in_any_order(engine, layer):
         case = Case(loss_fn, params, shortened(batch_of(len(lengths), 4), lengths))
         found = differences(run, case, truth_of(case))
         assert not {what: value for what, value in found.items() if not value < 1e-10}, lengths
+
+
+@every_layer
+@pytest.mark.parametrize("engine", FAST)
+def test_autocast(engine, name):
+    """As near to float32 as single samples are."""
+    loss_fn, params = built(name, torch.float32, start=True)
+    batch = batch_of(5, LENGTH)
+
+    def shortened_loss(params, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(params, batch).float()
+
+    wanted = engines.loop()(loss_fn, params, batch).sq_norms()
+    found = ENGINES[engine]()(shortened_loss, params, batch).sq_norms()
+    largest = max(float(norms_B.max()) for norms_B in wanted.values()) ** 0.5
+    for key, norms_B in wanted.items():
+        assert (found[key].sqrt() - norms_B.sqrt()).abs().max() < 0.01 * largest, key
+
+
+class Counting(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["LSTM, deep, both directions", "GRU", "tanh"])
+def test_longer_sequences_make_no_more_calls(name):
+    """An engine looks at each call, so there is none for single steps."""
+    layer = made(lambda: Classifier(*LAYERS[name])).layer
+    weights = [getattr(layer, name) for name in layer._flat_weights_names]
+    function = getattr(torch, layer.mode.lower())
+    counts = []
+    for length in (2, 20):
+        hx = torch.zeros(len(weights) // 4, 3, H, dtype=torch.float64)
+        with Counting() as mode:
+            COMPOSITES[function](
+                torch.ones(length, 3, D, dtype=torch.float64), (hx, hx) if layer.mode == "LSTM" else hx, weights, True,
+                layer.num_layers, 0.0, False, layer.bidirectional, False,
+            )  # fmt: skip
+        counts.append(mode.calls)
+    assert counts[0] == counts[1] <= 25 * len(weights)
 
 
 def test_auto_takes_the_fast_engine():

@@ -41,17 +41,19 @@ def linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor |
 def addmm(
     use: Use, grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Grads:
-    """`y = b + x W`."""
-    if beta != 1 or alpha != 1:
-        raise use.refuse("beta and alpha other than 1 have no rule.")
+    """`y = beta b + alpha x W`."""
     grads: dict[str, PerSampleGrad] = {}
     if "mat2" in use.wanted:
-        grads["mat2"] = Outer(use.positions(mat1), use.positions(grad), tuple(use.shapes["mat2"]))
+        grads["mat2"] = Outer(_times(use.positions(mat1), alpha), use.positions(grad), tuple(use.shapes["mat2"]))
     if "input" in use.wanted:
         if len(use.shapes["input"]) != 1:
             raise use.refuse("the added parameter is not a vector.")
-        grads["input"] = column_sum(use, grad)
+        grads["input"] = column_sum(use, _times(grad, beta))
     return grads
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
 
 
 def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
@@ -102,7 +104,17 @@ def bilinear(
     return grads
 
 
-MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+MATMULS = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.mm,
+    Tensor.mm,
+    torch.bmm,
+    Tensor.bmm,
+    torch.mv,
+    Tensor.mv,
+)
 RULES: Sequence[Rule] = (
     Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
     Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),
