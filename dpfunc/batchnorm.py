@@ -58,8 +58,9 @@ def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
 
     Args:
         module: any module; it is not changed. InstanceNorm stays.
-        max_groups: the number of groups is the greatest common divisor of this and the number of channels, >= 1.
-            BatchNorm1d gets one group: it may run on (B, C), where a group of one channel would be a constant.
+        max_groups: the number of groups is the largest that divides this and the number of channels, with at least two
+            channels a group, >= 1. A group of one channel would be a constant on (B, C, 1, 1), and as InstanceNorm on
+            larger inputs, so a prime number of channels is one group. BatchNorm1d gets one group: it may run on (B, C).
 
     Returns:
         The copy. `count_batchnorm(module)` says how many layers were replaced.
@@ -97,11 +98,16 @@ def _replacement(norm: _BatchNorm, max_groups: int) -> nn.Module:
     return nn.Sequential(OrderedDict[str, nn.Module](norm=ours, **after)).train(norm.training)
 
 
+def _num_groups(channels: int, max_groups: int) -> int:
+    common = math.gcd(channels, max_groups)
+    return next((count for count in range(common, 1, -1) if common % count == 0 and 2 * count <= channels), 1)
+
+
 def _group_norm(norm: _BatchNorm, max_groups: int) -> nn.GroupNorm:
     theirs = dict(norm.named_parameters(recurse=False))
     like = next(iter(theirs.values()), norm.running_mean)
     result = nn.GroupNorm(
-        1 if isinstance(norm, nn.BatchNorm1d) else math.gcd(norm.num_features, max_groups),
+        1 if isinstance(norm, nn.BatchNorm1d) else _num_groups(norm.num_features, max_groups),
         norm.num_features,
         eps=norm.eps,
         affine="weight" in theirs,

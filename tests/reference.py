@@ -21,7 +21,7 @@ def loop_gradients(loss_fn, params, batch):
             (
                 loss.detach(),
                 {
-                    name: torch.zeros_like(p) if g is None else g
+                    name: torch.zeros_like(p) if g is None else g.to_dense()
                     for (name, p), g in zip(leaf_params.items(), grads, strict=True)
                 },
             )

@@ -73,6 +73,25 @@ def test_one_group_where_a_group_could_be_one_channel():
     assert net(torch.randn(4, 32)).std() > 0.5
 
 
+@pytest.mark.parametrize(
+    ("channels", "max_groups", "groups"),
+    [(32, 32, 16), (64, 32, 32), (16, 32, 8), (48, 32, 16), (24, 32, 8), (7, 7, 1), (31, 32, 1), (2, 32, 1), (1, 32, 1),
+     (12, 12, 6), (9, 9, 3), (15, 15, 5), (3, 3, 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_groups_have_two_channels_or_more(kind, channels, max_groups, groups):
+    norm = replace_batchnorm(kind(channels), max_groups)
+    assert norm.num_groups == groups
+    assert channels == 1 or channels // norm.num_groups >= 2
+
+
+@pytest.mark.parametrize("channels", [2, 7, 8, 32, 64])
+def test_one_by_one_inputs_are_not_lost(channels):
+    """As after global pooling: with one channel a group the result would not depend on the input."""
+    x = torch.randn(4, channels, 1, 1, generator=torch.Generator().manual_seed(0))
+    assert replace_batchnorm(nn.BatchNorm2d(channels))(x).std() > 0.5
+
+
 def test_options_of_the_layer_are_kept():
     net = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(4, bias=False), nn.BatchNorm3d(4, dtype=torch.float64)).eval())
     assert (net[0].bias, net[1].weight.dtype, net[1].training) == (None, torch.float64, False)
@@ -99,7 +118,7 @@ class NormAct(nn.BatchNorm2d):
 def test_activations_inside_of_the_norm_are_kept():
     x = torch.randn(2, 8, 4, 4)
     net = replace_batchnorm(nn.Sequential(NormAct(8)))
-    assert torch.allclose(net(x), torch.relu(nn.GroupNorm(8, 8)(x)), atol=1e-6)
+    assert torch.allclose(net(x), torch.relu(nn.GroupNorm(4, 8)(x)), atol=1e-6)
     assert net(x).min() == 0
 
 

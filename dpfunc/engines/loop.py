@@ -65,6 +65,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
                     reached = True
+                    grad = grad.to_dense() if grad.is_sparse else grad
                     grads_B[name][sample] = local_like(grad, params[name])
         check_depends(reached)
         if reads and num_samples > 1:

@@ -248,6 +248,57 @@ def symmetric_linear():
     return layer
 
 
+class Celled(nn.Module):
+    """A cell in a loop of Python; all its outputs."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x_BTd):
+        state, outputs = None, []
+        for x_Bd in x_BTd.unbind(1):
+            state = self.cell(x_Bd, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs, 1)
+
+
+def celled(cell, **options):
+    return module(lambda: Celled(cell(D, OUT, **options)), tokens())
+
+
+def bagged(bags, last, **options):
+    """Ids one behind the other, `bags` bags a sample whose sizes depend on the ids: some are empty."""
+
+    def forward(run, ids_BT, *weights_BT):
+        count, length = ids_BT.shape
+        cuts = [ids_BT[:, 0] % (length + 1)] if bags == 2 else []
+        starts_Bm = torch.stack([torch.zeros_like(ids_BT[:, 0]), *cuts], 1) + length * torch.arange(count)[:, None]
+        offsets = torch.cat([starts_Bm.flatten(), torch.tensor([ids_BT.numel()])]) if last else starts_Bm.flatten()
+        weights = {"per_sample_weights": weights_BT[0].flatten()} if weights_BT else {}
+        return run(ids_BT.flatten(), offsets, **weights).unflatten(0, (count, bags)).flatten(1)
+
+    weighted = options.pop("weighted", False)
+    make = lambda: nn.EmbeddingBag(VOCAB, D, include_last_offset=last, **options)  # noqa: E731
+    return module(make, weighted_ids if weighted else ids(), forward)
+
+
+def routed(product):
+    """The same tokens through two experts: (E, B * T, d)."""
+
+    def forward(p, x_BTd):
+        y_ENo = product(x_BTd.flatten(0, 1).repeat(2, 1).unflatten(0, (2, -1)), p)
+        return y_ENo.tanh().sum(0).unflatten(0, x_BTd.shape[:2])
+
+    return forward
+
+
+def routed_minor(p, x_BTd):
+    """(E, T * B, d)."""
+    x_ENd = x_BTd.transpose(0, 1).flatten(0, 1)[None].expand(2, -1, -1)
+    return torch.bmm(x_ENd, p["w"]).tanh().sum(0).unflatten(0, x_BTd.shape[1::-1]).transpose(0, 1)
+
+
 def decoder(batch_first):
     return nn.TransformerDecoderLayer(D, 2, 6, dropout=0.1, batch_first=batch_first)
 
@@ -402,6 +453,11 @@ LAYERS: dict[str, Layer] = {
         tokens(), b=(OUT,), w=(D, OUT),
     ),
     "addmm, method": op(lambda p, x: p["b"].addmm(x, p["w"]), vectors(), b=(OUT,), w=(D, OUT)),
+    "addmm, beta, alpha": op(
+        lambda p, x: torch.addmm(p["b"], x, p["w"], beta=0.5, alpha=-2.0), vectors(), b=(OUT,), w=(D, OUT)
+    ),
+    "mv": op(lambda p, x: torch.mv(x, p["v"]), vectors(), v=(D,)),
+    "mv, B * T": op(lambda p, x: x.flatten(0, 1).mv(p["v"]).unflatten(0, x.shape[:2]), tokens(), v=(D,)),
     "x @ W": op(lambda p, x: x @ p["w"], tokens(), w=(D, OUT)),
     "x @ W.T": op(lambda p, x: x @ p["w"].T, tokens(), w=(OUT, D)),
     "x @ W.t()": op(lambda p, x: x @ p["w"].t(), vectors(), w=(OUT, D)),
@@ -426,6 +482,66 @@ LAYERS: dict[str, Layer] = {
     "einsum bi,i->b": op(lambda p, x: torch.einsum("bi,i->b", x, p["w"]), vectors(), w=(D,)),
     "einsum bi,i->bi": op(lambda p, x: torch.einsum("bi,i->bi", x, p["w"]), vectors(), w=(D,)),
     "einsum with spaces": op(lambda p, x: torch.einsum("b t i, i o -> b t o", x, p["w"]), tokens(), w=(D, OUT)),
+    "bmm of experts": op(routed(lambda x, p: torch.bmm(x, p["w"])), tokens(), w=(2, D, OUT)),
+    "bmm of experts, T * B": op(routed_minor, tokens(), w=(2, D, OUT)),
+    "bmm, method, transposed experts": op(
+        routed(lambda x, p: x.bmm(p["w"].transpose(1, 2))), tokens(), w=(2, OUT, D)
+    ),
+    "baddbmm of experts": op(
+        routed(lambda x, p: torch.baddbmm(p["b"], x, p["w"])), tokens(), b=(2, 1, OUT), w=(2, D, OUT)
+    ),
+    "baddbmm, method, beta, alpha": op(
+        routed(lambda x, p: p["b"].baddbmm(x, p["w"], beta=0.5, alpha=2.0)), tokens(), b=(2, 1, OUT), w=(2, D, OUT)
+    ),
+    "baddbmm, beta 0": op(
+        routed(lambda x, p: torch.baddbmm(x.new_zeros(1, 1, 1), x, p["w"], beta=0)), tokens(), w=(2, D, OUT)
+    ),
+    "x @ W, 3 axes": op(lambda p, x: x @ p["w"], tokens(), w=(1, D, OUT)),
+    "x @ W, 3 axes, heads": op(lambda p, x: torch.matmul(x[:, None], p["w"]), tokens(), w=(2, D, OUT)),
+    "x @ W, 3 axes, heads, grids": op(lambda p, x: torch.matmul(x, p["w"]), grids(), w=(2, D, OUT)),
+    "x @ W, 4 axes": op(lambda p, x: x[:, None] @ p["w"], grids(), w=(3, 1, D, OUT)),
+    "x @ W, 3 axes, (B * T, d)": op(
+        lambda p, x: (x.flatten(0, 1) @ p["w"]).tanh().sum(0).unflatten(0, x.shape[:2]), tokens(), w=(2, D, OUT)
+    ),
+    "x @ W, 3 axes, frames B * T": op(
+        lambda p, x: (x.flatten(0, 1) @ p["w"]).unflatten(0, x.shape[:2]), videos, w=(2, 4, OUT)
+    ),
+    "W @ x, 3 axes": op(lambda p, x: p["w"] @ x.mT[:, None], tokens(), w=(2, OUT, D)),
+    "W @ x, 3 axes, columns": op(
+        lambda p, x: (p["w"] @ x.flatten(0, 1).T).tanh().sum(0).T.unflatten(0, x.shape[:2]), tokens(), w=(2, OUT, D)
+    ),
+    "outer": op(lambda p, x: torch.outer(x[:, 0], p["w"]).tanh(), vectors(), w=(OUT,)),
+    "outer, method, W first": op(lambda p, x: p["w"].outer(x[:, 0]).T.tanh(), vectors(), w=(OUT,)),
+    # distances
+    "cosine similarity": op(
+        lambda p, x: F.cosine_similarity(x[:, :, None], p["w"][None, None], dim=-1), tokens(), w=(OUT, D)
+    ),
+    "cosine similarity, vectors": op(lambda p, x: torch.cosine_similarity(x, p["w"][None]), vectors(), w=(D,)),
+    "cosine similarity, first axis": op(
+        lambda p, x: F.cosine_similarity(p["w"], x.mT, dim=1, eps=0.5), tokens(), w=(D, 1)
+    ),
+    "cosine similarity, short": op(
+        lambda p, x: F.cosine_similarity(0.1 * x, p["w"], dim=-1, eps=1.5), tokens(), w=(D,)
+    ),
+    "cosine similarity, one feature": op(
+        lambda p, x: F.cosine_similarity(p["w"], x[..., :1], dim=2) + x[..., 1], tokens(), w=(D,)
+    ),
+    "cosine similarity, module": op(
+        lambda p, x: nn.CosineSimilarity(dim=2)(x, p["w"][None]), tokens(), w=(1, D)
+    ),
+    "cdist": op(lambda p, x: torch.cdist(x, p["w"]), tokens(), w=(OUT, D)),
+    "cdist, W first": op(lambda p, x: torch.cdist(p["w"][None], x), tokens(), w=(OUT, D)),
+    "cdist, vectors": op(lambda p, x: torch.cdist(x, p["w"]), vectors(), w=(OUT, D)),
+    "cdist, p=1": op(lambda p, x: torch.cdist(x, p["w"], p=1.0), tokens(), w=(OUT, D)),
+    "cdist, p=3": op(lambda p, x: torch.cdist(x, p["w"], p=3.0), tokens(), w=(OUT, D)),
+    "cdist, largest": op(lambda p, x: torch.cdist(x, p["w"], p=float("inf")), tokens(), w=(OUT, D)),
+    "cdist, many": op(lambda p, x: torch.cdist(x, p["w"]), tokens(), w=(30, D)),
+    "pairwise distance": op(lambda p, x: F.pairwise_distance(x, p["w"]), tokens(), w=(D,)),
+    "pairwise distance, p=1, keepdim": op(
+        lambda p, x: F.pairwise_distance(p["w"], x, p=1.0, eps=0.1, keepdim=True), tokens(), w=(D,)
+    ),
+    "pairwise distance, module": op(lambda p, x: nn.PairwiseDistance()(x, p["w"]), vectors(), w=(D,)),
+    "normalised prototypes": op(lambda p, x: F.linear(x, F.normalize(p["w"], dim=1)), tokens(), w=(OUT, D)),
     # convolutions
     "conv1d": conv(nn.Conv1d, 2, 3, 3),
     "conv2d": conv(nn.Conv2d, 2, 3, 3),
@@ -496,6 +612,19 @@ LAYERS: dict[str, Layer] = {
     "embedding bag, mean, padding_idx -1": module(
         lambda: nn.EmbeddingBag(VOCAB, D, mode="mean", padding_idx=-1), ids()
     ),
+    "embedding bag, max": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="max"), ids()),
+    "embedding bag, max, padding_idx": module(
+        lambda: nn.EmbeddingBag(VOCAB, D, mode="max", padding_idx=1), ids()
+    ),
+    "embedding bag, sparse": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="sum", sparse=True), ids()),
+    "embedding bag, offsets": bagged(1, False, mode="mean"),
+    "embedding bag, offsets, two bags": bagged(2, False, mode="sum"),
+    "embedding bag, offsets, two bags, mean": bagged(2, False, mode="mean"),
+    "embedding bag, offsets, two bags, max": bagged(2, False, mode="max"),
+    "embedding bag, last offset": bagged(2, True, mode="sum"),
+    "embedding bag, last offset, mean, padding_idx": bagged(2, True, mode="mean", padding_idx=2),
+    "embedding bag, last offset, max, padding_idx": bagged(2, True, mode="max", padding_idx=2),
+    "embedding bag, offsets, weights, sparse": bagged(2, False, mode="sum", weighted=True, sparse=True),
     "table[ids]": op(lambda p, x: p["w"][x], ids(), w=(VOCAB, D)),
     "table[ids], numbers": op(lambda p, x: p["w"][x], ids(), w=(VOCAB,)),
     "table[ids], matrices": op(lambda p, x: p["w"][x], ids(), w=(VOCAB, 2, D)),
@@ -582,6 +711,20 @@ LAYERS: dict[str, Layer] = {
     "addcmul": op(lambda p, x: torch.addcmul(p["b"], x, p["w"]), tokens(), b=(D,), w=(D,)),
     "pow": op(lambda p, x: torch.pow(1 + x.square(), p["w"]), tokens(), w=(D,)),
     "x ** w": op(lambda p, x: (1 + x.square()) ** p["w"], tokens(), w=(D,)),
+    "addcdiv": op(lambda p, x: torch.addcdiv(p["b"], x, p["w"], value=0.5), tokens(), b=(D,), w=(D,)),
+    "atan2": op(lambda p, x: torch.atan2(x, p["w"]), tokens(), w=(D,)),
+    "clamp": op(lambda p, x: x.clamp(p["low"] - 2, max=p["high"]), tokens(), low=(D,), high=(1,)),
+    "clamp_min": op(lambda p, x: torch.clamp_min(x, p["w"] - 1), tokens(), w=(D,)),
+    "copysign": op(lambda p, x: torch.copysign(p["w"], x), tokens(), w=(D,)),
+    "float_power": op(lambda p, x: torch.float_power(1 + x.square(), p["w"]).to(x.dtype), tokens(), w=(D,)),
+    "fmax, fmin": op(lambda p, x: torch.fmax(x, p["v"] - 2).fmin(p["w"]), tokens(), v=(D,), w=(D,)),
+    "hypot": op(lambda p, x: torch.hypot(x, p["w"]), tokens(), w=(D,)),
+    "logaddexp": op(lambda p, x: torch.logaddexp(x, p["w"]), tokens(), w=(D,)),
+    "logaddexp2": op(lambda p, x: torch.logaddexp2(p["w"], x), tokens(), w=(D,)),
+    "remainder, fmod": op(
+        lambda p, x: torch.remainder(x, 0.3 + p["v"].square()) + x.fmod(0.3 + p["w"].square()), tokens(), v=(D,), w=(D,)
+    ),
+    "xlogy": op(lambda p, x: torch.xlogy(x, 0.1 + p["w"].square()), tokens(), w=(D,)),
     "x * w + b": op(lambda p, x: x * p["w"] + p["b"], tokens(), w=(D,), b=(D,)),
     "scalar": op(lambda p, x: x * p["s"], tokens(), s=()),
     "scalar, shape (1,)": op(lambda p, x: x * p["s"], tokens(), s=(1,)),
@@ -596,6 +739,29 @@ LAYERS: dict[str, Layer] = {
     "class token, [None].repeat": op(class_token(lambda cls, B: cls[None, None].repeat(B, 1, 1)), tokens(), cls=(D,)),
     "class token, zeros +": op(
         lambda p, x: torch.cat([x.new_zeros(len(x), 1, D) + p["cls"], x], 1).tanh(), tokens(), cls=(1, 1, D)
+    ),
+    "class token, tile": op(class_token(lambda cls, B: torch.tile(cls, (B, 1, 1))), tokens(), cls=(1, D)),
+    "class token, tile, method": op(class_token(lambda cls, B: cls.tile(B, 1, 1)), tokens(), cls=(1, 1, D)),
+    "class tokens, repeat": op(class_token(lambda cls, B: cls.repeat(B, 2, 1)), tokens(), cls=(2, D)),
+    "class tokens, repeat, B * T": op(
+        class_token(lambda cls, B: cls.repeat(B, 1).unflatten(0, (B, -1))), tokens(), cls=(2, D)
+    ),
+    "class tokens, repeat, T * B": op(
+        class_token(lambda cls, B: cls.repeat(1, B).unflatten(1, (B, -1)).transpose(0, 1)), tokens(), cls=(2, D)
+    ),
+    "class token, stack": op(
+        lambda p, x: torch.stack([x, p["cls"].expand_as(x)], 1).tanh(), tokens(), cls=(D,)
+    ),
+    "class token, (T, B, d)": op(
+        lambda p, x: flipped(lambda x: torch.cat([p["cls"].expand(1, x.shape[1], -1), x]).tanh(), x),
+        tokens(), cls=(1, 1, D),
+    ),
+    "table repeated for positions": op(
+        lambda p, x: torch.tanh(x + p["w"].repeat(LONGEST, 1)[: x.shape[1]]), tokens(), w=(2, D)
+    ),
+    "index_add, shared": op(
+        lambda p, x: torch.tanh(x + x.new_zeros(2, D).index_add(0, torch.tensor([0, 1, 0]), p["w"])[0]),
+        tokens(), w=(3, D),
     ),
     "position table": op(lambda p, x: torch.tanh(x + p["w"][:, : x.shape[1]]), tokens(), w=(1, LONGEST, D)),
     "position table, rows": op(lambda p, x: torch.tanh(x + p["w"][: x.shape[1]]), tokens(), w=(LONGEST, D)),
@@ -642,6 +808,14 @@ LAYERS: dict[str, Layer] = {
     ),
     "decoder layer": module(lambda: decoder(True), pairs()),
     "decoder layer, (T, B, d)": module(lambda: decoder(False), pairs(), flipped),
+    # cells
+    "LSTM cell": celled(nn.LSTMCell),
+    "LSTM cell, no bias": celled(nn.LSTMCell, bias=False),
+    "GRU cell": celled(nn.GRUCell),
+    "GRU cell, no bias": celled(nn.GRUCell, bias=False),
+    "tanh cell": celled(nn.RNNCell),
+    "relu cell": celled(nn.RNNCell, nonlinearity="relu"),
+    "relu cell, no bias": celled(nn.RNNCell, nonlinearity="relu", bias=False),
     # parameters that are computed
     "weight standardisation": module(lambda: Standardised(2, 3, 3), signals(2, 2)),
     "weight norm, linear": module(lambda: parametrizations.weight_norm(nn.Linear(D, OUT)), tokens()),

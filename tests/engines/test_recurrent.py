@@ -9,13 +9,13 @@ import torch
 from models import Case
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
 from dpfunc.engines.rules import COMPOSITES
-from dpfunc.errors import UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.rng import insecure_key, torch_seed
 
@@ -82,7 +82,7 @@ def made(make, dtype=torch.float64):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = make()
-        model(batch_of(2, LENGTH)[0])  # sizes of the head
+        model(batch_of(2, LENGTH)[0].clamp(min=1))  # sizes of the head
         return model.to(dtype)
 
 
@@ -200,23 +200,138 @@ def test_layers_use_the_parameters_that_are_passed(engine):
 
 
 class Packed(Classifier):
-    """Sequences of different lengths: those of a sample are its words that are not 0."""
+    """Sequences of different lengths: those of a sample are its words before the first 0."""
+
+    def __init__(self, layer, options, start=False, enforce_sorted=True):
+        super().__init__(layer, options, start)
+        self.enforce_sorted = enforce_sorted
 
     def forward(self, ids_BT):
-        lengths_B = (ids_BT != 0).sum(1).clamp(min=1)
-        packed = pack_padded_sequence(self.embed(ids_BT), lengths_B, batch_first=True, enforce_sorted=False)
-        last = self.layer(packed)[1]
-        return self.head((last if isinstance(last, torch.Tensor) else last[0])[-1])
+        first, lengths_B = self.layer.batch_first, (ids_BT != 0).sum(1).clamp(min=1)
+        x = self.embed(ids_BT if first else ids_BT.T)
+        packed = pack_padded_sequence(x, lengths_B.cpu(), batch_first=first, enforce_sorted=self.enforce_sorted)
+        states = tuple(start.expand(-1, len(ids_BT), -1) for start in self.start)
+        output, last = self.layer(packed, (states if len(states) > 1 else states[0]) if states else None)
+        lasts = [last] if isinstance(last, torch.Tensor) else last
+        own = pad_packed_sequence(output, batch_first=first, total_length=ids_BT.shape[1])[0].tanh()
+        own = own.sum(1 if first else 0)
+        return self.head(torch.cat([own, *(state.movedim(1, 0).flatten(1) for state in lasts)], 1))
+
+
+def shortened(batch, lengths):
+    ids_BT, labels_B = batch
+    ids_BT = ids_BT.clamp(min=1)
+    return ids_BT * (torch.arange(ids_BT.shape[1])[None] < torch.tensor(lengths)[:, None]), labels_B
+
+
+PACKED_LENGTHS = ((4, 4, 2), (5, 3, 2, 1), (3, 2, 1, 1, 1))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
+@every_layer
+def test_packed_results_and_gradients_are_those_of_torch(name, dtype, train):
+    """Also the masks of dropout between layers."""
+    layer, options = LAYERS[name]
+    options = {**options, "dropout": 0.5 * (options.get("num_layers", 1) > 1)}
+    recurrent = made(lambda: Classifier(layer, options, True), dtype).layer.train(train)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (4, 3, 3, 1)
+    batch_sizes = torch.tensor([sum(length > time for length in lengths) for time in range(4)])
+    draw = lambda *shape: torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()  # noqa: E731
+    directions = recurrent.num_layers * (1 + recurrent.bidirectional)
+    sizes = [recurrent.proj_size or H] + [H] * (layer is nn.LSTM)
+    data, hx = draw(sum(lengths), D), tuple(draw(directions, len(lengths), size) for size in sizes)
+    weights = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
+    arguments = (
+        data, batch_sizes, hx if len(hx) > 1 else hx[0], weights, recurrent.bias, recurrent.num_layers,
+        recurrent.dropout, train, recurrent.bidirectional,
+    )  # fmt: skip
+    function = getattr(torch, recurrent.mode.lower())
+    results = []
+    for run in (function, COMPOSITES[function]):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            outputs = run(*arguments)
+        directed = sum((out * torch.sin(torch.arange(out.numel(), dtype=dtype)).view_as(out)).sum() for out in outputs)
+        results.append((outputs, torch.autograd.grad(directed, (data, *hx, *weights))))
+    for own, others in zip(results[1], results[0], strict=True):
+        assert len(own) == len(others)
+        for value, wanted in zip(own, others, strict=True):
+            assert value.shape == wanted.shape
+            assert (value - wanted).abs().max() < TOLERANCE[dtype] * (1 + wanted.abs().max())
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
+@pytest.mark.parametrize("enforce_sorted", [True, False], ids=["sorted", "not enforced"])
+@pytest.mark.parametrize("engine", FAST)
+def test_packed_sequences(engine, enforce_sorted, dtype, name):
+    """The longest first."""
+    forward, params = functionalize(made(lambda: Packed(*LAYERS[name], True, enforce_sorted), dtype))
+    run = ENGINES[engine]()
+    for lengths in PACKED_LENGTHS:
+        case = Case(loss_of(forward), params, shortened(batch_of(len(lengths), 5), lengths))
+        truth = truth_of(case)
+        assert not without_gradient(truth)
+        found = differences(run, case, truth)
+        assert not {what: value for what, value in found.items() if not value < TOLERANCE[dtype]}, lengths
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("engine", FAST)
-def test_packed_sequences_are_refused(engine, layer):
-    forward, params = functionalize(made(lambda: Packed(layer, {"batch_first": True})))
-    batch = (torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 7, 8]]), torch.tensor([0, 1, 2]))
-    with pytest.raises(UnsupportedModel, match=r"layer\.weight_hh_l0.*last position.*engine=\"loop\""):
-        ENGINES[engine]()(loss_of(forward), params, batch)
-    assert float(engines.loop()(loss_of(forward), params, batch).sq_norms()["layer.weight_hh_l0"].min()) == 0.0
+def test_packed_sequences_in_any_order(engine, layer):
+    """What is found out with sorted sequences must not credit the rows of others to the wrong sample."""
+    forward, params = functionalize(made(lambda: Packed(layer, {"batch_first": True}, enforce_sorted=False)))
+    loss_fn, run = loss_of(forward), ENGINES[engine]()
+    for lengths in ((4, 4, 2), (2, 4, 3), (1, 3, 4, 2)):
+        case = Case(loss_fn, params, shortened(batch_of(len(lengths), 4), lengths))
+        found = differences(run, case, truth_of(case))
+        assert not {what: value for what, value in found.items() if not value < 1e-10}, lengths
+
+
+@every_layer
+@pytest.mark.parametrize("engine", FAST)
+def test_autocast(engine, name):
+    """As near to float32 as single samples are."""
+    loss_fn, params = built(name, torch.float32, start=True)
+    batch = batch_of(5, LENGTH)
+
+    def shortened_loss(params, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(params, batch).float()
+
+    wanted = engines.loop()(loss_fn, params, batch).sq_norms()
+    found = ENGINES[engine]()(shortened_loss, params, batch).sq_norms()
+    largest = max(float(norms_B.max()) for norms_B in wanted.values()) ** 0.5
+    for key, norms_B in wanted.items():
+        assert (found[key].sqrt() - norms_B.sqrt()).abs().max() < 0.01 * largest, key
+
+
+class Counting(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["LSTM, deep, both directions", "GRU", "tanh"])
+def test_longer_sequences_make_no_more_calls(name):
+    """An engine looks at each call, so there is none for single steps."""
+    layer = made(lambda: Classifier(*LAYERS[name])).layer
+    weights = [getattr(layer, name) for name in layer._flat_weights_names]
+    function = getattr(torch, layer.mode.lower())
+    counts = []
+    for length in (2, 20):
+        hx = torch.zeros(len(weights) // 4, 3, H, dtype=torch.float64)
+        with Counting() as mode:
+            COMPOSITES[function](
+                torch.ones(length, 3, D, dtype=torch.float64), (hx, hx) if layer.mode == "LSTM" else hx, weights, True,
+                layer.num_layers, 0.0, False, layer.bidirectional, False,
+            )  # fmt: skip
+        counts.append(mode.calls)
+    assert counts[0] == counts[1] <= 25 * len(weights)
 
 
 def test_auto_takes_the_fast_engine():

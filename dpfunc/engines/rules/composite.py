@@ -9,7 +9,9 @@ from typing import Any
 
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines.rules.bags import embedding_bag
+from dpfunc.engines.rules.distances import DISTANCES
+from dpfunc.engines.rules.recurrent import CELLS, RECURRENT
 
 
 @functools.cache
@@ -28,5 +30,8 @@ def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
 
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: opened(F.multi_head_attention_forward),
+    F.embedding_bag: embedding_bag,
+    **DISTANCES,
     **RECURRENT,
+    **CELLS,
 }

@@ -1,4 +1,4 @@
-"""Tables: embedding, embedding_bag, indexing by integers. `grad_i = sum_t e_{id_t} g_t^T`."""
+"""Tables: embedding, indexing by integers. `grad_i = sum_t e_{id_t} g_t^T`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpfunc.engines.per_sample import Gather
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
-from dpfunc.engines.sums import wide
 
 
 def form(use: Use) -> Form:
@@ -42,39 +41,6 @@ def embedding(
     return {"weight": Gather(ids_BT, g_BTd, tuple(use.shapes["weight"]))}
 
 
-def embedding_bag(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Grads:
-    """Sums or means of rows; ids (B, T) without offsets."""
-    if input.ndim != 2 or mode == "max" or max_norm is not None or scale_grad_by_freq:
-        raise use.refuse("only ids of shape (B, T), mode sum or mean, without max_norm and scale_grad_by_freq.")
-    rows, _ = use.shapes["weight"]
-    scale_NT = torch.ones_like(input, dtype=wide(grad).dtype) if per_sample_weights is None else per_sample_weights
-    if padding_idx is not None:
-        scale_NT = scale_NT * (input != padding_idx % rows)
-    if mode == "mean":
-        real_N1 = (torch.ones_like(input) if padding_idx is None else input != padding_idx % rows).sum(1, keepdim=True)
-        scale_NT = scale_NT / real_N1.clamp(min=1)
-    g_NTd = wide(grad)[:, None, :] * scale_NT[:, :, None]
-    return {
-        "weight": Gather(
-            use.split(input).reshape(use.num_samples, -1), use.positions(g_NTd), tuple(use.shapes["weight"])
-        )
-    }
-
-
 def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
     """`table[ids]`; tables of any shape."""
     if (
@@ -98,7 +64,6 @@ def index_select(use: Use, grad: Tensor, input: Tensor, dim: int, index: Tensor)
 
 RULES = (
     Rule((F.embedding,), embedding, {"weight": ("input",)}, form),
-    Rule((F.embedding_bag,), embedding_bag, {"weight": ("input", "per_sample_weights")}, form),
     Rule((Tensor.__getitem__,), getitem, {"input": ("index",)}, form),
     Rule((torch.index_select, Tensor.index_select), index_select, {"input": ("index",)}, form),
 )

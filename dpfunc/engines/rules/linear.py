@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 
 import torch
@@ -40,21 +41,23 @@ def linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor |
 def addmm(
     use: Use, grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Grads:
-    """`y = b + x W`."""
-    if beta != 1 or alpha != 1:
-        raise use.refuse("beta and alpha other than 1 have no rule.")
+    """`y = beta b + alpha x W`."""
     grads: dict[str, PerSampleGrad] = {}
     if "mat2" in use.wanted:
-        grads["mat2"] = Outer(use.positions(mat1), use.positions(grad), tuple(use.shapes["mat2"]))
+        grads["mat2"] = Outer(_times(use.positions(mat1), alpha), use.positions(grad), tuple(use.shapes["mat2"]))
     if "input" in use.wanted:
         if len(use.shapes["input"]) != 1:
             raise use.refuse("the added parameter is not a vector.")
-        grads["input"] = column_sum(use, grad)
+        grads["input"] = column_sum(use, _times(grad, beta))
     return grads
 
 
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
+
+
 def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
-    """`y = x W` with a matrix or a vector W, `y = W x` with a matrix W."""
+    """`y = x W` with a vector, a matrix or a stack of matrices W, `y = W x` with a matrix or a stack of them."""
     argument = next(iter(use.wanted))
     shape = tuple(use.shapes[argument])
     if argument == "other" and len(shape) == 2:
@@ -63,7 +66,29 @@ def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
         return {"other": Outer(use.positions(input), use.positions(grad[..., None]), shape)}
     if argument == "input" and len(shape) == 2 and len(use.output) > 2 and use.layout.axis < len(use.output) - 2:
         return {"input": Outer(use.positions(grad.mT), use.positions(other.mT), shape)}
-    raise use.refuse("only vectors and matrices have a rule here; write it as torch.einsum.")
+    if len(shape) > 2 and argument == "other" and input.ndim > 1:
+        return {"other": _stack(use, shape, input, grad)}
+    if len(shape) > 2 and argument == "input" and other.ndim > 1:
+        return {"input": _stack(use, shape, grad, other)}
+    raise use.refuse("only matrices, vectors on the right and stacks of matrices have a rule; use torch.einsum.")
+
+
+def _stack(use: Use, shape: tuple[int, ...], first: Tensor, second: Tensor) -> Dense:
+    """Stacked matrices, e.g. those of experts, `grad[e] = first[e]^T second[e]`; on the left `first[e] second[e]^T`.
+
+    Args:
+        first, second: with the axes of the result; axes that the parameter lacks are summed over.
+    """
+    ndim, axis, on_the_left = len(use.output), use.layout.axis, "input" in use.wanted
+    aligned = (1,) * (ndim - len(shape)) + shape
+    if axis == (ndim - 2 if on_the_left else ndim - 1) or (axis < ndim - 2 and aligned[axis] != 1):
+        raise use.refuse("the samples are on an axis of the parameter.")
+    sides = [use.split(wide(side.reshape((1,) * (ndim - side.ndim) + tuple(side.shape)))) for side in (first, second)]
+    letters = string.ascii_lowercase[: ndim - 2]
+    kept = "".join(letter for letter, size in zip(letters, aligned, strict=False) if size != 1)
+    of_sides = ("PT", "DT") if on_the_left else ("TP", "TD")
+    equation = ",".join(f"Z{letters}{last}" for last in of_sides) + f"->Z{kept}PD"
+    return Dense(torch.einsum(equation, *sides).reshape(-1, *shape))
 
 
 def bilinear(
@@ -79,7 +104,17 @@ def bilinear(
     return grads
 
 
-MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+MATMULS = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.mm,
+    Tensor.mm,
+    torch.bmm,
+    Tensor.bmm,
+    torch.mv,
+    Tensor.mv,
+)
 RULES: Sequence[Rule] = (
     Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
     Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),

@@ -16,7 +16,11 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 from dpfunc.engines.layout import Layout
 from dpfunc.errors import UnsupportedModel
 
-_NAMES = ("add", "sub", "mul", "div", "true_divide", "rsub", "where", "lerp", "maximum", "minimum", "pow", "addcmul")
+_NAMES = (
+    "add", "sub", "mul", "div", "true_divide", "rsub", "where", "lerp", "maximum", "minimum", "pow", "addcmul",
+    "addcdiv", "atan2", "arctan2", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "float_power", "fmax", "fmin",
+    "fmod", "hypot", "logaddexp", "logaddexp2", "remainder", "xlogy",
+)  # fmt: skip
 _METHODS = (
     *_NAMES, "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "multiply", "subtract",

@@ -1,25 +1,26 @@
-"""Recurrent layers, step by step: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call.
+"""Recurrent layers: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call; and single cells.
 
-The projection of the inputs is one linear over the whole sequence, that of the state one linear a step: the rule of
-linear applies to both, and the uses of one matrix are joined along time.
+A layer is two linears over the whole sequence, one of the inputs and one of the states, and what joins them in the
+order of time (`walks`). The rule of linear applies to both.
 
-Axis letters: T steps, B samples, d features, H state, G gates times H, L layers times directions.
+The rows of a PackedSequence, in which samples of different lengths lie one behind the other, are put into a padded
+(T, B, d) by one `index_select`, and the results are packed again by another; a mask stops each sample at its end.
+
+Axis letters: T steps, B samples, N rows of packed data, d features, H state, G gates times H, L layers times
+directions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
-from torch.overrides import _get_current_function_mode
 
-from dpfunc.checks import shorten
-from dpfunc.errors import UnsupportedModel
+from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, replay, walk
 
 State = tuple[Tensor, ...]
 
@@ -34,78 +35,112 @@ class Weights:
     state_bias: Tensor | None = None
     proj: Tensor | None = None
 
-    def of_inputs(self, x_TBd: Tensor) -> Tensor:
-        """The gates' share of the inputs (T, B, G), all steps at once."""
-        return F.linear(x_TBd, self.inputs, self.inputs_bias)
 
-    def of_state(self, h_BH: Tensor) -> Tensor:
-        """The gates' share of the state (B, G), one step."""
-        return F.linear(h_BH, self.state, self.state_bias)
+@dataclass(frozen=True)
+class Packing:
+    """Where the rows of a PackedSequence are in the padded tensor.
 
+    Args:
+        rows_TB: the row of each place, T * B; places after the end of a sample have its first row.
+        places_N: the place of each row. mask_TB1: where samples have not ended.
+        batch_sizes: how many samples have each time.
+    """
 
-Step = Callable[[Tensor, State, Weights], State]
-"""(share of the inputs, state, weights) -> next state; its first tensor is the output."""
+    rows_TB: Tensor
+    places_N: Tensor
+    mask_TB1: Tensor
+    batch_sizes: Tensor
 
+    def padded(self, data_Nd: Tensor) -> Tensor:
+        """(N, d) -> (T, B, d)."""
+        return torch.unflatten(torch.index_select(data_Nd, 0, self.rows_TB), 0, (len(self.batch_sizes), -1))
 
-def _lstm(x_BG: Tensor, state: State, weights: Weights) -> State:
-    h_BH, c_BH = state
-    i, f, g, o = (x_BG + weights.of_state(h_BH)).chunk(4, 1)
-    c_BH = f.sigmoid() * c_BH + i.sigmoid() * g.tanh()
-    h_BH = o.sigmoid() * c_BH.tanh()
-    return (h_BH if weights.proj is None else F.linear(h_BH, weights.proj), c_BH)
-
-
-def _gru(x_BG: Tensor, state: State, weights: Weights) -> State:
-    (h_BH,) = state
-    size = h_BH.shape[1]
-    own_BG = weights.of_state(h_BH)
-    r, z = (x_BG[:, : 2 * size] + own_BG[:, : 2 * size]).sigmoid().chunk(2, 1)
-    n = (x_BG[:, 2 * size :] + r * own_BG[:, 2 * size :]).tanh()
-    return (n + z * (h_BH - n),)
+    def packed(self, x_TBd: Tensor) -> Tensor:
+        """(T, B, d) -> (N, d)."""
+        return torch.index_select(x_TBd.flatten(0, 1), 0, self.places_N)
 
 
-def _rnn(activation: Callable[[Tensor], Tensor], x_BG: Tensor, state: State, weights: Weights) -> State:
-    return (activation(x_BG + weights.of_state(state[0])),)
+def packing(batch_sizes: Tensor, device: torch.device) -> Packing:
+    """From the number of samples that have each time; samples are sorted, the longest first."""
+    num_samples = int(batch_sizes[0])
+    sample_1B = torch.arange(num_samples)[None]
+    mask_TB = sample_1B < batch_sizes[:, None]
+    starts_T1 = (batch_sizes.cumsum(0) - batch_sizes)[:, None]
+    rows_TB = torch.where(mask_TB, starts_T1 + sample_1B, sample_1B).flatten()
+    places = [torch.arange(count) + time * num_samples for time, count in enumerate(batch_sizes.tolist())]
+    return Packing(rows_TB.to(device), torch.cat(places).to(device), mask_TB[..., None].to(device), batch_sizes)
 
 
-def _over_time(step: Step, x_TBd: Tensor, state: State, weights: Weights, reverse: bool) -> tuple[Tensor, State]:
-    """One layer in one direction: the outputs (T, B, H) and the last state."""
-    shares = weights.of_inputs(x_TBd).unbind(0)
-    outputs = []
-    for x_BG in reversed(shares) if reverse else shares:
-        state = step(x_BG, state, weights)
-        outputs.append(state[0])
-    return torch.stack(outputs[::-1] if reverse else outputs), state
+@dataclass(frozen=True)
+class Layers:
+    """The options of a recurrent module; where it runs over packed data, where its rows are."""
 
+    kind: Kind
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    pack: Packing | None = None
 
-def _over_layers(
-    step: Step,
-    input: Tensor,
-    hx: Tensor | Sequence[Tensor],
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
-    """As torch.lstm and torch.gru: the outputs, then the last states (L, B, H)."""
-    directions = 2 if bidirectional else 1
-    every = _weights(params, has_biases, num_layers * directions)
-    states = list(zip(*(first.unbind(0) for first in ([hx] if isinstance(hx, Tensor) else hx)), strict=True))
-    x_TBd = input.transpose(0, 1) if batch_first else input
-    lasts = []
-    for layer in range(num_layers):
-        if layer and train and dropout:
-            x_TBd = F.dropout(x_TBd, dropout, True)
-        outputs = []
-        for index in range(layer * directions, (layer + 1) * directions):
-            output, last = _over_time(step, x_TBd, states[index], every[index], reverse=index % directions == 1)
-            outputs.append(output)
-            lasts.append(last)
-        x_TBd = torch.cat(outputs, 2) if bidirectional else outputs[0]
-    return (x_TBd.transpose(0, 1) if batch_first else x_TBd, *(torch.stack(last) for last in zip(*lasts, strict=True)))
+    def run(self, x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """As torch.lstm and torch.gru: the outputs (T, B, H), then the last states (L, B, H)."""
+        directions = 2 if self.bidirectional else 1
+        each = len(params) // self.num_layers
+        states = [hx] if isinstance(hx, Tensor) else list(hx)
+        lasts: list[State] = []
+        for layer in range(self.num_layers):
+            if layer:
+                x_TBd = self._dropped(x_TBd)
+            own = [first[layer * directions : (layer + 1) * directions] for first in states]
+            weights = params[layer * each : (layer + 1) * each]
+            known = self._known(x_TBd, own, weights).chunk(directions, 2)
+            outputs = []
+            for index, direction in enumerate(_weights(weights, self.has_biases, directions)):
+                state = tuple(first[index] for first in own)
+                output, last = self._over_time(x_TBd, state, direction, index == 1, known[index])
+                outputs.append(output)
+                lasts.append(last)
+            x_TBd = torch.cat(outputs, 2) if self.bidirectional else outputs[0]
+        return (x_TBd, *(torch.stack(last) for last in zip(*lasts, strict=True)))
+
+    def _known(self, x_TBd: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """The outputs of one layer (T, B, H), by torch itself."""
+        options = (self.has_biases, 1, 0.0, False, self.bidirectional)
+        plain = [weight.detach() for weight in weights]
+        hx = states[0] if len(states) == 1 else states
+        with torch.no_grad():
+            if self.pack is None:
+                return self.kind.native(x_TBd, hx, plain, *options, False)[0]
+            packed = self.kind.native(self.pack.packed(x_TBd), self.pack.batch_sizes, hx, plain, *options)
+            outputs, lasts = self.pack.padded(packed[0]).chunk(2 if self.bidirectional else 1, 2), packed[1]
+            # after its end a sample keeps its last state; backwards, it has not left its first one
+            fills = (lasts[0], states[0][-1].to(lasts.dtype))
+            return torch.cat([torch.where(self.pack.mask_TB1, *pair) for pair in zip(outputs, fills, strict=False)], 2)
+
+    def _over_time(
+        self, x_TBd: Tensor, state: State, weights: Weights, reverse: bool, known_TBP: Tensor
+    ) -> tuple[Tensor, State]:
+        """One layer in one direction: the outputs (T, B, P) and the last state."""
+        mask_TB1 = None if self.pack is None else self.pack.mask_TB1
+        before_TBP = before(known_TBP, state[0].detach().to(known_TBP.dtype), reverse)
+        x_TBG = F.linear(x_TBd, weights.inputs, weights.inputs_bias)
+        own_TBG = F.linear(before_TBP, weights.state, weights.state_bias)
+        cell = [one.detach() for one in state[1:]]
+        walked = walk(self.kind, reverse, x_TBG.detach(), own_TBG.detach(), before_TBP, cell, mask_TB1)
+        inner_TBP, proj = None, weights.proj
+        if proj is not None and walked.inner_TBH is not None:
+            inner_TBP = F.linear(walked.inner_TBH, proj)
+        fixed = (weights.state.detach(), None if proj is None else proj.detach(), mask_TB1)
+        h_TBP, *cells = replay(self.kind, reverse, walked, known_TBP, (x_TBG, own_TBG, inner_TBP, *state), fixed)
+        return h_TBP, (h_TBP[0 if reverse else -1], *cells)
+
+    def _dropped(self, x_TBd: Tensor) -> Tensor:
+        if not (self.train and self.dropout):
+            return x_TBd
+        if self.pack is None:
+            return F.dropout(x_TBd, self.dropout, True)
+        return self.pack.padded(F.dropout(self.pack.packed(x_TBd), self.dropout, True))  # torch's own random numbers
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Weights]:
@@ -115,36 +150,88 @@ def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Wei
     return [Weights(*group[:2], *no_biases, *group[2:]) for group in groups]
 
 
-def taken_apart(name: str, step: Step) -> Callable[..., tuple[Tensor, ...]]:
-    """What stands in for a recurrent function of torch: the same arguments, the same results.
+def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
+    """What stands in for a recurrent function of torch: the same arguments, the same results."""
 
-    Raises:
-        UnsupportedModel: a PackedSequence.
-    """
+    def _padded(
+        input: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        layers = Layers(kind, has_biases, num_layers, dropout, train, bidirectional)
+        output, *lasts = layers.run(input.transpose(0, 1) if batch_first else input, hx, params)
+        return (output.transpose(0, 1) if batch_first else output, *lasts)
+
+    def _packed(
+        data: Tensor,
+        batch_sizes: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> tuple[Tensor, ...]:
+        pack = packing(batch_sizes, data.device)
+        layers = Layers(kind, has_biases, num_layers, dropout, train, bidirectional, pack)
+        output, *lasts = layers.run(pack.padded(data), hx, params)
+        return (pack.packed(output), *lasts)
 
     def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)
-        if "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple))):
-            raise _packed(name, kwargs.get("params", args[3] if len(args) > 3 else ()))
-        return _over_layers(step, *args, **kwargs)
+        is_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple)))
+        return (_packed if is_packed else _padded)(*args, **kwargs)
 
     return _run
 
 
-def _packed(name: str, params: Sequence[Tensor]) -> UnsupportedModel:
-    """Its rows are those of several samples, in the order of their lengths: no axis holds the samples."""
-    mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    tracked = getattr(mode, "tracked", {})  # the engine's, inside of which this runs
-    names = [tracked[id(param)].name for param in params if id(param) in tracked]
-    return UnsupportedModel(
-        f"{name} of parameters {shorten(names)} runs over a PackedSequence, whose rows belong to the samples in no "
-        "regular way. Give it the padded batch instead, and take each sample's output at its last position; or use "
-        'engine="loop".'
-    )
+def _lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> State:
+    h_BH, c_BH = hx
+    i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h_BH, w_hh, b_hh)).chunk(4, 1)
+    c_BH = f.sigmoid() * c_BH + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c_BH.tanh(), c_BH
+
+
+def _gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    r, z, n = F.linear(input, w_ih, b_ih).chunk(3, 1)
+    own_r, own_z, own_n = F.linear(hx, w_hh, b_hh).chunk(3, 1)
+    n = (n + (r + own_r).sigmoid() * own_n).tanh()
+    return n + (z + own_z).sigmoid() * (hx - n)
+
+
+def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def _run(
+        input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+    ) -> Tensor:
+        return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
+
+    return _run
 
 
 RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.lstm: taken_apart("lstm", _lstm),
-    torch.gru: taken_apart("gru", _gru),
-    torch.rnn_tanh: taken_apart("rnn_tanh", partial(_rnn, torch.tanh)),
-    torch.rnn_relu: taken_apart("rnn_relu", partial(_rnn, torch.relu)),
+    torch.lstm: taken_apart(LSTM),
+    torch.gru: taken_apart(GRU),
+    torch.rnn_tanh: taken_apart(TANH),
+    torch.rnn_relu: taken_apart(RELU),
+}
+CELLS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.lstm_cell: _lstm_cell,
+    torch.gru_cell: _gru_cell,
+    torch.rnn_tanh_cell: _rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: _rnn_cell(torch.relu),
 }

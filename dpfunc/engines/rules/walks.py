@@ -1,0 +1,253 @@
+"""The steps of recurrent layers, in order of time, with their derivatives written out.
+
+torch's own fused layer gives the outputs, without a graph. Then all gates are known at once: the gates' share of the
+state is one linear of all states, so that a rule sees the matrix of the states once, not once a step. `replay` gives
+the outputs again as a function of the shares; its backward pass goes back through time and gives the gradient of every
+step's share.
+
+Axis letters: T steps, B samples, H state, P output (H, or narrower), G gates times H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+def steps(length: int, reverse: bool) -> range:
+    """The times of a walk, in its order."""
+    return range(length - 1, -1, -1) if reverse else range(length)
+
+
+def before(all_TBH: Tensor, first_BH: Tensor, reverse: bool) -> Tensor:
+    """The state before each step, from the states after each step and the one before all."""
+    parts = (all_TBH[1:], first_BH[None]) if reverse else (first_BH[None], all_TBH[:-1])
+    return torch.cat(parts)
+
+
+def _masks(mask_TB1: Tensor | None, length: int) -> Sequence[Tensor | None]:
+    return [None] * length if mask_TB1 is None else mask_TB1.unbind(0)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What is known about all steps.
+
+    Args:
+        saved: what the backward pass needs, beside the weights and the mask. last_BH: the last cell of an LSTM.
+        inner_TBH: its outputs before they are projected.
+    """
+
+    saved: tuple[Tensor, ...]
+    last_BH: Tensor | None = None
+    inner_TBH: Tensor | None = None
+
+
+def lstm(x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None, reverse: bool, c_BH: Tensor) -> Walked:
+    """`c = f c + i g`, `h = o tanh(c)`."""
+    gates_TBG, first_c_BH = x_TBG + own_TBG, c_BH
+    new_TBH = gates_TBG.chunk(4, 2)[2].tanh()
+    gates_TBG = gates_TBG.sigmoid()
+    i, f, _, o = gates_TBG.chunk(4, 2)
+    added_TBH = i * new_TBH
+    if mask_TB1 is not None:
+        f, added_TBH = torch.where(mask_TB1, f, 1.0), added_TBH * mask_TB1
+    keeps, adds, cells = f.unbind(0), added_TBH.unbind(0), list(f.unbind(0))
+    for t in steps(len(cells), reverse):
+        c_BH = cells[t] = torch.addcmul(adds[t], keeps[t], c_BH)
+    c_TBH = torch.stack(cells)
+    return Walked((gates_TBG, new_TBH, c_TBH, first_c_BH), c_BH, o * c_TBH.tanh())
+
+
+def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
+    """What was found on the way back, in the order of time."""
+    return torch.stack(tuple(tensors if reverse else reversed(tensors)))
+
+
+def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
+    """The gradients of both shares, of the projection's result, and of the first state."""
+    gates_TBG, new_TBH, c_TBH, first_c_BH, weight, proj, mask_TB1 = saved
+    i, f, _, o = gates_TBG.chunk(4, 2)
+    tanh_TBH, before_TBH = c_TBH.tanh(), before(c_TBH, first_c_BH, reverse)
+    slopes = [new_TBH * i * (1 - i), before_TBH * f * (1 - f), i * (1 - new_TBH * new_TBH), tanh_TBH * o * (1 - o)]
+    slopes_TB4H, to_cell_TBH = torch.stack(slopes, 2), o * (1 - tanh_TBH * tanh_TBH)
+    if mask_TB1 is not None:
+        slopes_TB4H, to_cell_TBH = slopes_TB4H * mask_TB1[..., None], to_cell_TBH * mask_TB1
+        f = torch.where(mask_TB1, f, 1.0)
+    length, masks = len(c_TBH), _masks(mask_TB1, len(c_TBH))
+    grads, keeps, to_cells, each = (value.unbind(0) for value in (grad_TBP, f, to_cell_TBH, slopes_TB4H))
+    gates: list[Tensor] = []
+    outs: list[Tensor] = []
+    dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
+    for t in reversed(steps(length, reverse)):
+        dh_BP, mask = dh_BP + grads[t], masks[t]
+        outs.append(dh_BP if mask is None else dh_BP * mask)
+        dm_BH = dh_BP if proj is None else outs[-1] @ proj
+        dc_BH = torch.addcmul(dc_BH, dm_BH, to_cells[t])
+        gates.append((torch.stack((dc_BH, dc_BH, dc_BH, dm_BH), 1) * each[t]).flatten(1))
+        dh_BP = gates[-1] @ weight if mask is None else torch.addmm(dh_BP * ~mask, gates[-1], weight)
+        dc_BH = dc_BH * keeps[t]
+    shares_TBG = _in_time(gates, reverse)
+    return shares_TBG, shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
+
+
+def gru(x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool) -> Walked:
+    """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
+    size = h_TBH.shape[2]
+    gates_TBG = (x_TBG[..., : 2 * size] + own_TBG[..., : 2 * size]).sigmoid()
+    own_TBH = own_TBG[..., 2 * size :]
+    n_TBH = torch.addcmul(x_TBG[..., 2 * size :], gates_TBG[..., :size], own_TBH).tanh()
+    return Walked((gates_TBG, n_TBH, own_TBH, h_TBH))
+
+
+def gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
+    """The gradients of both shares and of the first state."""
+    gates_TBG, n_TBH, own_TBH, before_TBH, weight, _, mask_TB1 = saved
+    r, z = gates_TBG.chunk(2, 2)
+    new_TBH = (1 - z) * (1 - n_TBH * n_TBH)
+    keep_slope_TBH = (before_TBH - n_TBH) * z * (1 - z)
+    if mask_TB1 is not None:
+        new_TBH, keep_slope_TBH, z = new_TBH * mask_TB1, keep_slope_TBH * mask_TB1, torch.where(mask_TB1, z, 1.0)
+    slopes_TB3H = torch.stack([new_TBH * own_TBH * r * (1 - r), keep_slope_TBH, new_TBH * r], 2)
+    length = len(n_TBH)
+    grads, keeps, each = grad_TBH.unbind(0), z.unbind(0), slopes_TB3H.unbind(0)
+    owns: list[Tensor] = []
+    states: list[Tensor] = []
+    dh_BH = torch.zeros_like(grads[0])
+    for t in reversed(steps(length, reverse)):
+        states.append(dh_BH + grads[t])
+        owns.append((states[-1][:, None] * each[t]).flatten(1))
+        dh_BH = torch.addmm(states[-1] * keeps[t], owns[-1], weight)
+    own_TBG = _in_time(owns, reverse)
+    size = dh_BH.shape[1]
+    return torch.cat([own_TBG[..., : 2 * size], _in_time(states, reverse) * new_TBH], 2), own_TBG, None, dh_BH
+
+
+def rnn(
+    activation: Callable[[Tensor], Tensor],
+    x_TBG: Tensor,
+    own_TBG: Tensor,
+    h_TBH: Tensor,
+    mask_TB1: Tensor | None,
+    reverse: bool,
+) -> Walked:
+    """`h = activation(x + W h)`."""
+    return Walked((activation(x_TBG + own_TBG),))
+
+
+def rnn_back(
+    slope: Callable[[Tensor], Tensor], reverse: bool, saved: Sequence[Any], grad_TBH: Tensor
+) -> Sequence[Tensor | None]:
+    """The gradients of both shares and of the first state."""
+    h_TBH, weight, _, mask_TB1 = saved
+    length, masks = len(h_TBH), _masks(mask_TB1, len(h_TBH))
+    slopes_TBH = slope(h_TBH) if mask_TB1 is None else slope(h_TBH) * mask_TB1
+    grads, each = grad_TBH.unbind(0), slopes_TBH.unbind(0)
+    shares: list[Tensor] = []
+    dh_BH = torch.zeros_like(grads[0])
+    for t in reversed(steps(length, reverse)):
+        dh_BH, mask = dh_BH + grads[t], masks[t]
+        shares.append(dh_BH * each[t])
+        dh_BH = shares[-1] @ weight if mask is None else torch.addmm(dh_BH * ~mask, shares[-1], weight)
+    shares_TBG = _in_time(shares, reverse)
+    return shares_TBG, shares_TBG, None, dh_BH
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of recurrent layer: torch's own function, all gates from all states, and the walk back."""
+
+    native: Callable[..., tuple[Tensor, ...]]
+    gates: Callable[..., Walked]
+    back: Callable[..., Sequence[Tensor | None]]
+
+
+LSTM = Kind(torch.lstm, lstm, lstm_back)
+GRU = Kind(torch.gru, gru, gru_back)
+TANH = Kind(torch.rnn_tanh, partial(rnn, torch.tanh), partial(rnn_back, lambda h: 1 - h * h))
+RELU = Kind(torch.rnn_relu, partial(rnn, torch.relu), partial(rnn_back, lambda h: (h > 0).to(h.dtype)))
+
+
+def walk(
+    kind: Kind,
+    reverse: bool,
+    x_TBG: Tensor,
+    own_TBG: Tensor,
+    before_TBP: Tensor,
+    cell: Sequence[Tensor],
+    mask_TB1: Tensor | None,
+) -> Walked:
+    """The gates of all steps, without a graph. A mode sees this call, and not the steps.
+
+    Args:
+        kind: of layer. reverse: from the last time to the first. x_TBG: the gates' share of the inputs.
+        own_TBG: that of the states. before_TBP: the state before each step. cell: the first cell of an LSTM.
+        mask_TB1: False where a sample has no such time: its state stays as it is.
+    """
+    if has_torch_function((x_TBG, own_TBG)):
+        seen = (x_TBG, own_TBG)
+        result: Walked = handle_torch_function(walk, seen, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1)
+        return result
+    dtype = before_TBP.dtype
+    with torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
+        shares = (x_TBG.to(dtype), own_TBG.to(dtype))
+        return kind.gates(*shares, before_TBP, mask_TB1, reverse, *(one.to(dtype) for one in cell))
+
+
+class Replay(torch.autograd.Function):
+    """Known results, and their derivatives with respect to the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        back: Callable[..., Sequence[Tensor | None]],
+        num_results: int,
+        num_saved: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Tensors: the results, those to save, then the inputs."""
+        ctx.back, ctx.num_known = back, num_results + num_saved
+        ctx.save_for_backward(*tensors[num_results : num_results + num_saved])
+        return tuple(result.clone() for result in tensors[:num_results])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Back through time; no mode looks at the operations, which would take longer than they do."""
+        with torch._C.DisableTorchFunction(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
+            return (*(None for _ in range(3 + ctx.num_known)), *ctx.back(ctx.saved_tensors, *grads))
+
+
+def replay(
+    kind: Kind,
+    reverse: bool,
+    walked: Walked,
+    h_TBP: Tensor,
+    inputs: Sequence[Tensor | None],
+    fixed: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The outputs (T, B, P) and, for an LSTM, the last cell (B, H), as functions of tensors that need gradients.
+
+    Args:
+        kind, reverse: as for `walk`. walked: what it gave. h_TBP: the outputs.
+        inputs: the gates' shares of the inputs and of the states, what the projection gives, and the first states.
+        fixed: the matrix of the states, that of the projection, and the mask.
+    """
+    if has_torch_function([value for value in inputs if value is not None]):
+        seen = [value for value in inputs if value is not None]
+        found: tuple[Tensor, ...] = handle_torch_function(replay, seen, kind, reverse, walked, h_TBP, inputs, fixed)
+        return found
+    results = [value for value in (h_TBP, walked.last_BH) if value is not None]
+    weight, proj, mask_TB1 = (
+        value if value is None or value.dtype == torch.bool else value.to(h_TBP.dtype) for value in fixed
+    )
+    saved = (*walked.saved, weight, proj, mask_TB1)
+    applied: tuple[Tensor, ...] = Replay.apply(  # type: ignore[no-untyped-call]
+        partial(kind.back, reverse), len(results), len(saved), *results, *saved, *inputs
+    )
+    return applied
