@@ -70,6 +70,7 @@ def load_into(folder, values, ranks, optimizer, **changes):
 
 def store(folder, values, ranks, optimizer, state, **changes):
     options = {"plan": PLAN, "data": data(), "optimizer_state": optimizer.state_dict(), **changes}
+    options = {"journal": Path(folder) / "journal.jsonl", **options}
     return save_sharded(Path(folder) / "c", params=values, state=state, ranks=ranks, **options)
 
 
