@@ -147,8 +147,9 @@ def strided(folder):
     fully_shard(parallelize_module(model, mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
     ranks, values = distributed.sharded(mesh, tensor=("tp",)), {f"in.{n}": p for n, p in model.named_parameters()}
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(params(), insecure_key(5)))
-    save_sharded(folder, params=values, state=state, plan=PLAN, data="d", ranks=ranks)
-    found = load_sharded(folder, params=values, plan=PLAN, data="d", ranks=ranks).params
+    run = {"params": values, "plan": PLAN, "data": "d", "ranks": ranks, "journal": Path(folder) / "journal.jsonl"}
+    save_sharded(folder, state=state, **run)
+    found = load_sharded(folder, **run).params
     return all(torch.equal(found[name].to_local(), p.to_local()) for name, p in values.items())
 
 
