@@ -7,11 +7,12 @@ row or step may reach the gradients of another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.errors import UnsupportedModel
 
@@ -46,8 +47,8 @@ def python_state(loss_fn: object) -> int:
         for item in _inside(value):
             if isinstance(item, PLAIN):
                 said.append(item)
-            elif isinstance(item, Tensor):
-                said.append((id(item), item._version))
+            elif isinstance(item, Tensor):  # those that a batch has left in memory are seen where they are used
+                said.append("tensor")
             else:
                 todo.append(item)
         said.append(type(value).__name__)
@@ -80,15 +81,26 @@ def _filled(cell: Any) -> bool:  # noqa: ANN401  (a cell of a closure)
         return False
 
 
+# Losses that were seen to keep something; no result depends on it.
+_keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
+
+
 def refuse_kept(loss_fn: object, before: int, read: str) -> None:
     """A loss that gives numbers of its rows to Python keeps nothing from call to call.
 
     Raises:
         UnsupportedModel: what it keeps is not what it was `before`.
     """
-    if python_state(loss_fn) != before:
+    if loss_fn not in _keeping and python_state(loss_fn) != before:
+        _keeping[loss_fn] = read
+    if loss_fn in _keeping:
         raise UnsupportedModel(
-            f"The loss gives numbers of its rows to Python ({read}), and what it keeps from call to call has changed (a "
+            f"The loss gives numbers of its rows to Python ({_keeping[loss_fn]}), and what it keeps from call to call has changed (a "
             "list, an attribute, a cache): records of one row or step would reach the gradients of another. Keep nothing, "
             "or compute without Python numbers."
         )
+
+
+def was_kept(loss_fn: object) -> bool:
+    """Whether a loss was seen to keep numbers of its rows."""
+    return loss_fn in _keeping
