@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpfunc.checks import shorten
 from dpfunc.engines.draws import Draw, OtherDraws, replayed
-from dpfunc.engines.isolation import tolerance_of
+from dpfunc.engines.isolation import COARSE, tolerance_of
 from dpfunc.engines.lockstep import in_lockstep, of_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample
@@ -89,6 +89,7 @@ class Credited:
     draws: Sequence[Draw]
     per_sample: PerSample | None
     strange: bool = False
+    coarse: bool = False
 
 
 def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
@@ -96,7 +97,7 @@ def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | N
     if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
-    return Credited(per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange)
+    return Credited(per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange, per_sample.coarse)
 
 
 def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
@@ -143,6 +144,7 @@ def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, 
 def _compare(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> str:
     """The first difference, in words; empty if there is none."""
     tolerance = tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
+    tolerance = COARSE if credited.coarse else tolerance
     alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
     for row, single in alone.items():
         together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])

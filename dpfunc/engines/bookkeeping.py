@@ -15,18 +15,20 @@ from torch import Tensor
 
 from dpfunc.checks import one_of, shorten, whole
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
-from dpfunc.engines.graphs import parameters_unchanged
+from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
+from dpfunc.engines.standing import is_stood_in
 from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.taps import Catch, as_it_is, leaf, tapped
 from dpfunc.engines.tracing.memory import UNPROVEN, Memory, Unproven, refuse_unproven
 from dpfunc.engines.tracing.places import Places, Remembered, Traced
-from dpfunc.engines.tracing.trace import Trace, following, unseen
+from dpfunc.engines.tracing.trace import Misplaced, Trace, following, unseen
 from dpfunc.engines.tracking import Tracked, Tracker, version
+from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
 from dpfunc.tree import batch_size
@@ -109,11 +111,11 @@ class Book:
         self.budget -= formed
         return True
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
         """Private copies: their gradient is the answer."""
         if not self.closed:
             self.leaves.append(copies)
-            self.readers.append(partial(read_copies, tracked, axis, self.trace))
+            self.readers.append(partial(read_copies, tracked, layout, self.trace))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """Nothing to do: what is derived is collected at the end."""
@@ -145,14 +147,17 @@ def _checked(
     trace: Trace, use: Use, catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     trace.credited(grad, use.layout, f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}")
-    return catch(grad, saved)
+    try:
+        return catch(grad, saved)
+    except UnsupportedModel as error:
+        raise error if use.layout.guess is None else Misplaced(use.layout.guess) from error
 
 
-def read_copies(tracked: Tracked, axis: int, trace: Trace | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
+def read_copies(tracked: Tracked, layout: Layout, trace: Trace | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
     """The gradient of private copies."""
     if trace is not None:
-        trace.credited(grad, Layout(axis), f"the gradient of parameter {tracked.name!r}")
-    grads_B = grad.movedim(axis, 0)
+        trace.credited(grad, layout, f"the gradient of parameter {tracked.name!r}")
+    grads_B = grad.movedim(layout.axis, 0)
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 
 
@@ -246,6 +251,8 @@ def keep_books(loss_fn: LossFn, params: Params, batch: Batch, places: Places, bo
     with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
+        if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
+            refuse_reentrant((), losses_B)
         book.close()
         trace.credited(losses_B, Layout(0), "the loss")
         result = _read(tracker, book, leaves, losses_B)
@@ -257,6 +264,8 @@ def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> Per
     watched = {**params, **tracker.canaries}
     caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *watched.values()), allow_unused=True)
     refuse_escaped(watched, caught[len(book.leaves) :])
+    if not torch.compiler.is_compiling():
+        check_depends(is_stood_in() or any(grad is not None for grad in caught[: len(book.leaves)]))
     uses: dict[int, list[PerSampleGrad]] = {}
     for reader, grad in zip(book.readers, caught, strict=False):
         if grad is not None:

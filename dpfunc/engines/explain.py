@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, Book
 from dpfunc.engines.collecting import check_differentiable
+from dpfunc.engines.layout import Layout
 from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
@@ -96,9 +97,9 @@ class Surveyor(Book):
             self.costs.append(cost)
         return formed
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
         """Notes the copies."""
-        super().copies(tracked, copies, axis)
+        super().copies(tracked, copies, layout)
         shape = tuple(tracked.tensor.shape)
         self.costs.append(UseCost(tracked.name, "pointwise", "copies", shape, 4 * copies.numel(), 4 * copies.numel()))
 

@@ -16,19 +16,20 @@ from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
 from dpfunc.checks import one_of
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.draws import Draw
-from dpfunc.engines.graphs import parameters_unchanged
+from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
-from dpfunc.engines.standing import leaves_of, reduced
+from dpfunc.engines.standing import is_stood_in, leaves_of, reduced
 from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracing.memory import UNPROVEN, Memory, Unproven, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
 from dpfunc.engines.tracing.trace import Trace, following, unseen
 from dpfunc.engines.tracking import Tracked, Tracker
+from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
 from dpfunc.rng import insecure_key, torch_seed
@@ -50,7 +51,7 @@ class Meter:
     params: Mapping[int, str]
     anchor: Tensor
     trace: Trace
-    leaves: list[tuple[Tracked, Tensor, int]] = field(default_factory=list)
+    leaves: list[tuple[Tracked, Tensor, Layout]] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
     kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
@@ -96,11 +97,11 @@ class Meter:
     def _single(self, target: int) -> bool:
         return target in self.params and self.counts.get(target) == 1
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
         """Private copies are small: their gradients are kept."""
         if not self.closed:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
-            self.leaves.append((tracked, copies, axis))
+            self.leaves.append((tracked, copies, layout))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """What is also used through a derived value has no norm of its own."""
@@ -122,6 +123,7 @@ class Ghost:
     doubts: tuple[str, ...] = ()
     draws: tuple[Draw, ...] = ()
     strange: bool = False
+    coarse: bool = False
 
     @property
     def _trace(self) -> Trace:
@@ -218,6 +220,8 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
     ):
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
+        if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
+            refuse_reentrant((), losses_B)
         meter.close()
         trace.credited(losses_B, Layout(0), "the loss")
         total = losses_B.sum()
@@ -227,10 +231,11 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
         with torch_seed(seed):
             caught = torch.autograd.grad(total, targets, allow_unused=True, retain_graph=True)
         refuse_escaped(watched, caught[len(copies) : -1])
-        for (tracked, _, axis), grad in zip(meter.leaves, caught, strict=False):
+        for (tracked, _, layout), grad in zip(meter.leaves, caught, strict=False):
             if grad is not None:
-                for target, rep in read_copies(tracked, axis, trace, grad).items():
+                for target, rep in read_copies(tracked, layout, trace, grad).items():
                     meter.kept.setdefault(target, []).append(rep)
+        check_depends(is_stood_in() or bool(meter.sq_norms or meter.kept))
         with unseen():
             kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}

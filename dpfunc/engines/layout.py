@@ -15,12 +15,14 @@ class Layout:
     Args:
         axis: of the tensor. pre, post: how often all rows repeat, and how many positions each row has.
         ids: the sample of each row, int64; None if row r is sample r.
+        guess: what to try otherwise where this was guessed by shape: the gradient shows whether it is right.
     """
 
     axis: int
     pre: int = 1
     post: int = 1
     ids: Tensor | None = field(default=None, compare=False)
+    guess: object = field(default=None, compare=False)
 
     def split(self, tensor: Tensor, num_samples: int) -> Tensor:
         """(..., pre * B * post, ...) -> (B, ..., pre * post, ...): what belongs to one sample becomes one row.

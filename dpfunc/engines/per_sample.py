@@ -340,7 +340,8 @@ class PerSample:
         losses_B: of each sample. grads: name -> gradients.
         doubts: why it is not proven that samples do not influence each other; empty where it is. draws: the random
             numbers of the pass, for an audit. alone: each sample was computed alone.
-        strange: a tensor came from where no trace looks.
+        strange: a tensor came from where no trace looks. coarse: there were numbers of
+            16 bits.
     """
 
     losses_B: Tensor
@@ -349,6 +350,7 @@ class PerSample:
     draws: tuple[Draw, ...] = ()
     alone: bool = False
     strange: bool = False
+    coarse: bool = False
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""

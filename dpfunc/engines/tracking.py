@@ -80,8 +80,8 @@ class Recorder(Protocol):
         """A use by a rule; returns the output that the model goes on with."""
         ...
 
-    def copies(self, tracked: Tracked, copies: Tensor, axis: int) -> None:
-        """A leaf that holds a private copy of a parameter for each sample, on `axis`."""
+    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
+        """A leaf that holds a private copy of a parameter for each sample, on the axis of a layout."""
         ...
 
     def derived(self, sources: Sequence[Tracked]) -> None:
@@ -107,7 +107,7 @@ class Tracker(TorchFunctionMode):
     Args:
         params: leaves that require gradients. num_samples: B. places: who knows where the samples are in a result.
         tracked: identity -> parameters and derived values.
-        canaries: leaves under results that no loss should depend on.
+        canaries: leaves under results that no loss should depend on. hidden: a parameter was used under no_grad.
     """
 
     params: Mapping[str, Tensor]
@@ -116,6 +116,7 @@ class Tracker(TorchFunctionMode):
     recorder: Recorder
     tracked: dict[int, Tracked] = field(default_factory=dict)
     canaries: dict[str, Tensor] = field(default_factory=dict)
+    hidden: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -150,8 +151,9 @@ class Tracker(TorchFunctionMode):
         if writes(func, kwargs) and args and id(args[0]) in self.tracked and not self._may_write(func, args[0], tensors, found):
             raise no_rule(func, tensors, found)
         if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
+            self.hidden = True
             return func(*args, **kwargs)
-        if func in COMPOSITES:
+        if func in COMPOSITES and func not in RULES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
         if len(found) == len(tensors) and not (func in EXPANDING and self._expands(func, args, kwargs)):
@@ -230,16 +232,45 @@ class Tracker(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         key = (found[0].name, _kind(func), tuple(tensor.ndim for tensor in tensors))
         others = [tensor for tensor in tensors if id(tensor) not in self.tracked]
+        guess: Layout | None = None
         if func not in EXPANDING and self.places.shared(key, others):
-            if any(tensor.requires_grad for tensor in others):
+            private = any(tensor.requires_grad for tensor in others)
+            guess = self._guess(func, args, kwargs, found, key, private)
+            if guess is None and private:
                 raise no_rule(func, tensors, found)
-            return self._derive(func, args, kwargs, found)
+            if guess is None:
+                return self._derive(func, args, kwargs, found)
         try:
-            return self._by_rule(func, args, kwargs, tensors, found, key)
+            return self._by_rule(func, args, kwargs, tensors, found, key, guess)
+        except UnsupportedModel:
+            if guess is None or any(tensor.requires_grad for tensor in others):
+                raise
+            return self._derive(func, args, kwargs, found)
         except Unplaced:
             canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
             self.canaries[f"{found[0].name} (in {_name(func)})"] = canary
             return watched(self._plainly(func, args, kwargs).clone(), catch_any, [canary])
+
+    def _guess(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        found: Sequence[Tracked],
+        key: Key,
+        private: bool,
+    ) -> Layout | None:
+        """Where samples may be in the result of a use that depends on none of them."""
+        if func not in RULES and func not in POINTWISE and func not in LIKE_FIRST:
+            return None
+        if func in RULES:
+            result = self._plainly(func, args, kwargs)
+            after = tuple(result.shape) if isinstance(result, Tensor) else ()
+            before: tuple[int, ...] = ()
+        else:
+            after = tuple(self._shape(func, args, kwargs))
+            before = max((tuple(tracked.tensor.shape) for tracked in found), key=len)
+        return self.places.guessed(key, before, after, private)
 
     def _by_rule(
         self,
@@ -249,14 +280,15 @@ class Tracker(TorchFunctionMode):
         tensors: Sequence[Tensor],
         found: Sequence[Tracked],
         key: Key,
+        guess: Layout | None,
     ) -> Any:  # noqa: ANN401
         for tracked in found:
             tracked.used.append(version(tracked.tensor))
         if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST:
-            return self._pointwise(func, args, kwargs, found, key)
+            return self._pointwise(func, args, kwargs, found, key, guess)
         if func not in RULES or any(tensor.is_complex() for tensor in tensors):
             raise no_rule(func, tensors, found)
-        return self._rule(RULES[func], func, args, kwargs, found, key)
+        return self._rule(RULES[func], func, args, kwargs, found, key, guess)
 
     def _replaced(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
         if isinstance(value, Tensor) and id(value) in self.tracked:
@@ -278,11 +310,12 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
         key: Key,
+        guess: Layout | None,
     ) -> Tensor:
         if any(is_dtensor(tracked.tensor) for tracked in found):
             raise unsupported(_name(func), {f.name: f.tensor for f in found}, {f.name: f.name for f in found})
         output = self._shape(func, args, kwargs)
-        layout = self._layout(func, args, kwargs, found, key, output)
+        layout = guess or self._layout(func, args, kwargs, found, key, output)
         if layout is None:
             return self._derive(func, args, kwargs, found)  # type: ignore[no-any-return]
         by: dict[int, Tensor] = {}
@@ -290,7 +323,7 @@ class Tracker(TorchFunctionMode):
             leaf, aligned, axis = copies_for(
                 tracked.name, _name(func), tracked.tensor, output, layout, self.num_samples
             )
-            self.recorder.copies(tracked, leaf, axis)
+            self.recorder.copies(tracked, leaf, Layout(axis, guess=layout.guess))
             by[id(tracked.tensor)] = aligned
         if func in EXPANDING:
             return by[id(found[0].tensor)].expand(output)
@@ -334,6 +367,7 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
         key: Key,
+        guess: Layout | None,
     ) -> Tensor:
         bound = rule.bind(args, kwargs)
         wanted = {
@@ -350,7 +384,7 @@ class Tracker(TorchFunctionMode):
         shapes = {argument: local(bound[argument]).shape for argument in wanted}
         targets = {argument: id(bound[argument]) for argument in wanted}
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
-        layout = self.places.of(key, output)
+        layout = guess or self.places.of(key, output)
         use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, local(output).shape)
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
         return self.recorder.use(use, output, tensors)

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of
 
 from dpfunc.engines import vmap
+from dpfunc.clipped import make_clipped_grad
+from dpfunc.clipping import Flat
 from dpfunc.engines.layout import Layout
 from dpfunc.errors import DPFuncError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
@@ -271,7 +273,6 @@ USES = {
     "sample by sample": (by_sample, None),
     "sample by sample, scaled": (by_sample_scaled, None),
     "sample by sample, chunks": (by_sample_chunks, None),
-    "another operation for large batches": (unless_large, None),
     "checkpointed": (
         lambda p, b: checkpoint(lambda x: torch.tanh(x @ p["w"]) * p["b"], b["x"], use_reentrant=False), None
     ),
@@ -463,7 +464,6 @@ MIXING = {
     "layer norm over the batch": lambda p, b: F.layer_norm(b["y"].T @ b["y"], (D,), p["b"])[:1].expand(len(b["y"]), -1),
     "detached mean": detached_mean,
     "tokens of the batch": per_token_of_the_batch,
-    "size of the batch": by_size,
     "rank in the batch": rank_in_batch,
     "mixed rows": shuffled_batch,
     "sorted rows": sorted_batch,
@@ -595,19 +595,27 @@ def test_sums_of_a_ghost_are_taken_once(engine):
         assert all(torch.equal(first[name], value) for name, value in result.weighted_sum(factors).items())
 
 
-def test_layouts_fit_or_not():
-    assert not Layout(1).fits((4,), 2)
-    assert not Layout(0).fits((5, 2), 2)
-    assert not Layout(0).fits((0, 2), 2)
-    assert Layout(0).fits((2, 2), 2)
-    assert not Layout(0).fits((4, 2), 2)  # the order of samples and positions is not known
-    assert Layout(0, minor=False).fits((4, 2), 2)
+SIZED = {"size of the batch": lambda p, b: by_size(p, b), "another operation": lambda p, b: unless_large(p, b)}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_module_with_parameters_of_its_own_is_refused(engine):
-    """A loss that calls the module, and not its function of params, gives no parameter a gradient: only noise."""
-    module = nn.Linear(D, 3).double()
-    _, parameters = functionalize(module)
-    with pytest.raises(InvalidArgument, match="Expected loss_fn to depend on params"):
-        run(engine, lambda params, rows: module(rows["y"]).square().sum(1), parameters)
+@pytest.mark.parametrize("name", SIZED)
+@fast
+def test_what_depends_on_the_size_is_seen_by_the_audit(engine, name):
+    """A Python number: no trace follows it. The first batch of each size is audited."""
+    loss_fn = lambda p, b: squares(SIZED[name](p, b))  # noqa: E731
+    prepared = make_clipped_grad(loss_fn, Flat(1.0), engine=ENGINES[engine]())
+    with pytest.raises(UnsupportedModel, match="computed alone"):
+        prepared(params(s=random(1)[0]), batch())
+
+
+def test_layouts_give_each_sample_its_rows():
+    rows = torch.arange(12.0).reshape(6, 2)
+    assert torch.equal(Layout(0, 1, 2).split(rows, 3), rows.reshape(3, 2, 2))
+    assert torch.equal(Layout(0, 2, 1).split(rows, 3), rows.reshape(2, 3, 2).movedim(1, 0))
+    assert torch.equal(Layout(1).split(rows.T, 6)[:, :, 0], rows)
+    packed = Layout(0, ids=torch.tensor([2, 0, 1, 0, 2, 0])).split(rows, 3)
+    assert packed.shape == (3, 3, 2)
+    assert torch.equal(packed[0], rows[[1, 3, 5]])
+    assert torch.equal(packed[1], torch.cat([rows[2:3], torch.zeros(2, 2)]))
+    each = Layout(0, 2, 2).each(torch.tensor([[1.0], [2.0]]), 2)
+    assert each.flatten().tolist() == [1, 1, 2, 2, 1, 1, 2, 2]

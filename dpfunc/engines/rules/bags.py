@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.tracing.trace import current_trace
 from dpfunc.errors import UnsupportedModel
 
 
@@ -38,6 +39,7 @@ def embedding_bag(
     ids_NL, real_NL, weights_NL = input, torch.ones_like(input, dtype=torch.bool), per_sample_weights
     if offsets is not None:
         places_NL, real_NL = _places(len(input), offsets, include_last_offset)
+        declare_bags(input, places_NL, real_NL)
         ids_NL = _at(input, places_NL)
         weights_NL = None if per_sample_weights is None else _at(per_sample_weights, places_NL)
     if padding_idx is not None:
@@ -51,6 +53,13 @@ def embedding_bag(
         rows_NLd = rows_NLd * weights_NL[:, :, None].to(rows_NLd.dtype)
     sums_Nd = rows_NLd.sum(1)
     return sums_Nd if mode == "sum" else sums_Nd / real_NL1.sum(1).clamp(min=1)
+
+
+def declare_bags(ids: Tensor, places_NL: Tensor, real_NL: Tensor) -> None:
+    """Each bag holds ids of one sample, which is looked at: so its places are that sample's own."""
+    trace = current_trace()
+    if trace is not None:
+        trace.declare_parts(ids, places_NL, real_NL)
 
 
 def _places(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc.checks import shorten
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing.places import Key, Traced
-from dpfunc.engines.tracing.trace import Trace, part
+from dpfunc.engines.tracing.trace import Misplaced, Trace, part
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -59,7 +59,7 @@ class Memory:
     Nothing here is trusted: each step checks what it uses of it.
     """
 
-    wrong: MutableMapping[LossFn, set[Key]] = field(default_factory=WeakIdKeyDictionary)
+    wrong: MutableMapping[LossFn, set[tuple[Key, int]]] = field(default_factory=WeakIdKeyDictionary)
     reads: MutableMapping[LossFn, str] = field(default_factory=WeakIdKeyDictionary)
     outside: MutableMapping[LossFn, dict[int, StorageWeakRef]] = field(default_factory=WeakIdKeyDictionary)
 
@@ -68,14 +68,21 @@ class Memory:
 
         Numbers that an earlier step gave to Python may be kept there, so that its doubt is that of all later steps.
         """
-        places = Traced(Trace(num_samples, recording=True), self.wrong.setdefault(loss_fn, set()))
+        wrong = self.wrong.setdefault(loss_fn, set())
+        places = Traced(Trace(num_samples, recording=True), wrong)
         try:
-            result = compute(places)
+            while True:
+                try:
+                    result = compute(places)
+                    break
+                except Misplaced as error:  # a guess by shape, which the gradient has shown to be wrong
+                    wrong.add(error.args[0])
+                    places = Traced(Trace(num_samples, recording=True), wrong)
         finally:
             if places.trace.reads:
                 self.reads.setdefault(loss_fn, f"{places.trace.reads[0]}, which may be kept")
         kept = (self.reads[loss_fn],) if loss_fn in self.reads and not places.trace.reads else ()
-        return replace(result, doubts=(*result.doubts, *kept), strange=self._strange(loss_fn, params, places.trace))
+        return replace(result, doubts=(*result.doubts, *kept), strange=self._strange(loss_fn, params, places.trace), coarse=places.trace.coarse)
 
     def _strange(self, loss_fn: LossFn, params: Params, trace: Trace) -> bool:
         """Whether a tensor came from where the trace does not look (another thread, another library), unlike before."""

@@ -5,7 +5,7 @@ The second is for compiled steps: dynamo traces no dispatch mode, so a step is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dpfunc.engines.layout import Layout
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, same_ids
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
 from dpfunc.engines.tracing.trace import Trace
 from dpfunc.errors import UnsupportedModel
 
@@ -25,10 +25,6 @@ class Unplaced(Exception):
     """The result of a use belongs to no samples in particular; never leaves the engines."""
 
 
-class Misplaced(Exception):
-    """The gradient says that a parameter was not expanded over the samples; never leaves the engines."""
-
-
 class Places(Protocol):
     """Who knows where the samples are."""
 
@@ -38,6 +34,10 @@ class Places(Protocol):
 
     def of(self, key: Key, output: Tensor) -> Layout:
         """Of the result of a use."""
+        ...
+
+    def guessed(self, key: Key, before: tuple[int, ...], after: tuple[int, ...], private: bool) -> Layout | None:
+        """Of the result of a use that depends on no sample: rows of it may still be looked at by one sample each."""
         ...
 
     def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> Layout | None:
@@ -71,20 +71,33 @@ class Traced:
     """
 
     trace: Trace
-    wrong: set[Key] = field(default_factory=set)
+    wrong: set[tuple[Key, int]] = field(default_factory=set)
     known: dict[Key, Layout | None] = field(default_factory=dict)
     unclear: set[Key] = field(default_factory=set)
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
         """By their types."""
-        shared = all(self.trace.type_of(tensor) is None for tensor in others)
-        if shared:
-            self._say(key, None)
-        return shared
+        return all(self.trace.type_of(tensor) is None for tensor in others)
 
     def of(self, key: Key, output: Tensor) -> Layout:
         """By its type."""
         return self._laid(key, self.trace.type_of(output))
+
+    def guessed(self, key: Key, before: tuple[int, ...], after: tuple[int, ...], private: bool) -> Layout | None:
+        """An axis as long as there are samples: the first one; with private copies of parameters any one.
+
+        Types of tokens that are all zero, a state that begins with zeros, a table that is looked up alike for each
+        sample: what is computed from them is the same for all, and each sample has a row of its own in it.
+        """
+        count = self.trace.num_samples
+        for axis, size in enumerate(after):
+            own = axis - (len(after) - len(before))  # an axis of the parameter itself is none of the samples
+            if size == count and (axis == 0 or private) and not (0 <= own and before[own] == size and not private):
+                if (key, axis) not in self.wrong:
+                    self._say(key, Layout(axis))
+                    return Layout(axis, guess=(key, axis))
+        self._say(key, None)
+        return None
 
     def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> Layout | None:
         """That of the others, which must be one."""
@@ -106,9 +119,9 @@ class Traced:
         count, shift = self.trace.num_samples, len(after) - len(before)
         for axis, size in enumerate(after):
             grown = axis < shift or (before[axis - shift] == 1 and size > 1)
-            if grown and size == count and key not in self.wrong:
+            if grown and size == count and (key, axis) not in self.wrong:
                 self._say(key, Layout(axis))
-                return Layout(axis)
+                return Layout(axis, guess=(key, axis))
         self._say(key, None)
         return None
 
@@ -149,7 +162,7 @@ class Remembered:
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
         """As it was."""
-        return self.known.get(key, key) is None
+        return self._recalled(key) is None
 
     def of(self, key: Key, output: Tensor) -> Layout:
         """As it was."""
@@ -157,6 +170,10 @@ class Remembered:
         if layout is None:
             raise UnsupportedModel(f"{key[1]} of parameter {key[0]!r} lies differently when it is compiled.")
         return layout
+
+    def guessed(self, key: Key, before: tuple[int, ...], after: tuple[int, ...], private: bool) -> Layout | None:
+        """As it was."""
+        return self._recalled(key)
 
     def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> Layout | None:
         """As it was."""
@@ -182,15 +199,3 @@ class Remembered:
                 f"{key[1]} of parameter {key[0]!r} occurs when the step is compiled, and did not before. Use compile=False."
             )
         return self.known[key]
-
-
-def agrees(kind: object, layout: Layout) -> bool:
-    """Whether a gradient has the rows that its use has; one that depends on no sample has any."""
-    if kind is None:
-        return True
-    if not isinstance(kind, Rows):
-        return False
-    return (kind.axis, kind.pre, kind.post) == (layout.axis, layout.pre, layout.post) and same_ids(kind.ids, layout.ids)
-
-
-__all__ = ["Callable", "Key", "Misplaced", "Places", "Remembered", "Traced", "Unplaced", "agrees"]

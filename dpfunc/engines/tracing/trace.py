@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dpfunc.engines.draws import Draw, drawn, draws_numbers
 from dpfunc.engines.layout import Layout
@@ -30,6 +30,17 @@ from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
 from dpfunc.types import Batch
+
+
+class Misplaced(Exception):
+    """The gradient shows that a guess about a use was wrong; never leaves the engines."""
+
+
+def agrees(kind: Type, layout: Layout) -> bool:
+    """Whether a gradient has the rows that its use has."""
+    if not isinstance(kind, Rows):
+        return False
+    return (kind.axis, kind.pre, kind.post) == (layout.axis, layout.pre, layout.post) and same_ids(kind.ids, layout.ids)
 
 
 class Constant(Enum):
@@ -78,10 +89,11 @@ RANDOM = frozenset(
     "rand randn randint rand_like randn_like randint_like bernoulli_ uniform_ normal_ random_ exponential_ geometric_ "
     "log_normal_ cauchy_ bernoulli normal".split()
 )
-ALIASES = frozenset(("_unsafe_view", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view"))
+ALIASES = frozenset(("_unsafe_view", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view"))
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
-TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils", "dpfunc.engines.rules")
+COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 # Frames between the one who reads a number and the operation.
 PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
 
@@ -153,7 +165,7 @@ class Trace(TorchDispatchMode):
     Args:
         num_samples: B. entries: what each memory depends on, and a weak reference that keeps its identity.
         doubts: why the step is not proven. reads: those of them that are numbers given to Python, which may keep them. draws: its random numbers, if they are recorded.
-        ragged: shapes follow from values of the batch. alone: the pass computes each row alone; then it is only followed whether something of the batch is kept.
+        ragged: shapes follow from values of the batch. coarse: there are numbers of 16 bits. alone: the pass computes each row alone; then it is only followed whether something of the batch is kept.
         strangers: memory that was not seen being made: parameters, constants of the loss.
     """
 
@@ -165,6 +177,7 @@ class Trace(TorchDispatchMode):
     recording: bool = False
     alone: bool = False
     ragged: bool = False
+    coarse: bool = False
     strangers: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -199,7 +212,7 @@ class Trace(TorchDispatchMode):
         """The type of a tensor, from the memory that it lies in."""
         own = part(tensor)
         if own.layout is not torch.strided:
-            return Mixed("a tensor that is not strided, which is not followed") if self.entries else None
+            return Rows(WHOLE, 1) if self.alone else Mixed("a tensor that is not strided, which is not followed")
         key = _key(own)
         entry = self.entries.get(key)
         if entry is None:
@@ -263,6 +276,8 @@ class Trace(TorchDispatchMode):
 
     def _check_credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
         kind = self.type_of(tensor)
+        if layout.guess is not None and kind is not None and not agrees(kind, layout):
+            raise Misplaced(layout.guess)
         if kind is None:
             whole = Rows(layout.axis, self.num_samples, layout.pre, layout.post)
             if layout.ids is None and not self.uniform(tensor, whole, layout.axis):
@@ -275,6 +290,19 @@ class Trace(TorchDispatchMode):
             self.doubts.append(f"{what} has its samples in another order")
         elif kind.doubt:
             self.doubts.append(f"{what} comes from {kind.doubt}")
+
+    def declare_parts(self, source: Tensor, places_NL: Tensor, real_NL: Tensor) -> None:
+        """Places (N, L) of N parts of a tensor that is cut into parts in order, each of one sample: seen by value."""
+        with unseen():
+            kind = self.type_of(source)
+            if self.alone or not isinstance(kind, Rows) or kind.axis != 0 or len(places_NL) % self.num_samples:
+                return
+            each = len(places_NL) // self.num_samples
+            wanted = torch.arange(self.num_samples).repeat_interleave(each)[:, None]
+            samples = rows_module.spread(kind)[places_NL.cpu()]
+            if bool((samples == wanted).all()):
+                for tensor in (places_NL, real_NL):
+                    self._note(tensor, stored(Rows(0, self.num_samples, 1, each, kind.ids, kind.doubt), tensor))
 
     def own(self, tensor: Tensor | None, what: str) -> None:
         """Of a row computed alone: a result must not reach over the memory of the row.
@@ -389,6 +417,8 @@ class Trace(TorchDispatchMode):
 
     def _store(self, result: Tensor, kind: Type, constant: Constant) -> None:
         own = part(result)
+        if own.dtype in COARSE_DTYPES:
+            self.coarse = True
         if kind is None:
             self._note(own, constant)
         elif isinstance(kind, Mixed) or (kind.ragged and not own.numel()):
@@ -439,12 +469,12 @@ class Trace(TorchDispatchMode):
         else:
             kinds = self._types(known, call, len(flat))
         for target, kind in zip(flat, kinds, strict=True):
-            self._overwrite(part(target), kind, known)
+            self._overwrite(part(target), kind, known, call)
         for result in tensors_of([call.out]):
             if not any(result is target for target in flat) and _key(part(result)) not in self.entries:
                 self._store(result, kinds[0], Constant.ANY)
 
-    def _overwrite(self, target: Tensor, kind: Type, known: Known) -> None:
+    def _overwrite(self, target: Tensor, kind: Type, known: Known, call: Call) -> None:
         key = _key(target)
         known_entry = self.entries.get(key)
         if known_entry is None:
@@ -455,15 +485,18 @@ class Trace(TorchDispatchMode):
             return
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         if kind is None:
-            self._overwrite_by_constant(target, entry, known, whole)
+            self._overwrite_by_constant(target, entry, known, whole, call)
         elif isinstance(kind, Mixed):
             self._note(target, kind if whole or not isinstance(entry, Stored) else _doubted(entry, kind.reason))
         else:
             self._note(target, self._joined(target, kind, entry, whole))
 
-    def _overwrite_by_constant(self, target: Tensor, entry: Entry, known: Known, whole: bool) -> None:
+    def _overwrite_by_constant(
+        self, target: Tensor, entry: Entry, known: Known, whole: bool, call: Call
+    ) -> None:
         if isinstance(entry, Constant):
-            kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, Constant.ANY)
+            made = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}
+            kept = made[known.kind] if known.kind in made else self._constant(known, call.tensors())
             self._note(target, kept if whole else Constant.ANY)
         elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
             self._note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
@@ -515,10 +548,18 @@ def _reader() -> tuple[str, int]:
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
+        if module.startswith("dpfunc.engines.rules"):
+            return module, frame.f_lineno
         if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in PLUMBING):
             return module, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return "?", 0
+
+
+def current_trace() -> Trace | None:
+    """The trace around the caller, if there is one."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Trace)]
+    return modes[-1] if modes else None
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined, lettered
+from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
+from dpfunc.engines.tracing.rows import WHOLE, Rows
 
 
 def product(*letters: str, out: str, first: int = 0) -> Handler:
@@ -61,6 +62,21 @@ def solve(call: Call) -> Type:
     return kinds
 
 
+def trilinear(call: Call) -> Type:
+    """`(one, two, three, expand1, expand2, expand3, sumdim)`: axes are added to each, then some are summed."""
+    ndim = call.args[0].ndim + len(call.args[3])
+    operands = []
+    for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
+        own = [axis for axis in range(ndim) if axis not in added]
+        operands.append(
+            Aligned(tensor, own.__getitem__, lambda axis, own=own: own.index(axis) if axis in own else -1)  # type: ignore[misc]
+        )
+    kind = combined(call, operands, call.args[6])
+    if isinstance(kind, Rows) and kind.axis != WHOLE:
+        return kind.moved(kind.axis - sum(axis < kind.axis for axis in call.args[6]))
+    return kind
+
+
 FAMILY: dict[str, Callable[[Call], object]] = {
     "mm": product("nk", "km", out="nm"),
     "bmm": product("bnk", "bkm", out="bnm"),
@@ -74,6 +90,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "vdot": product("k", "k", out=""),
     "ger": product("n", "m", out="nm"),
     "linear": linear,
+    "_trilinear": trilinear,
     "_cdist_forward": cdist,
     "_euclidean_dist": cdist,
     "_cdist_backward": cdist_backward,
