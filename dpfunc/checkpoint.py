@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from dpfunc.chain import sync_directory
 from dpfunc.checks import fail, whole
 from dpfunc.errors import CheckpointError
-from dpfunc.journal import read_steps, sync_directory
+from dpfunc.journal import read_steps, saved_end
 from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_difference, plan_to_dict
-from dpfunc.rng import Key, fingerprint
+from dpfunc.rng import Key, fingerprint, secure_key
 from dpfunc.saved import (
     MANIFEST,
     PLAN,
     PREFIX,
     STATE,
     Checkpoint,
+    check_choice,
     check_journal,
     check_own,
     check_schema,
@@ -31,6 +32,8 @@ from dpfunc.saved import (
     described,
     difference,
     free_name,
+    known_journal,
+    read_json,
     refuse,
     refuse_data,
     sha256,
@@ -39,6 +42,7 @@ from dpfunc.saved import (
     sync_file,
     verify,
     whole_checkpoints,
+    with_new_key,
     write_json,
 )
 from dpfunc.state import StepState, resumed
@@ -59,6 +63,7 @@ def save(
     optimizer_state: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
+    journal: Path | str | None = None,
 ) -> Path:
     """Write a checkpoint: a new directory, synced, then renamed into place. A kill at any moment leaves the old one.
 
@@ -69,6 +74,8 @@ def save(
         optimizer_state: `optimizer.state_dict()`: tensors, numbers, strings, lists and dicts.
         extra: JSON values of your own.
         keep: older checkpoints are removed when there are more than this, >= 1.
+        journal: the file of `Journal`, if the run has one. The checkpoint remembers where it ends, so that `load`
+            finds out when lines were lost since.
 
     Returns:
         The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
@@ -86,8 +93,9 @@ def save(
     >>> dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
     >>> state = dp_step.init(params, secure_key())
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = save(folder, params=params, state=state, plan=plan, data=data)
-    ...     checkpoint = load(folder, plan=plan, params=params, data=data)
+    ...     journal = Path(folder) / "journal.jsonl"  # as in make_dp_step(..., journal=Journal(journal, plan))
+    ...     path = save(folder, params=params, state=state, plan=plan, data=data, journal=journal)
+    ...     checkpoint = load(folder, plan=plan, params=params, data=data, journal=journal)
     >>> checkpoint.state == state
     True
     """
@@ -105,7 +113,8 @@ def save(
         if optimizer_state is not None:
             torch.save(dict(optimizer_state), work / OPTIMIZER)
         write_json(work / PLAN, plan_to_dict(plan))
-        write_json(work / STATE, state_to_dict(state, data_fingerprint(data, state.key), extra or {}))
+        end = saved_end(journal)
+        write_json(work / STATE, state_to_dict(state, data_fingerprint(data, state.key), extra or {}, end))
         write_json(work / MANIFEST, {path.name: sha256(path) for path in sorted(work.iterdir())})
         for path in work.iterdir():
             path.chmod(0o600)
@@ -130,23 +139,48 @@ def _check_kind(path: Path, files: Mapping[str, str]) -> None:
         )
 
 
+def _state(values: Mapping[str, Any], plan: Plan, journal: Path | str | None) -> StepState:
+    """The state of a run that goes on: as its journal says, or with a new key."""
+    if journal is None:
+        return with_new_key(state_from_dict(values, plan, {}), plan, secure_key())
+    known = known_journal(values)
+    runs = read_steps(journal, missing="refuse" if known is None else "empty", known=known)
+    taken = runs.get(fingerprint(Key(bytes.fromhex(values["key"]))), {})
+    check_journal(values, taken)
+    return state_from_dict(values, plan, taken)
+
+
 def load(
-    directory: Path | str, *, plan: Plan, params: Params, data: Batch | str, journal: Path | str | None = None
+    directory: Path | str,
+    *,
+    plan: Plan,
+    params: Params,
+    data: Batch | str,
+    journal: Path | str | None = None,
+    without_journal: Literal["refuse", "new_key"] = "refuse",
 ) -> Checkpoint:
     """Read the newest whole checkpoint, and refuse one of another plan, data set or parameter set.
 
     The state that comes back repeats the steps after the checkpoint bit for bit, on the same data, at no cost; its
     ledger counts all steps in the journal, so that epsilon never shrinks.
 
+    Without a journal nobody knows which steps were released after the checkpoint. With `without_journal="new_key"` the
+    run goes on with a new key, so that no noise is used twice, and pays for each step that it takes. Steps that were
+    released after this checkpoint are not in its ledger: if there were any, do not go on from here, but begin a new run
+    whose ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger). Save the run with the new key into another
+    directory.
+
     Args:
         directory: as given to `save`.
         plan, data: of this run; must equal the saved ones.
         params: parameters of the right names, shapes and dtypes (their values do not matter).
-        journal: the file of `Journal`, if the run has one.
+        journal: the file of `Journal`.
+        without_journal: what to do without one: `"refuse"`, or `"new_key"`, see above.
 
     Raises:
-        CheckpointError: none there, damaged, or of another run; the difference is shown. A journal that lacks steps
-            which the checkpoint has.
+        CheckpointError: none there, damaged, or of another run; the difference is shown. No journal, or one that lacks
+            steps which the checkpoint has, or lines which it had when the checkpoint was saved.
+        InvalidArgument: journal and without_journal="new_key" together.
 
     Guarantees:
         tests/test_checkpoint.py: the resumed run is bit-identical (test_resume_is_bit_identical) and epsilon never
@@ -165,21 +199,18 @@ def load(
     found = whole_checkpoints(Path(directory))
     if not found:
         raise CheckpointError(f"Expected a checkpoint in {directory}, found none. Start a new run.")
+    check_choice(journal, without_journal)
     path = found[-1]
-    files = json.loads((path / MANIFEST).read_text())
+    files = read_json(path / MANIFEST)
     _check_kind(path, files)
     verify(path, files)
-    values = json.loads((path / STATE).read_text())
+    values = read_json(path / STATE)
     check_schema(values, path)
-    refuse("plan", path, plan_difference(plan, json.loads((path / PLAN).read_text())))
+    refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
     refuse_data(data, values, path)
     saved = load_file(path / PARAMS)
     refuse("parameter set", path, difference(described(saved), described(params)))
-    run = fingerprint(Key(bytes.fromhex(values["key"])))
-    taken = {} if journal is None else read_steps(Path(journal)).get(run, {})
-    if journal is not None:
-        check_journal(values, taken)
-    state = state_from_dict(values, plan, taken)
+    state = _state(values, plan, journal)
     moved = {name: saved[name].to(param.device) for name, param in params.items()}
     optimizer = path / OPTIMIZER
     optimizer_state = torch.load(optimizer, weights_only=True) if optimizer.exists() else None

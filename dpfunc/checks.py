@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex, cast
 
 from dpfunc.errors import InvalidArgument
 
@@ -84,3 +85,25 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
     """The first few names and how many more there are, for messages."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def unique_json(text: str | bytes) -> Any:  # noqa: ANN401  (any JSON)
+    """JSON values in which no object has two values of one name: readers would differ in which of them counts.
+
+    Raises:
+        ValueError: not JSON, or a name occurs twice in one object.
+
+    >>> unique_json('{"steps": 100, "steps": 1}')
+    Traceback (most recent call last):
+    ValueError: the name 'steps' occurs twice in one object
+    """
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the name {name!r} occurs twice in one object")
+        values[name] = value
+    return values

@@ -158,7 +158,7 @@ class ClippedGrad:
                 credited = credited_by(per_sample, sq_norms)
                 self._audits.drew = credited is not None and bool(credited.draws)
                 if credited is not None:
-                    wanted = self._audits.due(microbatch, credited.doubts)
+                    wanted = self._audits.due(microbatch, credited.doubts, credited.strange)
                     rows = drawn_rows(key, batch_size(microbatch), wanted)
                     audit(self.loss_fn, params, microbatch, credited, rows)
 

@@ -45,3 +45,7 @@ class RankMismatch(DPFuncError, RuntimeError):
 
 class StepAborted(DPFuncError, RuntimeError):
     """Another process could not take the step, so none took it. Nothing was released and nothing was spent."""
+
+
+class InsecureKeyWarning(UserWarning):
+    """The key of a run can be guessed: its noise protects nobody. For tests and public data only."""

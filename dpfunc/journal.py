@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from dpfunc.accounting import Ledger
+from dpfunc.chain import (
+    RESTORE,
+    Head,
+    Line,
+    Position,
+    append_chained,
+    check_end,
+    cut_incomplete,
+    follow,
+    head_path,
+    known_end,
+    locked,
+    read_chain,
+    read_head,
+    resumes,
+    sync_directory,
+)
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint
-from dpfunc.state import StepState
+from dpfunc.state import StepState, step_events
 from dpfunc.types import Adjacency, Event
 
 
@@ -31,20 +45,18 @@ class Taken(NamedTuple):
 class Seen:
     """How far a journal was read, and what each step in it released."""
 
-    inode: int = 0
-    offset: int = 0
+    at: Position = field(default_factory=Position)
     releases: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def read(self, file: BinaryIO, path: Path) -> None:
-        """Read the lines that are new, or all of another file."""
-        inode = os.fstat(file.fileno()).st_ino
-        if inode != self.inode or file.seek(0, os.SEEK_END) < self.offset:
-            self.inode, self.offset, self.releases = inode, 0, {}
-        file.seek(self.offset)
-        complete = file.read().rpartition(b"\n")[0]
-        for run, step, taken in _lines(complete, path):
+        """Read the lines that are new, or all of another file, and compare the end with what was noted."""
+        same = resumes(file, self.at)
+        position, lines = follow(file, path, self.at if same else Position())
+        check_end(path, position)
+        new = list(_steps(lines, path))
+        self.at, self.releases = position, self.releases if same else {}
+        for run, step, taken in new:
             self.releases.setdefault((run, step), taken.release)
-        self.offset += len(complete) + 1 if complete else 0
 
 
 @dataclass(frozen=True)
@@ -57,14 +69,18 @@ class Journal:
 
     A line that was cut off by a crash is a step whose gradients nobody saw; it is removed before the next one.
     It holds public facts only: step numbers, events, a digest of what was released, and a fingerprint of the run's key.
+    Each line holds a digest of the line before it, and a small file beside the journal (`.head`) says which line is the
+    last: keep the two together. Several runs may share one journal.
 
     Raises:
-        CheckpointError: when a step is written, if the file has that step of the run with another release.
+        CheckpointError: when a step is written, if the file has that step of the run with another release, or if lines
+            are missing or were changed.
 
     Guarantees:
         a process killed at any moment has journalled every step it released
         (tests/test_checkpoint.py::test_kill_loses_no_accounting); no step is released twice with other values, by
-        whatever processes (tests/test_released_once.py::test_a_key_begins_one_run, test_a_step_is_released_once).
+        whatever processes (tests/test_released_once.py::test_a_key_begins_one_run, test_a_step_is_released_once);
+        no line is lost or changed unseen (tests/test_journal.py::test_a_line_that_is_lost_or_changed_is_seen).
 
     >>> import tempfile
     >>> import torch
@@ -75,7 +91,10 @@ class Journal:
     >>> loss_fn, params = lambda params, batch: (params["w"] * batch).sum(1), {"w": torch.zeros(2)}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     journal = Journal(Path(folder) / "journal.jsonl", plan)
-    ...     result = make_dp_step(loss_fn, plan, journal=journal)(params, torch.ones(10, 2))
+    ...     dp_step = make_dp_step(loss_fn, plan, journal=journal)
+    ...     state = dp_step.init(params, secure_key())
+    ...     indices = next(iter(plan.batches(state)))
+    ...     result = dp_step(params, torch.ones(100, 2)[indices], state)
     ...     journal_ledger(journal.path)
     Ledger(1 steps, add_remove: (q=0.1, sigma=1) x 1)
     """
@@ -92,16 +111,18 @@ class Journal:
     def __call__(self, after: StepState) -> None:
         """Append the step that leads to `after`, and wait until it is on disk."""
         step = after.step - 1
-        events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in self.plan.events(step, step + 1)]
+        events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in step_events(self.plan, after, step)]
         run, release = fingerprint(after.key), dict(after.released).get(step, "")
-        line = {
+        values = {
             "run": run, "step": step, "adjacency": self.plan.adjacency, "events": events, "release": release
         }  # fmt: skip
-        append_line(self.file, json.dumps(line), partial(self._check, run, step, release))
+        with locked(self.file) as file:
+            self._seen.read(file, self.file)
+            self._check(run, step, release)
+            append_chained(file, self.file, self._seen.at, values)
 
-    def _check(self, run: str, step: int, release: str, file: BinaryIO) -> None:
+    def _check(self, run: str, step: int, release: str) -> None:
         """No other release of this step is in the file, whoever wrote it."""
-        self._seen.read(file, self.file)
         if self._seen.releases.get((run, step), release) != release:
             raise CheckpointError(
                 f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
@@ -110,24 +131,15 @@ class Journal:
             )
 
 
-def append_line(path: Path, line: str, check: Callable[[BinaryIO], None] | None = None) -> None:
-    """Append a line and sync it; an incomplete last line is cut off first.
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file of notes and sync it; an incomplete last line is cut off first.
 
     Args:
-        path: of the file. line: without its end. check: looks at the file while no other process may write it.
+        path: of the file. line: without its end.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
-    with open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-        if check is not None:
-            check(file)
-        end = file.seek(0, os.SEEK_END)
-        if end:
-            file.seek(end - 1)
-            if file.read(1) != b"\n":
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
+    with locked(path) as file:
+        cut_incomplete(file)
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -135,41 +147,75 @@ def append_line(path: Path, line: str, check: Callable[[BinaryIO], None] | None 
         sync_directory(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Make new and renamed entries of a directory durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_steps(path: Path | str) -> dict[str, dict[int, Taken]]:
+def read_steps(
+    path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: Head | None = None
+) -> dict[str, dict[int, Taken]]:
     """What each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
+    Args:
+        path: of the journal.
+        missing: a journal without lines is an error, or, before the first step of a run, no steps.
+        known: the end of the journal as it once was; it may have grown since.
+
     Raises:
-        CheckpointError: a complete line that cannot be read.
+        CheckpointError: no lines; a line is missing, was changed, or cannot be read.
     """
-    runs: dict[str, dict[int, Taken]] = {}
     path = Path(path)
-    if not path.exists():
-        return runs
-    for run, step, taken in _lines(path.read_bytes().rpartition(b"\n")[0], path):
-        runs.setdefault(run, {}).setdefault(step, taken)
+    lines = read_chain(path)
+    if known is not None:
+        _check_known(path, lines, known)
+    if not lines and missing == "refuse":
+        found = "is empty" if path.exists() else "is no file"
+        raise CheckpointError(
+            f"Expected a journal with at least one step, got {path}, which {found}. Name the file that the run was "
+            "given as Journal(path, plan). A run that begins anew has no ledger yet: leave it out."
+        )
+    runs: dict[str, dict[int, Taken]] = {}
+    for run, step, taken in _steps(lines, path):
+        first = runs.setdefault(run, {}).setdefault(step, taken)
+        if first != taken:
+            raise CheckpointError(
+                f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
+                f"once. {RESTORE}"
+            )
     return runs
 
 
-def _lines(complete: bytes, path: Path) -> Iterator[tuple[str, int, Taken]]:
+def _check_known(path: Path, lines: list[Line], known: Head) -> None:
+    """The journal still begins as it was when a checkpoint was saved."""
+    if read_head(path) is None:
+        raise CheckpointError(
+            f"Expected the journal {path} with {head_path(path).name} beside it, as when the checkpoint was saved, got "
+            f"no such file. {RESTORE}"
+        )
+    if len(lines) < known.lines:
+        raise CheckpointError(
+            f"Expected at least {known.lines} lines in the journal {path}, as when the checkpoint was saved, got "
+            f"{len(lines)}. {RESTORE}"
+        )
+    if known.lines and lines[known.lines - 1][0] != known:
+        raise CheckpointError(
+            f"Line {known.lines} of the journal {path} is not the one that was there when the checkpoint was saved: it "
+            f"is another journal, or was changed. {RESTORE}"
+        )
+
+
+def saved_end(path: Path | str | None) -> Head | None:
+    """The end of a journal, for a checkpoint to remember; None without a journal."""
+    return None if path is None else known_end(Path(path))
+
+
+def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
     """(run, step, what it took) of each line."""
-    for number, line in enumerate(complete.splitlines(), start=1):
+    for end, values in lines:
         try:
-            values = json.loads(line)
             events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
             yield values["run"], int(values["step"]), Taken(values["adjacency"], events, str(values["release"]))
         except KeyError as error:
-            raise CheckpointError(f"Line {number} of the journal {path} cannot be read: it lacks {error}.") from error
+            said = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
+            raise CheckpointError(said) from error
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"Line {number} of the journal {path} cannot be read: {error}.") from error
+            raise CheckpointError(f"Line {end.lines} of the journal {path} cannot be read: {error}.") from error
 
 
 def journal_ledger(path: Path | str) -> Ledger:
@@ -177,7 +223,8 @@ def journal_ledger(path: Path | str) -> Ledger:
 
     Raises:
         LedgerConflict: runs of different adjacency.
-        CheckpointError: a line that cannot be read.
+        CheckpointError: no such file, one without steps (a misspelt path must not be free), or one from which lines are
+            missing or in which they were changed.
     """
     ledgers = [Ledger(taken.events, taken.adjacency) for run in read_steps(path).values() for taken in run.values()]
-    return Ledger() if not ledgers else ledgers[0].compose(*ledgers[1:])
+    return ledgers[0].compose(*ledgers[1:])

@@ -20,18 +20,43 @@ from dpfunc.errors import InvalidArgument
 KEY_BYTES = 32
 
 
+_marks = [os.urandom(8).hex()]
+
+
+def process_mark() -> str:
+    """A name for this process that no other one has, forked ones included; it is no secret."""
+    return f"{os.getpid()}.{_marks[-1]}"
+
+
+def _after_fork() -> None:
+    _marks[:] = [os.urandom(8).hex()]
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @dataclass(frozen=True)
 class Key:
     """256 bits from which randomness is derived. The repr hides them.
 
     Args:
         secret: 32 bytes. Use `secure_key()` to get them from the operating system.
+        guessable: others can know the key, as one of `insecure_key`. No secret.
+        made_in: `process_mark()` of the process that made the key, or the key from which it was derived. A step is
+            taken in that process only: a copy that a fork or a pickle has carried into another process would draw the
+            same noise there.
+
+    Keys of the same secret are equal, whatever else is known about them.
 
     >>> Key(bytes(32))
     Key(hidden)
+    >>> insecure_key(0)
+    Key(hidden, guessable)
     """
 
     secret: bytes = field(repr=False)
+    guessable: bool = field(default=False, compare=False)
+    made_in: str = field(default_factory=process_mark, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes) or len(self.secret) != KEY_BYTES:
@@ -40,7 +65,7 @@ class Key:
             )
 
     def __repr__(self) -> str:
-        return "Key(hidden)"
+        return "Key(hidden, guessable)" if self.guessable else "Key(hidden)"
 
 
 def secure_key() -> Key:
@@ -55,13 +80,14 @@ def secure_key() -> Key:
 def insecure_key(seed: int) -> Key:
     """A key that anybody can guess, for tests and demonstrations on public data.
 
-    All bits of the seed count: 1 and 1 + 2**32 give unrelated keys.
+    All bits of the seed count: 1 and 1 + 2**32 give unrelated keys. A run that begins with it warns
+    (`InsecureKeyWarning`).
 
     >>> insecure_key(1) == insecure_key(1 + 2**32)
     False
     """
     number = whole("seed", seed)
-    return Key(hashlib.blake2b(f"insecure:{number}".encode(), digest_size=KEY_BYTES).digest())
+    return Key(hashlib.blake2b(f"insecure:{number}".encode(), digest_size=KEY_BYTES).digest(), guessable=True)
 
 
 def fold_in(key: Key, *parts: int | str) -> Key:
@@ -79,7 +105,7 @@ def fold_in(key: Key, *parts: int | str) -> Key:
             raise InvalidArgument(f"Expected int or str parts in fold_in, got {type(part).__name__}.")
         data = f"{'i' if isinstance(part, int) else 's'}{part}".encode()
         digest.update(len(data).to_bytes(8, "little") + data)
-    return Key(digest.digest())
+    return Key(digest.digest(), key.guessable, key.made_in)
 
 
 def fingerprint(key: Key) -> str:

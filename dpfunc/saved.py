@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dpfunc.accounting import Ledger
-from dpfunc.checks import fail, shorten
-from dpfunc.errors import CheckpointError
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.chain import Head
+from dpfunc.checks import fail, one_of, shorten, unique_json
+from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState, plan_mark
 from dpfunc.types import Batch, Params
 
-SCHEMA = 1
+SCHEMA = 2
 PREFIX = "step-"
 STATE, PLAN, MANIFEST = "state.json", "plan.json", "manifest.json"
 
@@ -60,11 +61,12 @@ def data_fingerprint(data: Batch | str, key: Key) -> str:
     return digest.hexdigest()
 
 
-def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any], journal: Head | None = None) -> dict[str, Any]:
     """A state as JSON values, with its key.
 
     Args:
-        state: of the run. data: fingerprint of its data. extra: JSON values of the user's own.
+        state: of the run. data: fingerprint of its data. extra: JSON values of the user's own. journal: where the
+            journal of the run ends, if it has one.
     """
     try:
         json.dumps(dict(extra or {}))
@@ -78,6 +80,9 @@ def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any]) -> dict
         "limit": state.limit,
         "charged": state.charged,
         "key": state.key.secret.hex(),
+        "guessable": state.key.guessable,
+        "drawn": state.drawn,
+        "journal": None if journal is None else journal._asdict(),
         "ledger": json.loads(state.ledger.to_json()),
         "released": state.released,
         "data": data,
@@ -106,11 +111,83 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     if later > charged:
         ledger = ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
         charged = later
-    key = Key(bytes.fromhex(values["key"]))
+    key = Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"]))
     step = int(values["step"])
     released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
     limit, repeated = int(values["limit"]), tuple(sorted(released.items()))
-    return StepState(step, limit, charged, key, (), ledger, repeated, plan_mark(plan))
+    return StepState(step, limit, charged, key, (), ledger, repeated, plan_mark(plan), bool(values["drawn"]))
+
+
+def known_journal(values: Mapping[str, Any]) -> Head | None:
+    """Where the journal ended when a checkpoint was saved; None if it was saved without one."""
+    known = values["journal"]
+    return None if known is None else Head(int(known["lines"]), str(known["digest"]))
+
+
+def check_choice(journal: Path | str | None, without_journal: str) -> None:
+    """A resumed run has a journal, or the caller says what happens without one.
+
+    Raises:
+        CheckpointError: neither. InvalidArgument: both.
+    """
+    new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
+    if journal is not None and new_key:
+        raise InvalidArgument(
+            'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
+        )
+    if journal is None and not new_key:
+        raise CheckpointError(
+            "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
+            "checkpoint, and repeating them with anything changed would give their noise away. Pass journal=, the file "
+            'of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint was '
+            "released, or you count those that were."
+        )
+
+
+def with_new_key(state: StepState, plan: Plan, key: Key) -> StepState:
+    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
+
+    Args:
+        state: of the run. plan: of the run. key: never used before.
+
+    Raises:
+        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew.
+    """
+    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
+    if state.step % epoch:
+        raise CheckpointError(
+            f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
+            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
+            "a new run that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
+        )
+    fresh = state._replace(key=key, charged=state.step, released=())
+    return fresh._replace(limit=budget_limit(fresh, plan))
+
+
+def budget_limit(state: StepState, plan: Plan) -> int:
+    """How far the budget goes from the first step that still has to be paid."""
+    if plan.epsilon is None:
+        return state.limit
+    start = state.charged
+    return start + affordable_steps(
+        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+        limit=max(state.limit - start, 0),
+        method=plan.accountant,
+    )
+
+
+def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
+    """The values in a file of a checkpoint.
+
+    Raises:
+        CheckpointError: not JSON, or a name occurs twice in one object.
+    """
+    try:
+        return unique_json(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"The file {path} cannot be read: {error}. It was changed after it was saved.") from error
 
 
 def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:
@@ -207,7 +284,7 @@ def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -
     """
     own = {fingerprint(key), *family}
     for path in whole_checkpoints(parent):
-        known = fingerprint(Key(bytes.fromhex(json.loads((path / STATE).read_text())["key"]))) in own
+        known = fingerprint(Key(bytes.fromhex(read_json(path / STATE)["key"]))) in own
         if not known or not (path / marker).exists():
             raise CheckpointError(
                 f"Expected only checkpoints of this run in {parent}, found {path.name} of another "

@@ -10,7 +10,8 @@ from dpfunc.checks import fail
 from dpfunc.distributed.handshake import digest
 from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
 from dpfunc.plan import Plan
-from dpfunc.rng import Key, fingerprint
+from dpfunc.rng import Key, fingerprint, process_mark
+from dpfunc.types import Event, schedule_at
 
 
 class StepState(NamedTuple):
@@ -26,6 +27,8 @@ class StepState(NamedTuple):
         ledger: what was spent, earlier phases included.
         released: (step, digest) of what an interrupted run released after this state; repeated bit for bit or refused.
         plan: `plan_mark` of the plan that limit and charged are about.
+        drawn: the plan's sampler draws the batches. False in the one step of a call without a state, which is charged
+            with sampling_prob=1.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -40,6 +43,18 @@ class StepState(NamedTuple):
     ledger: Ledger
     released: tuple[tuple[int, str], ...] = ()
     plan: str = ""
+    drawn: bool = True
+
+
+def step_events(plan: Plan, state: StepState, step: int) -> tuple[Event, ...]:
+    """What a step of a run costs. A batch that nobody drew claims no amplification by sampling.
+
+    Args:
+        plan: of the run. state: any of the run. step: number of the step.
+    """
+    if state.drawn:
+        return plan.events(step, step + 1)
+    return (Event(1.0, schedule_at(plan.noise_multiplier, step), 1),)
 
 
 def plan_mark(plan: Plan) -> str:
@@ -109,7 +124,7 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
     Raises:
         InvalidArgument: not a state, or one of another plan.
         BudgetExhausted: the next step would overspend.
-        StateReused: this step was released before.
+        StateReused: this step was released before, or could be by the process from which its key was copied.
     """
     if not isinstance(state, StepState):
         raise fail(
@@ -120,6 +135,12 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
             f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "
             "steps, are not those of this one. For another phase begin a new run that counts the old one: "
             "dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger). Nothing was spent."
+        )
+    _check_process(state.key)
+    if state.step >= state.limit and not state.drawn:
+        raise BudgetExhausted(
+            "No step is left: a call without a state is a run of one step. Begin a run of more with "
+            "state = dp_step.init(params, dpfunc.secure_key()). The step was not taken."
         )
     if state.step >= state.limit:
         spent = state.ledger.epsilon(plan.delta).epsilon
@@ -141,6 +162,24 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
             "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
             "or a key that was used for an earlier run: take a new one from dpfunc.secure_key(). To reproduce a run "
             "with the same data on purpose, see dpfunc.state.replay. Nothing was spent."
+        )
+
+
+def _check_process(key: Key) -> None:
+    """The key was made in this process: a copy in another process would draw the same noise for other values.
+
+    Raises:
+        StateReused: a fork or a pickle has carried the key here. Covered: forks that Python knows of (os.fork,
+            multiprocessing), and pickles of keys and states (spawned processes, torch.save). Not covered: processes
+            that each make a `Key` of the same bytes, which only a journal can tell apart.
+    """
+    if key.made_in != process_mark():
+        raise StateReused(
+            "The key of this state was made in another process, from which this one was forked or sent a copy: both "
+            "would draw the same noise, and the difference of what they release would have none. Make the key in the "
+            "process that trains: dpfunc.secure_key(), or dpfunc.distributed.shared_key(ranks) for processes that "
+            "take each step together. To go on with a run of another process, load its checkpoint: "
+            "dpfunc.load(..., journal=path). Nothing was spent."
         )
 
 

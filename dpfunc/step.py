@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -29,11 +28,20 @@ from dpfunc.engines.ghost import ghost
 from dpfunc.engines.lockstep import in_company
 from dpfunc.engines.loop import loop
 from dpfunc.engines.vmap import vmap
-from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch
+from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import gaussian
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
-from dpfunc.state import StepState, a_state, check_repeated, check_state, plan_mark, remember, without_addresses
+from dpfunc.state import (
+    StepState,
+    a_state,
+    check_repeated,
+    check_state,
+    plan_mark,
+    remember,
+    step_events,
+    without_addresses,
+)
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
@@ -61,7 +69,7 @@ class DPStep:
     verify_batch: bool
     journal: Callable[[StepState], None] | None
     ranks: Ranks | None = None
-    _stateless: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    _stateless: list[str] = field(default_factory=list, repr=False, compare=False)  # runs of their own; one at most
 
     @cached_property
     def _mark(self) -> str:
@@ -79,10 +87,20 @@ class DPStep:
             InvalidArgument: bad parameters, or groups and bounds that do not fit them.
             LedgerConflict: the ledger uses another adjacency.
             BudgetExhausted: not one step fits into the budget.
+
+        Warns:
+            InsecureKeyWarning: everybody can know the key.
         """
         check_params(params)
         if not isinstance(key, Key):
             raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+        if key.guessable:
+            warnings.warn(
+                "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
+                "holds. That is for tests and public data. For private data use dpfunc.secure_key().",
+                InsecureKeyWarning,
+                stacklevel=2,
+            )
         parts = partition(self.plan.clip.groups, tuple(params))
         group_bounds(self.plan.clip.clip_norm, parts.group_names)
         spent = Ledger(adjacency=self.plan.adjacency) if ledger is None else ledger
@@ -127,6 +145,8 @@ class DPStep:
 
         record() if self.ranks is None else confirmed(record, self.ranks)
         remember(after, digest)
+        if not state.drawn:
+            self._stateless.append(fingerprint(state.key))
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Tensor:
@@ -185,14 +205,24 @@ class DPStep:
         return decide(self.clipped_grad.loss_fn) if decide else None
 
     def _run_of_its_own(self, params: Params) -> StepState:
-        if next(self._stateless) == 1:
-            warnings.warn(
+        if self._stateless:
+            raise InvalidArgument(
                 "dp_step was called without a state more than once. Each such call is a run of its own with its own "
-                "ledger, and nobody adds them up. In a loop, pass the state on: "
-                "grads, state, unreleased = dp_step(params, batch, state).",
-                stacklevel=3,
+                "ledger, and nobody adds them up. In a loop, pass the state on: begin with "
+                "state = dp_step.init(params, dpfunc.secure_key()), then "
+                "grads, state, unreleased = dp_step(params, batch, state). Nothing was spent."
             )
-        return self.init(params, secure_key())
+        state = self.init(params, secure_key())._replace(limit=1, drawn=False)
+        plan = self.plan
+        cost = Ledger(step_events(plan, state, 0), plan.adjacency).epsilon(plan.delta, plan.accountant).epsilon
+        if plan.epsilon is not None and cost > plan.epsilon:
+            raise BudgetExhausted(
+                f"A call without a state costs epsilon={cost:.4g} at delta={plan.delta:g}, more than the budget "
+                f"epsilon={plan.epsilon:g}: nobody drew its batch, so it claims no amplification by sampling. Draw it: "
+                "state = dp_step.init(params, dpfunc.secure_key()), and batches from plan.batches(state). The step was "
+                "not taken."
+            )
+        return state
 
     def _check_draw(self, state: StepState, real_samples: int) -> None:
         drawn = len(self.plan.draw(state, state.step, self.ranks))
@@ -210,7 +240,7 @@ class DPStep:
         if step <= state.charged:
             left = tuple(item for item in state.released if item[0] >= step)
             return state._replace(step=step, noise_state=noise_state, released=left)
-        cost = Ledger(self.plan.events(state.step, step), self.plan.adjacency)
+        cost = Ledger(step_events(self.plan, state, state.step), self.plan.adjacency)
         return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
 
     def _reduce(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
@@ -248,7 +278,8 @@ def make_dp_step(
         compile: compile the clipped sum with `torch.compile(fullgraph=True)`; needs microbatch_size.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
         noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.
-        verify_batch: compare the size of each batch with the plan's draw of that step.
+        verify_batch: compare the size of each batch with the plan's draw of that step. With False the ledger has the
+            same events, and that they hold is your claim: you draw by the law of the plan's sampler elsewhere.
         journal: called with the next state before a step returns, e.g. `checkpoint.Journal`; if it raises, nothing is
             released. With ranks, one process calls it.
         ranks: the processes that take the step together, `dpfunc.distributed.data_parallel()` or `sharded(mesh)`; each
@@ -256,7 +287,8 @@ def make_dp_step(
 
     Returns:
         `dp_step`, with `dp_step.init(params, key)` for the first state. `dp_step(params, batch)` without a state is a
-        run of its own, with fresh entropy and its own ledger. `mask_B=` marks real samples in padded batches.
+        run of its own, once, with fresh entropy and its own ledger; nobody drew its batch, so it is charged with
+        sampling_prob=1. `mask_B=` marks real samples in padded batches.
 
     Raises:
         InvalidArgument, BudgetExhausted, StateReused, SamplingMismatch: all before anything is spent.

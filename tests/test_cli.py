@@ -6,6 +6,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from test_journal import line, written
 
 from dpfunc.accounting import Ledger
 from dpfunc.cli import main
@@ -76,8 +77,7 @@ def test_ledger_show(tmp_path):
 
 def test_journal_show(tmp_path):
     path = tmp_path / "journal.jsonl"
-    line = '{"run": "a", "step": %d, "adjacency": "add_remove", "events": [[1.0, 5.0, 1]], "release": ""}\n'
-    path.write_text("".join(line % step for step in range(10)))
+    written(path, *(line(step) for step in range(10)))
     assert "2.594" in run("ledger", "show", path, "--delta", 1e-5).stdout
 
 

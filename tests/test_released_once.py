@@ -84,16 +84,15 @@ def test_a_step_is_released_once(tmp_path):
     assert journal_ledger(journal.path) == repeated.ledger == PLAN.ledger(6)
 
 
-@pytest.mark.parametrize("journalled", [False, True])
-def test_going_back_repeats_or_is_refused(tmp_path, journalled):
-    """Also in one process, and where the journal is not given to load."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN) if journalled else None
+def test_going_back_repeats_or_is_refused(tmp_path):
+    """Also in one process."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
     state, values, optimizer = start()
-    store(tmp_path / "c", state, values, optimizer)
+    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
     end = steps(state, values, optimizer, 4, journal, bent_loss)
 
     def back(optimizer_of):
-        saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA)
+        saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
         return steps(saved.state, own := moved(saved.params), optimizer_of(own), 4, journal, bent_loss), own
 
     with pytest.raises((StateReused, CheckpointError), match="tep 1 of this run"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from scipy import stats
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
+from dpfunc.journal import Journal, journal_ledger
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.state import replay
@@ -249,14 +249,41 @@ def test_nan_sample_leaves_the_rest_alone():
 
 def test_without_a_state_each_call_is_a_run_of_its_own():
     dp_step = make_dp_step(linear_loss, plan())
+    with pytest.raises(InvalidArgument, match="dtype"):
+        dp_step(params(torch.long), take(DATA, torch.arange(4)))  # releases nothing, and is no run
     grads, state, _ = dp_step(params(), take(DATA, torch.arange(4)))
-    assert state.ledger.num_steps == 1
-    with pytest.warns(UserWarning, match="Each such call is a run of its own"):
-        other, _, _ = dp_step(params(), take(DATA, torch.arange(4)))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="Each such call is a run of its own.*Nothing was spent"):
+            dp_step(params(), take(DATA, torch.arange(4)))
+    other, _, _ = make_dp_step(linear_loss, plan())(params(), take(DATA, torch.arange(4)))
     assert not torch.allclose(flat(grads), flat(other))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dp_step(params(), take(DATA, torch.arange(4)))  # said once
+    with pytest.raises(BudgetExhausted, match="a call without a state is a run of one step"):
+        dp_step(params(), take(DATA, torch.arange(4)), state)
+
+
+@pytest.mark.parametrize("noise", [1.0, Schedule(((1, 2.0), (4, 1.0)))], ids=["constant", "schedule"])
+def test_a_batch_that_nobody_drew_claims_no_amplification(tmp_path, noise):
+    """The ledger and the journal say the same; the batch sampler's event is for batches that it drew."""
+    the_plan = plan(noise_multiplier=noise)
+    journal = Journal(tmp_path / "journal.jsonl", the_plan)
+    batch = take(DATA, torch.arange(4))
+    _, state, _ = make_dp_step(linear_loss, the_plan, journal=journal)(params(), batch)
+    sigma = 2.0 if isinstance(noise, Schedule) else noise
+    assert state.ledger == Ledger((Event(1.0, sigma, 1),)) == journal_ledger(journal.path)
+    elsewhere = make_dp_step(linear_loss, the_plan, verify_batch=False)  # whose claim it is that the law is the plan's
+    _, state, _ = elsewhere(params(), batch, elsewhere.init(params(), secure_key()))
+    assert state.ledger == Ledger((Event(0.2, sigma, 1),))
+
+
+def test_a_batch_that_nobody_drew_keeps_to_the_budget():
+    one = plan().guarantee(1).epsilon
+    all_records = Ledger((Event(1.0, 1.0, 1),)).epsilon(1e-3).epsilon
+    assert one < all_records
+    tight = make_dp_step(linear_loss, plan(num_steps=1, epsilon=(one + all_records) / 2))
+    with pytest.raises(BudgetExhausted, match="nobody drew its batch"):
+        tight(params(), take(DATA, torch.arange(4)))
+    wide = make_dp_step(linear_loss, plan(num_steps=1, epsilon=all_records + 0.01))
+    assert wide(params(), take(DATA, torch.arange(4))).state.ledger.epsilon(1e-3).epsilon <= all_records + 0.01
 
 
 def test_unreleased_values_are_hidden():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from dpfunc.checks import fail, one_of
+from dpfunc.checks import fail, one_of, unique_json
 from dpfunc.errors import DPFuncError, InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
@@ -93,7 +93,8 @@ class Ledger:
         """The ledger that `to_json` wrote.
 
         Raises:
-            InvalidArgument: not JSON, another schema, or a field that is missing, unknown or outside its domain.
+            InvalidArgument: not JSON, another schema, or a field that is missing, unknown, there twice or outside its
+                domain.
                 Nothing is dropped or repaired: a ledger that lost an event would under-report.
 
         >>> ledger = Ledger((Event(0.1, 1.0, 10),), "replace_one")
@@ -101,7 +102,7 @@ class Ledger:
         True
         """
         try:
-            values = json.loads(text)
+            values = unique_json(text)
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"Expected a ledger as JSON: {error}.") from error
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:

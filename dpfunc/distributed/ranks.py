@@ -143,11 +143,12 @@ def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
         ranks: of the run. key: the key, where the caller has one (an insecure one, in tests); used on one process.
     """
     own = secure_key() if key is None else key
-    values = torch.tensor(list(own.secret), dtype=torch.int64, device=ranks.device)
+    values = torch.tensor([*own.secret, int(own.guessable)], dtype=torch.int64, device=ranks.device)
     values = values if ranks.writes else torch.zeros_like(values)
     for group in ranks.groups:
         dist.all_reduce(values, group=group)
-    return Key(bytes(values.tolist()))
+    *secret, guessable = values.tolist()
+    return Key(bytes(secret), guessable=bool(guessable))
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:

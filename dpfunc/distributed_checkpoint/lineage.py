@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dpfunc.accounting import Ledger, affordable_steps
-from dpfunc.checks import shorten
+from dpfunc.accounting import Ledger
+from dpfunc.checks import shorten, unique_json
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
-from dpfunc.saved import check_journal, difference, state_from_dict
+from dpfunc.saved import budget_limit, check_journal, difference, state_from_dict, with_new_key
 from dpfunc.state import StepState
 from dpfunc.types import Event
 
@@ -59,7 +59,7 @@ def read_notes(path: Path) -> list[Note]:
     if not path.exists():
         return []
     try:
-        return [Note(**json.loads(line)) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+        return [Note(**unique_json(line)) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
 
@@ -93,7 +93,7 @@ class History:
 
     Args:
         values: of the checkpoint, with its layout and the number of notes there were.
-        notes: all there are now. taken: all steps in the journal, or None without one.
+        notes: all there are now. taken: all steps in the journal, or None without one, when the run takes a new key.
     """
 
     values: Mapping[str, Any]
@@ -121,11 +121,6 @@ class History:
         known = [note.layout for note in self.notes if note.run == self.run and note.start <= step]
         found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
         return found
-
-    @property
-    def was_resumed(self) -> bool:
-        """Whether this run changed its layout, continues another, or is continued by one."""
-        return any(self.run in (note.run, note.parent) for note in self.notes)
 
     def relatives(self) -> set[str]:
         """The other runs of the same descent."""
@@ -165,8 +160,10 @@ def resume(
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
     newest = history.layout_of(state.charged)
-    if history.taken is None and (newest != layout or history.was_resumed):
-        _refuse(newest, layout, "Which steps were released after the checkpoint is in the journal only: pass journal=.")
+    if history.taken is None:  # nobody knows what was released after the checkpoint: no noise is used again
+        counted[history.run] = state.charged
+        fresh = with_new_key(state, plan, new_key)
+        return fresh, Note(fingerprint(new_key), fresh.step, layout, counted, history.run)
     released = [history.layout_of(step) for step in range(state.step, state.charged)]
     changed = next((each for each in released if each != layout), None)
     if changed is None:
@@ -179,12 +176,8 @@ def resume(
             f"Steps {state.step} to {state.charged - 1} were released after the checkpoint, and are in the journal. "
             "Resume as they were computed; or pass recharge=True to draw them anew, with new noise, at their cost.",
         )
-    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
-    if state.step % epoch:
-        _refuse(changed, layout, f"An epoch of {epoch} shuffled steps cannot be drawn anew from its middle.")
     counted[history.run] = state.charged
-    fresh = state._replace(key=new_key, charged=state.step, released=())
-    fresh = fresh._replace(limit=_limit(fresh, plan))
+    fresh = with_new_key(state, plan, new_key)
     return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
 
 
@@ -219,21 +212,7 @@ def _with_relatives(state: StepState, history: History, plan: Plan, counted: dic
     if not extra:
         return state
     state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
-    return state._replace(limit=_limit(state, plan))
-
-
-def _limit(state: StepState, plan: Plan) -> int:
-    """How far the budget goes from the first step that still has to be paid."""
-    if plan.epsilon is None:
-        return state.limit
-    start = state.charged
-    return start + affordable_steps(
-        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
-        epsilon=plan.epsilon,
-        delta=plan.delta,
-        limit=max(state.limit - start, 0),
-        method=plan.accountant,
-    )
+    return state._replace(limit=budget_limit(state, plan))
 
 
 def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,10 +27,13 @@ from dpfunc.saved import (
     PLAN,
     STATE,
     Checkpoint,
+    check_choice,
     check_schema,
     describe,
     described,
     difference,
+    known_journal,
+    read_json,
     refuse,
     refuse_data,
     state_from_dict,
@@ -54,6 +57,7 @@ def load_sharded(
     optimizer_state: Mapping[str, Any] | None = None,
     journal: Path | str | None = None,
     recharge: bool = False,
+    without_journal: Literal["refuse", "new_key"] = "refuse",
 ) -> Checkpoint:
     """Read the newest whole checkpoint into the layout of these processes, and refuse one of another run.
 
@@ -70,10 +74,11 @@ def load_sharded(
         optimizer_state: a state of the same structure, whose tensors say how each is laid out. None lays out what is
             like its parameter as that parameter, and the rest whole. Optimizers of torch number their parameters:
             build them from `params.values()`, or from `params.items()`, which keeps the names.
-        journal: the file of `Journal`, read by the process that writes it. Without it a run resumes only in the layout
-            in which it was saved.
+        journal: the file of `Journal`, read by the process that writes it.
         recharge: what to do when steps beyond the checkpoint cannot be repeated. True: draw them anew, at their cost.
             Save before the next step: until then another crash costs them once more.
+        without_journal: what to do without a journal: `"refuse"`, or `"new_key"`, which goes on with new noise. Steps
+            that were released after the checkpoint are not in its ledger then: see `dpfunc.load`.
 
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown.
@@ -94,11 +99,12 @@ def load_sharded(
     parent = Path(directory)
     name, values = json.loads(shared(all_or_none(partial(_found, parent, ranks), ranks, FAILED), ranks))
     path = parent / name
+    all_or_none(partial(check_choice, journal, without_journal), ranks, FAILED)
 
     def check() -> dict[str, torch.Tensor]:
         _verify_share(path, ranks)
         check_schema(values, path)
-        refuse("plan", path, plan_difference(plan, json.loads((path / PLAN).read_text())))
+        refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
         refuse_data(data, values, path)
         table = read_table(path)
         saved = {n.removeprefix(PARAMS): describe(*about) for n, about in table.items() if n.startswith(PARAMS)}
@@ -136,7 +142,7 @@ def _found(parent: Path, ranks: Ranks | None) -> bytes:
             "its name there: the journal keeps what was spent."
         )
     verify(path, {STATE: _manifest(path)[STATE]})
-    return json.dumps([name, json.loads((path / STATE).read_text())]).encode()
+    return json.dumps([name, read_json(path / STATE)]).encode()
 
 
 def _instead(parent: Path) -> str:
@@ -156,10 +162,7 @@ def _verify_share(path: Path, ranks: Ranks | None) -> None:
 
 
 def _manifest(path: Path) -> dict[str, str]:
-    try:
-        manifest: dict[str, str] = json.loads((path / MANIFEST).read_text())
-    except ValueError:
-        manifest = {}
+    manifest: dict[str, str] = read_json(path / MANIFEST)
     if not {STATE, PLAN, METADATA} <= manifest.keys():
         raise CheckpointError(f"The file {path / MANIFEST} was changed after it was saved.")
     return manifest
@@ -177,7 +180,9 @@ def _decided(
     """How the run goes on, decided by the process that has the journal."""
     if not is_writer(ranks):
         return b""
-    taken = None if journal is None else read_steps(Path(journal))
+    known = known_journal(values)
+    empty: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
+    taken = None if journal is None else read_steps(journal, missing=empty, known=known)
     history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
     state, note = resume(history, plan, now, secure_key(), recharge=recharge)
     line = None if note is None else note_line(note)

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfunc.chain import sync_directory
 from dpfunc.checks import whole
 from dpfunc.distributed.launch import is_writer
 from dpfunc.distributed.ranks import Ranks
@@ -21,7 +22,7 @@ from dpfunc.distributed_checkpoint.lineage import NOTES, family, known_notes, re
 from dpfunc.distributed_checkpoint.tensors import METADATA, PARAMS, encode, write_tensors
 from dpfunc.distributed_checkpoint.together import agreed, all_or_none, joint_group, place, shared
 from dpfunc.errors import CheckpointError
-from dpfunc.journal import sync_directory
+from dpfunc.journal import saved_end
 from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_to_dict
 from dpfunc.rng import fingerprint
@@ -33,6 +34,7 @@ from dpfunc.saved import (
     check_own,
     data_fingerprint,
     free_name,
+    read_json,
     sha256,
     state_to_dict,
     sync_file,
@@ -57,6 +59,7 @@ def save_sharded(
     optimizer_state: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
+    journal: Path | str | None = None,
 ) -> Path:
     """Write a checkpoint of all processes; any other number of them, in any other layout, can load it.
 
@@ -72,6 +75,8 @@ def save_sharded(
         optimizer_state: `optimizer.state_dict()`: tensors and DTensors, numbers, strings, lists and dicts.
         extra: JSON values of your own.
         keep: older checkpoints are removed when there are more than this, >= 1.
+        journal: the file of `Journal`, if the run has one. The checkpoint remembers where it ends, so that a load
+            finds out when lines were lost since.
 
     Returns:
         The path of the checkpoint. Its state.json holds the key of the run (file mode 0600): as secret as the data.
@@ -96,6 +101,7 @@ def save_sharded(
     >>> dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
     >>> state = dp_step.init(run["params"], secure_key())
     >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run["journal"] = Path(folder) / "journal.jsonl"
     ...     path = save_sharded(folder, state=state, **run)
     ...     checkpoint = load_sharded(folder, **run)
     >>> checkpoint.state == state
@@ -121,7 +127,7 @@ def save_sharded(
     try:
         write_tensors(path, tensors, group)
         all_or_none(partial(_sign, path, group), ranks, FAILED)
-        all_or_none(partial(_commit, path, files, keep, ranks), ranks, FAILED)
+        all_or_none(partial(_commit, path, files, keep, ranks, journal), ranks, FAILED)
     finally:
         if is_writer(ranks) and latest(parent) != path.name:
             shutil.rmtree(path, ignore_errors=True)
@@ -141,7 +147,7 @@ def _count_notes(parent: Path) -> int:
         (parent / NOTES).touch()
         sync_file(parent / NOTES)
     before = parent / (name or "") / STATE
-    return len(known_notes(parent / NOTES, json.loads(before.read_text())["notes"] if before.exists() else 0))
+    return len(known_notes(parent / NOTES, read_json(before)["notes"] if before.exists() else 0))
 
 
 def _new_directory(parent: Path, state: StepState, ranks: Ranks | None) -> bytes:
@@ -165,7 +171,9 @@ def _sign(path: Path, group: dist.ProcessGroup | None) -> None:
     write_json(path / f"part-{number}.json", {file.name: sha256(file) for file in sorted(path.glob(f"__{number}_*"))})
 
 
-def _commit(path: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks: Ranks | None) -> None:
+def _commit(
+    path: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks: Ranks | None, journal: Path | str | None
+) -> None:
     """All parts are on disk: make them the newest checkpoint."""
     if not is_writer(ranks):
         return
@@ -175,7 +183,8 @@ def _commit(path: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
     notes = _count_notes(parent)
-    write_json(path / STATE, {**files[STATE], "notes": notes})
+    end = saved_end(journal)
+    write_json(path / STATE, {**files[STATE], "notes": notes, "journal": None if end is None else end._asdict()})
     write_json(path / PLAN, files[PLAN])
     (path / METADATA).chmod(0o600)
     own = {name: sha256(path / name) for name in (METADATA, PLAN, STATE)}

@@ -47,13 +47,13 @@ class Audits:
     drew: bool = False
     sizes: set[object] = field(default_factory=set)
 
-    def due(self, batch: Batch, doubts: Sequence[str]) -> int:
-        """How many rows of this batch are computed alone."""
+    def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False) -> int:
+        """How many rows of this batch are computed alone; more where a tensor came from where no trace looks."""
         count = batch_size(batch)
         if doubts:
             return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
         size = (count, *signature(batch))
-        wanted = count // ROWS_IN
+        wanted = max(count // ROWS_IN, FIRST_ROWS if strange and not in_lockstep() else 0)
         if self.since >= STEPS_IN or (size not in self.sizes and not in_lockstep()):
             wanted = max(wanted, FIRST_ROWS if not self.sizes else 1)
         self.since = 0 if wanted else self.since + 1
@@ -88,6 +88,7 @@ class Credited:
     doubts: Sequence[str]
     draws: Sequence[Draw]
     per_sample: PerSample | None
+    strange: bool = False
 
 
 def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
@@ -95,7 +96,7 @@ def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | N
     if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
-    return Credited(per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own)
+    return Credited(per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange)
 
 
 def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.isolation import check_isolated
 from dpfunc.engines.lockstep import of_all
 from dpfunc.engines.loop import loop
+from dpfunc.engines.python_state import python_state, refuse_kept
 from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
@@ -48,6 +49,7 @@ class Tried:
     """What is known of a loss function with rows of one shape: steps without a proof, and what computes rows alone."""
 
     failures: int = 0
+    seen: bool = False
     alone: Engine | None = None
     name: str = ""
     reason: str = ""
@@ -72,7 +74,12 @@ class Auto:
         tried = self._tried.setdefault(loss_fn, {}).setdefault(signature(batch), Tried())
         if tried.alone is not None and tried.failures >= PATIENCE:
             return tried.alone(loss_fn, params, batch)
+        before = python_state(loss_fn) if not tried.seen else 0
         result, reason = self._attempt(loss_fn, params, batch)
+        read = self._engines[0].read(loss_fn)  # type: ignore[attr-defined]
+        if read and not tried.seen:
+            refuse_kept(loss_fn, before, read)
+        tried.seen = True
         doubts = getattr(result, "doubts", ())
         failed = bool(of_all(torch.tensor([result is None or bool(doubts)])))
         if result is not None and not failed:

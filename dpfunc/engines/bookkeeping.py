@@ -168,10 +168,14 @@ class Bookkeeping:
         """The gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
-        result = self._memory.traced(loss_fn, batch_size(batch), partial(self._run, loss_fn, params, batch))
+        result = self._memory.traced(loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch))
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result
+
+    def read(self, loss_fn: LossFn) -> str:
+        """How a loss gave numbers of its batch to Python; empty if it never did."""
+        return self._memory.reads.get(loss_fn, "")
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
         """Trace one step now; an engine for batches like this one, that can be compiled.

@@ -121,6 +121,7 @@ class Ghost:
     _seed: Key256 = field(repr=False)
     doubts: tuple[str, ...] = ()
     draws: tuple[Draw, ...] = ()
+    strange: bool = False
 
     @property
     def _trace(self) -> Trace:
@@ -162,7 +163,7 @@ class GhostEngine:
         """The gradients of a batch."""
         if batch_size(batch) < 2:
             return loop()(loss_fn, params, batch)
-        result = self._memory.traced(loss_fn, batch_size(batch), partial(_measure, loss_fn, params, batch))
+        result = self._memory.traced(loss_fn, params, batch_size(batch), partial(_measure, loss_fn, params, batch))
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result

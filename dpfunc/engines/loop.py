@@ -11,6 +11,7 @@ from dpfunc.engines.collecting import check_differentiable
 from dpfunc.engines.collectives import Listener, own_only
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.python_state import python_state, refuse_kept, was_kept
 from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.sharded import local_like
@@ -20,6 +21,9 @@ from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import local
 from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
+
+
+LoopEngine = Callable[[LossFn, Params, Batch], PerSample]
 
 
 def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
@@ -49,6 +53,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         reached = not num_samples
         reads: list[str] = []
+        draws, before = 0, python_state(loss_fn)
         for sample in range(num_samples):
             row = rows(batch, sample, sample + 1)
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
@@ -60,7 +65,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
                 grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
                 for name, grad in zip(leaves, grads, strict=True):
                     trace.own(grad, f"the gradient of {name!r}")
-            reads = reads or trace.doubts
+            reads, draws = reads or trace.reads, draws + len(trace.draws)
             losses.append(losses_1.detach())
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
@@ -68,24 +73,26 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
                     grad = grad.to_dense() if grad.is_sparse else grad
                     grads_B[name][sample] = local_like(grad, params[name])
         check_depends(reached)
-        if reads and num_samples > 1:
-            _check_repeats(loss_fn, params, batch, losses[0], reads)
         first = next(iter(parts.values()))
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
         check_replicated(losses_B, grads_B, params, listener.meshes)
-        return PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
+        result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
+        if reads or was_kept(loss_fn):
+            refuse_kept(loss_fn, before, next(iter(reads), ""))
+            if num_samples > 1 and not draws:
+                _check_repeats(engine, loss_fn, params, batch, result)
+        return result
 
     return engine
 
 
-def _check_repeats(loss_fn: LossFn, params: Params, batch: Batch, before: Tensor, reads: list[str]) -> None:
+def _check_repeats(engine: LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
     """A loss that takes numbers of its row to Python may keep them: the first row must give the same again."""
-    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    row = rows(batch, 0, 1)
-    with kept_apart(row) as trace, torch.enable_grad(), backward_inside():
-        again = loss_fn(leaves, row).detach()
-    if not trace.draws and not bool(torch.isclose(again, before, rtol=1e-3, atol=1e-6, equal_nan=True).all()):
+    again = engine(loss_fn, params, rows(batch, 0, 1))
+    pairs = [(again.losses_B, first.losses_B[:1])]
+    pairs += [(again.sq_norms()[name], norms_B[:1]) for name, norms_B in first.sq_norms().items()]
+    if not all(bool(torch.isclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True).all()) for one, other in pairs):
         raise UnsupportedModel(
-            f"The loss of a row is {float(before):.6g}, and {float(again):.6g} after other rows were computed: it keeps Python "
-            f"numbers of rows from call to call ({reads[0]}). Compute each loss from its own row alone."
+            "The loss of a row, or its gradient, is another one after other rows were computed: it keeps Python numbers of "
+            "rows from call to call, or draws random numbers. Compute each loss from its own row alone."
         )

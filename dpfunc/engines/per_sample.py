@@ -340,6 +340,7 @@ class PerSample:
         losses_B: of each sample. grads: name -> gradients.
         doubts: why it is not proven that samples do not influence each other; empty where it is. draws: the random
             numbers of the pass, for an audit. alone: each sample was computed alone.
+        strange: a tensor came from where no trace looks.
     """
 
     losses_B: Tensor
@@ -347,6 +348,7 @@ class PerSample:
     doubts: tuple[str, ...] = ()
     draws: tuple[Draw, ...] = ()
     alone: bool = False
+    strange: bool = False
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""

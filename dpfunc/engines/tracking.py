@@ -26,19 +26,13 @@ from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.sharded import check_use, unsupported
 from dpfunc.engines.taps import catch_any, leaf, watched
 from dpfunc.engines.tracing.places import Key, Places, Unplaced
+from dpfunc.engines.tracing.python_values import READING, SIZES
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor, local
 
 NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
 HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
-READING = frozenset(
-    (
-        Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage,
-        Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.storage,
-    )  # fmt: skip
-)
-SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # type: ignore[attr-defined]
 WATCHED = CHECKING | READING | SIZES
 # The gradient of what these give is that of their argument, in another order or shape.
 TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpfunc.accounting import Ledger
+from dpfunc.checks import unique_json
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.journal import journal_ledger
+from dpfunc.journal import journal_ledger, read_steps
 
 
 def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
@@ -57,7 +58,7 @@ def _check_newest(path: Path) -> None:
     """
     steps = json.loads(path.read_text("utf-8")).get("global_step") if path.suffix == ".json" else None
     for journal in (j for folder in (path.parent, path.parent.parent) for j in folder.glob("*journal.jsonl")):
-        taken = journal_ledger(journal).num_steps
+        taken = sum(len(run) for run in read_steps(journal, missing="empty").values())
         if isinstance(steps, int) and taken > steps:
             raise InvalidArgument(
                 f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "
@@ -66,5 +67,5 @@ def _check_newest(path: Path) -> None:
 
 
 def _ledger(path: Path) -> Ledger:
-    content = json.loads(path.read_text("utf-8"))
+    content = unique_json(path.read_text("utf-8"))
     return Ledger.from_json(json.dumps(content.get("ledger", content)))

@@ -371,7 +371,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             if not args.save_only_model:  # which is also how to get a checkpoint without the key
                 trainer_state.save_run(
                     folder, params=run.params, state=now, plan=self.plan, data=run.start.data,
-                    extra=processes.as_saved(self._journal(), self._ranks),
+                    extra=processes.as_saved(self._journal(), self._ranks), journal=self._journal(),
                 )  # fmt: skip
             trainer_state.write_accounting(folder, accounting)
 

@@ -16,7 +16,7 @@ from dpfunc.errors import CheckpointError
 from dpfunc.journal import read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
-from dpfunc.saved import STATE, sha256, verify, write_json
+from dpfunc.saved import STATE, read_json, sha256, verify, write_json
 from dpfunc.state import StepState
 from dpfunc.types import Params, schedule_at
 
@@ -31,11 +31,18 @@ FILES = "trainer_files.json"
 
 
 def save_run(
-    checkpoint: Path, *, params: Params, state: StepState, plan: Plan, data: str, extra: Mapping[str, Any]
+    checkpoint: Path,
+    *,
+    params: Params,
+    state: StepState,
+    plan: Plan,
+    data: str,
+    extra: Mapping[str, Any],
+    journal: Path,
 ) -> None:
     """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
     shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)  # of an earlier run, whose files the Trainer has replaced
-    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1)
+    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1, journal=journal)
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
@@ -68,7 +75,7 @@ def load_run(
             f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
             f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
         )
-    verify(checkpoint, json.loads((checkpoint / FOLDER / FILES).read_text()))
+    verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
     saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal)
     if key is not None and key != saved.state.key:
         raise CheckpointError(
@@ -158,7 +165,7 @@ def _run_of(checkpoint: Path) -> str:
     """Fingerprint of the key of a checkpoint."""
     try:
         (state,) = (checkpoint / FOLDER).glob(f"{PREFIX}*/{STATE}")
-        return fingerprint(Key(bytes.fromhex(json.loads(state.read_text())["key"])))
+        return fingerprint(Key(bytes.fromhex(read_json(state)["key"])))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The state of {checkpoint} was changed after it was saved: {error}.") from error
 
@@ -198,8 +205,8 @@ def note_earlier_runs(journal: Path, counted: int = 0) -> None:
 
 
 def count_steps(journal: Path) -> int:
-    """The number of steps of all runs in a journal."""
-    return sum(len(taken) for taken in read_steps(journal).values())
+    """The number of steps of all runs in a journal; 0 before the first."""
+    return sum(len(taken) for taken in read_steps(journal, missing="empty").values())
 
 
 def accounting(plan: Plan, state: StepState, epoch: float) -> dict[str, Any]:

@@ -178,6 +178,7 @@ def train_private(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=data,
                 optimizer_state=optimizer.state_dict(),
                 extra={"curve": curve, "norms": norms, **as_saved(folder / "journal.jsonl", processes.ranks)},
+                journal=folder / "journal.jsonl",
             )  # fmt: skip
 
     processes.first(checkpoint)

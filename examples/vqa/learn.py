@@ -146,6 +146,7 @@ def train_private(
             folder / "checkpoint", params=params, state=state, plan=plan, data=task.train,
             optimizer_state=optimizer.state_dict(),
             extra={"curve": curve, **as_saved(folder / "journal.jsonl", processes.ranks)},
+            journal=folder / "journal.jsonl",
         )  # fmt: skip
 
     processes.first(checkpoint)

@@ -97,6 +97,15 @@ def test_broken_json_is_refused_and_never_repaired(text):
         Ledger.from_json(text)
 
 
+@pytest.mark.parametrize("name", ["events", "adjacency", "num_steps"])
+def test_a_name_that_occurs_twice_is_refused(name):
+    """The last value would count, and another reader would take the first."""
+    text = Ledger((Event(0.1, 1.0, 5),)).to_json()
+    first = {"events": "[]", "adjacency": '"replace_one"', "num_steps": "100"}[name]
+    with pytest.raises(InvalidArgument, match=f"the name '{name}' occurs twice"):
+        Ledger.from_json(text.replace(f'"{name}":', f'"{name}": {first}, "{name}":'))
+
+
 def test_adjacencies_do_not_mix():
     with pytest.raises(LedgerConflict, match="add_remove and replace_one"):
         Ledger().compose(Ledger(adjacency="replace_one"))

@@ -70,6 +70,7 @@ def load_into(folder, values, ranks, optimizer, **changes):
 
 def store(folder, values, ranks, optimizer, state, **changes):
     options = {"plan": PLAN, "data": data(), "optimizer_state": optimizer.state_dict(), **changes}
+    options = {"journal": Path(folder) / "journal.jsonl", **options}
     return save_sharded(Path(folder) / "c", params=values, state=state, ranks=ranks, **options)
 
 
@@ -146,8 +147,9 @@ def strided(folder):
     fully_shard(parallelize_module(model, mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
     ranks, values = distributed.sharded(mesh, tensor=("tp",)), {f"in.{n}": p for n, p in model.named_parameters()}
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(params(), insecure_key(5)))
-    save_sharded(folder, params=values, state=state, plan=PLAN, data="d", ranks=ranks)
-    found = load_sharded(folder, params=values, plan=PLAN, data="d", ranks=ranks).params
+    run = {"params": values, "plan": PLAN, "data": "d", "ranks": ranks, "journal": Path(folder) / "journal.jsonl"}
+    save_sharded(folder, state=state, **run)
+    found = load_sharded(folder, **run).params
     return all(torch.equal(found[name].to_local(), p.to_local()) for name, p in values.items())
 
 

@@ -175,6 +175,13 @@ def no_ranks():
     return "ok"
 
 
+def shared_keys():
+    """What keys say of themselves, that only one process knows beforehand."""
+    ranks = distributed.data_parallel()
+    known = distributed.shared_key(ranks, insecure_key(3) if ranks.writes else dpfunc.secure_key())
+    return repr(known), known == insecure_key(3), repr(distributed.shared_key(ranks))
+
+
 def half_a_journal():
     """Only one process passes a journal; what the step says."""
     ranks = distributed.data_parallel()

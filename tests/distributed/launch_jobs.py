@@ -172,14 +172,14 @@ def killed(line, *arguments):
     from dpfunc import journal
     from dpfunc.cli import main
 
-    append = journal.append_line
+    append = journal.append_chained
 
-    def append_and_die(path, *rest):
-        append(path, *rest)
+    def append_and_die(file, path, *rest):
+        append(file, path, *rest)
         if len(path.read_text().splitlines()) == int(line):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    journal.append_line = append_and_die
+    journal.append_chained = append_and_die
     main(list(arguments))
 
 

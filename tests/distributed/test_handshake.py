@@ -68,6 +68,10 @@ def test_several_processes_need_ranks():
         assert "the process group has 2 processes" in text
 
 
+def test_a_shared_key_still_says_that_it_can_be_guessed():
+    assert run(2, "jobs:shared_keys") == [("Key(hidden, guessable)", True, "Key(hidden)")] * 2
+
+
 def test_all_pass_a_journal_or_none():
     for kind, text in run(2, "jobs:half_a_journal"):
         assert kind == "RankMismatch"

@@ -136,7 +136,13 @@ def test_the_trainer_is_the_same_on_two_processes(launched):
             for name in ours.keys() & {"unreleased/loss", "privacy/epsilon", "learning_rate", "eval_loss"}:
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-6)
     names = {path.name for path in (folder / "run").iterdir()}
-    assert names == {"checkpoint-4", "checkpoint-8", "privacy_accounting.json", "privacy_journal.jsonl"}
+    assert names == {
+        "checkpoint-4",
+        "checkpoint-8",
+        "privacy_accounting.json",
+        "privacy_journal.jsonl",
+        "privacy_journal.jsonl.head",
+    }
     assert journal_ledger(folder / "run" / "privacy_journal.jsonl").to_json() == one["ledger"]
 
 

@@ -305,7 +305,10 @@ def test_optimizer_states_of_all_kinds_come_back(tmp_path):
         "e": {},
         "z": [],
     }
-    save_sharded(tmp_path / "c", params=values, state=state, plan=PLAN, data="d", ranks=ranks, optimizer_state=kinds)
+    save_sharded(
+        tmp_path / "c", params=values, state=state, plan=PLAN, data="d", ranks=ranks, optimizer_state=kinds,
+        journal=tmp_path / "journal.jsonl",
+    )  # fmt: skip
     found = load_one(tmp_path, data="d").optimizer_state
     assert list(found) == list(kinds)
     assert (found["a"], found["e"], found["z"], type(found[3])) == (kinds["a"], {}, [], tuple)

@@ -12,6 +12,7 @@ from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.integrations.spent import read_spent
 from dpfunc.journal import Journal
 from dpfunc.plan import Plan
+from dpfunc.rng import secure_key
 from dpfunc.step import make_dp_step
 
 
@@ -27,7 +28,9 @@ def journal(path, plan):
     dp_step = make_dp_step(
         lambda params, batch: (params["w"] * batch).sum(1), plan, journal=Journal(path, plan), engine="loop"
     )
-    dp_step({"w": torch.zeros(2)}, torch.ones(10, 2))
+    params = {"w": torch.zeros(2)}
+    state = dp_step.init(params, secure_key())
+    dp_step(params, torch.ones(100, 2)[plan.draw(state, 0)], state)
     return path
 
 
@@ -55,11 +58,12 @@ def test_other_neighbours_do_not_add_up(tmp_path):
     ("name", "content", "message"),
     [
         ("x.jsonl", None, "which is no file"),
-        ("x.jsonl", "", "has no steps"),
+        ("x.jsonl", "", "which is empty"),
         ("x.jsonl", "{}\n", "cannot be read"),
         ("x.json", "{", "cannot be read"),
         ("x.json", "[]", "cannot be read"),
         ("x.json", "{}", "cannot be read"),
+        ("x.json", '{"ledger": {}, "ledger": {}}', "the name 'ledger' occurs twice"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, name, content, message):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_journal import written
 from trainer_cases import (
     PRIVACY,
     again,
@@ -27,6 +28,7 @@ from trainer_cases import (
 from transformers import TrainerCallback
 
 import dpfunc
+from dpfunc.chain import head_path
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations import trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
@@ -231,13 +233,18 @@ def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     journal = tmp_path / "one" / "privacy_journal.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(lines[:4]))
+    lines = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join(lines[:4]) + b"\n")
+    with pytest.raises(CheckpointError, match="Expected 5 lines in the journal .* got 4"):
+        trainer.train(resume_from_checkpoint=True)
+    journal.unlink()
+    head_path(journal).unlink()
+    written(journal, *(json.loads(line) for line in lines[:4]))  # as from a backup, which fits together
     with pytest.raises(CheckpointError, match="have all 5 steps that this trainer took, got 4"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.ledger == trainer.plan.ledger(5)
     run(tmp_path / "two", callbacks=[StopAt(4)]).train()
-    shutil.copy(tmp_path / "two" / "privacy_journal.jsonl", journal)
+    copy_journal(tmp_path / "two", tmp_path / "one")
     with pytest.raises(CheckpointError, match="another run than this trainer's"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
 
@@ -367,15 +374,20 @@ def test_a_checkpoint_is_of_the_run_that_wrote_it_last(tmp_path):
     assert resumed.ledger.num_steps == 4
 
 
+def copy_journal(source, folder):
+    for name in ("privacy_journal.jsonl", "privacy_journal.jsonl.head"):
+        shutil.copy(source / name, folder)
+
+
 def test_nothing_to_resume(killed, tmp_path):
-    shutil.copy(killed / "privacy_journal.jsonl", tmp_path)
+    copy_journal(killed, tmp_path)
     with pytest.raises(CheckpointError, match="found none.*The journal counts 8 steps"):
         run(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_a_new_run_beside_an_old_journal_is_told(killed, tmp_path, caplog):
     """An earlier run whose model may have been kept is not forgotten: it is named, and can be counted."""
-    shutil.copy(killed / "privacy_journal.jsonl", tmp_path)
+    copy_journal(killed, tmp_path)
     earlier = journal_ledger(tmp_path / "privacy_journal.jsonl")
     privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
     trainer = run(tmp_path, privacy=privacy, ledger=earlier, changes={"max_steps": 1, "save_strategy": "no"})

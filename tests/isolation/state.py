@@ -168,17 +168,6 @@ def largest_value_so_far():
     return loss_fn
 
 
-@python
-def warm_up_by_calls():
-    calls = [0]
-
-    def loss_fn(p, b):
-        calls[0] += 1
-        return squares(features(p, b)) * min(1.0, calls[0] / 50)
-
-    return loss_fn
-
-
 @fresh("state: Python values kept", lambda dtype: [batch(4, seed, dtype) for seed in range(4)])
 def rolled_from_the_fortieth_call():
     calls = [0]

@@ -138,13 +138,16 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
 
 def assumed(call: Call, reason: str) -> list[Type]:
     """The types of results of an operation that is not known: the rows stay where they were, if the shape allows it."""
-    results = list(tensors_of([call.out] if isinstance(call.out, Tensor) else call.out or []))
+    results = list(call.out) if isinstance(call.out, (list, tuple)) else [call.out]
     inputs = [(tensor, call.type_of(tensor)) for tensor in call.tensors()]
     if all(kind is None for _, kind in inputs):
         return [None] * len(results)
     found: list[Type] = []
     for result in results:
         guess: Type = Mixed(reason)
+        if not isinstance(result, Tensor):
+            found.append(None)
+            continue
         for tensor, kind in inputs:
             if isinstance(kind, Rows) and kind.axis != WHOLE:
                 same = [axis for axis in (kind.axis, 0) if axis < result.ndim]

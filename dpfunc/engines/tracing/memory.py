@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeVar
 
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.checks import shorten
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing.places import Key, Traced
-from dpfunc.engines.tracing.trace import Trace
+from dpfunc.engines.tracing.trace import Trace, part
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -28,7 +29,7 @@ class Result(Protocol):
     def doubts(self) -> tuple[str, ...]: ...
 
 
-R = TypeVar("R", bound=Result)
+R = TypeVar("R", bound=Any)
 
 
 def unproven_message(doubts: Sequence[str]) -> str:
@@ -59,13 +60,30 @@ class Memory:
     """
 
     wrong: MutableMapping[LossFn, set[Key]] = field(default_factory=WeakIdKeyDictionary)
+    reads: MutableMapping[LossFn, str] = field(default_factory=WeakIdKeyDictionary)
+    outside: MutableMapping[LossFn, dict[int, StorageWeakRef]] = field(default_factory=WeakIdKeyDictionary)
 
-    def traced(self, loss_fn: LossFn, num_samples: int, compute: Callable[[Traced], R]) -> R:
-        """A step with a trace of its own."""
-        wrong = self.wrong.setdefault(loss_fn, set())
-        places = Traced(Trace(num_samples, recording=True), wrong)
-        result = compute(places)
-        return result
+    def traced(self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[Traced], R]) -> R:
+        """A step with a trace of its own.
+
+        Numbers that an earlier step gave to Python may be kept there, so that its doubt is that of all later steps.
+        """
+        places = Traced(Trace(num_samples, recording=True), self.wrong.setdefault(loss_fn, set()))
+        try:
+            result = compute(places)
+        finally:
+            if places.trace.reads:
+                self.reads.setdefault(loss_fn, f"{places.trace.reads[0]}, which may be kept")
+        kept = (self.reads[loss_fn],) if loss_fn in self.reads and not places.trace.reads else ()
+        return replace(result, doubts=(*result.doubts, *kept), strange=self._strange(loss_fn, params, places.trace))
+
+    def _strange(self, loss_fn: LossFn, params: Params, trace: Trace) -> bool:
+        """Whether a tensor came from where the trace does not look (another thread, another library), unlike before."""
+        known = self.outside.get(loss_fn)
+        own = {part(param).untyped_storage()._cdata for param in params.values()}
+        seen = {key: reference for key, reference in trace.strangers.items() if key not in own}
+        self.outside[loss_fn] = {**(known or {}), **seen}
+        return known is not None and any(key not in known or known[key].expired() for key in seen)
 
     def recalled(
         self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable

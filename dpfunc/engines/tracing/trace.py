@@ -26,6 +26,7 @@ from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
 from dpfunc.engines.tracing.families import FAMILIES
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, same_ids, stored
+from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
 from dpfunc.types import Batch
@@ -151,7 +152,7 @@ class Trace(TorchDispatchMode):
 
     Args:
         num_samples: B. entries: what each memory depends on, and a weak reference that keeps its identity.
-        doubts: why the step is not proven. draws: its random numbers, if they are recorded.
+        doubts: why the step is not proven. reads: those of them that are numbers given to Python, which may keep them. draws: its random numbers, if they are recorded.
         ragged: shapes follow from values of the batch. alone: the pass computes each row alone; then it is only followed whether something of the batch is kept.
         strangers: memory that was not seen being made: parameters, constants of the loss.
     """
@@ -159,11 +160,12 @@ class Trace(TorchDispatchMode):
     num_samples: int
     entries: dict[int, tuple[StorageWeakRef, Entry]] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     recording: bool = False
     alone: bool = False
     ragged: bool = False
-    strangers: set[int] = field(default_factory=set)
+    strangers: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -207,7 +209,8 @@ class Trace(TorchDispatchMode):
                     "running mean, a cache): its records would reach the gradients of this one. Compute it from the "
                     "batch of this step, or from what was released."
                 )
-            self.strangers.add(key)
+            if key not in self.strangers:
+                self.strangers[key] = StorageWeakRef(own.untyped_storage())
             return None
         if isinstance(entry[1], Constant) or not own.numel():
             return None
@@ -239,13 +242,15 @@ class Trace(TorchDispatchMode):
             return
         module, line = _reader()
         if not module.startswith(TRUSTED):
-            self.doubts.append(f"{what} of a number of the batch, in {module} line {line}")
+            self.reads.append(f"{what} of numbers of the batch, in {module} line {line}")
+            self.doubts.append(self.reads[-1])
 
     def measured(self, value: Tensor) -> None:
         """The shape of a tensor was looked at, which may follow from values of the batch."""
         if not self.ragged or value.layout is not torch.strided:
             return
-        kind = self.type_of(value)
+        entry = self.entries.get(_key(part(value)))
+        kind = entry[1] if entry is not None and isinstance(entry[1], Mixed) else self.type_of(value)
         if (isinstance(kind, Rows) and kind.ragged) or (isinstance(kind, Mixed) and kind.shaped):
             module, line = _reader()
             if not module.startswith(TRUSTED):
@@ -386,7 +391,8 @@ class Trace(TorchDispatchMode):
         own = part(result)
         if kind is None:
             self._note(own, constant)
-        elif isinstance(kind, Mixed):
+        elif isinstance(kind, Mixed) or (kind.ragged and not own.numel()):
+            kind = kind if isinstance(kind, Mixed) else Mixed("nothing that was selected", shaped=True)
             self.ragged = self.ragged or kind.shaped
             self._note(own, kind)
         elif own.numel():
@@ -444,6 +450,9 @@ class Trace(TorchDispatchMode):
         if known_entry is None:
             return
         entry = known_entry[1]
+        if self.alone and isinstance(kind, Rows) and not isinstance(entry, Mixed):
+            self._note(target, stored(kind, target))
+            return
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         if kind is None:
             self._overwrite_by_constant(target, entry, known, whole)
@@ -541,5 +550,5 @@ def kept_apart(batch: Batch) -> Iterator[Trace]:
         UnsupportedModel: it is.
     """
     trace = Trace(1, alone=True, recording=True)
-    with following(trace, batch):
+    with following(trace, batch), PythonValues(trace):
         yield trace

@@ -121,7 +121,11 @@ def kept_axis(axis: int, start: int, width: int, taken: Sequence[int]) -> int:
 def index(call: Call) -> Type:
     """`self[i, j, ...]` with tensors."""
     self: Tensor = call.args[0]
-    return indexed(call, self, expanded_masks(call, call.args[1]))
+    kind = indexed(call, self, expanded_masks(call, call.args[1]))
+    masks = [item for item in call.args[1] if item is not None and item.dtype in (torch.bool, torch.uint8)]
+    if any(call.type_of(mask) is not None for mask in masks):  # how many there are depends on values
+        return kind._replace(shaped=True) if isinstance(kind, Mixed) else kind and kind._replace(ragged=True)
+    return kind
 
 
 def index_select(call: Call) -> Type:
@@ -316,8 +320,10 @@ def nonzero(call: Call) -> Type:
     """The coordinates of what is not zero, (N, ndim): each of the sample that it is found in."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
-        return kind
+    if isinstance(kind, Mixed):
+        return kind._replace(shaped=True)
+    if kind is None or kind.axis == WHOLE:
+        return kind and kind._replace(ragged=True)
     ids = spread(kind)[call.out[:, kind.axis].cpu()]
     return gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True)
 

@@ -1,0 +1,241 @@
+"""A file of JSON lines of which none can be lost, changed, repeated or moved unseen.
+
+Each line holds its own number and a digest of the line before it. The end of the file, about which no later line says
+anything, is noted in a small file beside it (`.head`): the number of lines and the digest of the last one. Both guard
+against accidents; whoever may write both files can still write others that fit together.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from dpfunc.checks import unique_json
+from dpfunc.errors import CheckpointError
+
+DIGEST_BYTES = 16
+RESTORE = (
+    "Restore the journal and its .head file together, as they were. If they are lost, count every step that the run "
+    "can have released: plan.ledger()."
+)
+
+
+class Head(NamedTuple):
+    """The end of a chained file: the number of its lines, and the digest of the last one ("" of none)."""
+
+    lines: int = 0
+    digest: str = ""
+
+
+class Position(NamedTuple):
+    """How far a chained file was read.
+
+    Args:
+        inode: of the file. offset: in bytes. end: of what was read. before: the end without the last line.
+    """
+
+    inode: int = 0
+    offset: int = 0
+    end: Head = Head()
+    before: Head = Head()
+
+
+Line = tuple[Head, dict[str, Any]]
+"""The end of the file up to a line, and the values in the line."""
+
+
+def head_path(path: Path) -> Path:
+    """The file that says where a chained file ends.
+
+    >>> head_path(Path("journal.jsonl")).name
+    'journal.jsonl.head'
+    """
+    return path.with_name(f"{path.name}.head")
+
+
+def read_head(path: Path) -> Head | None:
+    """What the `.head` file of a chained file says; None without one.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    file = head_path(path)
+    if not file.exists():
+        return None
+    try:
+        values = unique_json(file.read_bytes())
+        return Head(int(values["lines"]), str(values["digest"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"The file {file} cannot be read: {error}. {RESTORE}") from error
+
+
+def write_head(path: Path, head: Head) -> None:
+    """Note where a chained file ends. At any moment the old note or the new one is there; in the end the new one is."""
+    file = head_path(path)
+    new = file.with_name(f"{file.name}.new")
+    with open(new, "wb") as handle:
+        handle.write(json.dumps(head._asdict()).encode() + b"\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(new, file)
+    sync_directory(path.parent)
+
+
+def known_end(path: Path) -> Head:
+    """Where a chained file ends, from its `.head` file alone; a file that is yet to come gets one, which says 0 lines.
+
+    Raises:
+        CheckpointError: the file has lines, and nothing says where it ends.
+    """
+    with locked(path) as file:
+        head = read_head(path)
+        if head is None:
+            check_end(path, follow(file, path, Position())[0])
+            head = Head()
+            write_head(path, head)
+        return head
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[BinaryIO]:
+    """A file to append to, made with its folders when missing, which no other process writes meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield file
+
+
+def read_chain(path: Path) -> list[Line]:
+    """All complete lines of a chained file, verified; none of a file that is not there.
+
+    Raises:
+        CheckpointError: a line is missing (also at the end), was changed, moved or repeated.
+    """
+    if not path.exists():
+        check_end(path, Position())
+        return []
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        position, lines = follow(file, path, Position())
+        check_end(path, position)
+    return lines
+
+
+def resumes(file: BinaryIO, since: Position) -> bool:
+    """Whether this is the file that was read before, which has only grown."""
+    return os.fstat(file.fileno()).st_ino == since.inode and file.seek(0, os.SEEK_END) >= since.offset
+
+
+def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[Line]]:
+    """The complete lines after a position, each verified to follow the one before; and the position after them.
+
+    Raises:
+        CheckpointError: a line that cannot be read, or does not follow.
+    """
+    file.seek(since.offset)
+    complete, newline, _ = file.read().rpartition(b"\n")
+    lines: list[Line] = []
+    end, before = since.end, since.before
+    for raw in complete.split(b"\n") if newline else ():
+        values = _verified(raw, path, end)
+        end, before = Head(end.lines + 1, _digest(raw)), end
+        lines.append((end, values))
+    offset = since.offset + len(complete) + len(newline)
+    return Position(os.fstat(file.fileno()).st_ino, offset, end, before), lines
+
+
+def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
+    expected = end.lines + 1
+    try:
+        values: dict[str, Any] = unique_json(raw)
+        number, previous = values["line"], values["previous"]
+    except KeyError as error:
+        raise CheckpointError(f"Line {expected} of the journal {path} cannot be read: it lacks {error}.") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"Line {expected} of the journal {path} cannot be read: {error}.") from error
+    if number != expected:
+        raise CheckpointError(
+            f"Expected line {expected} of the journal {path}, got one that was written as line {number}: lines were "
+            f"removed, repeated or moved. {RESTORE}"
+        )
+    if previous != end.digest:
+        where = f"line {end.lines} was changed, or line {expected}" if end.lines else f"line {expected}"
+        raise CheckpointError(
+            f"Line {expected} of the journal {path} does not follow the line before it: {where} belongs to another "
+            f"journal. {RESTORE}"
+        )
+    return values
+
+
+def check_end(path: Path, at: Position) -> None:
+    """A file that was read to its end has all lines that its `.head` file knows of.
+
+    One line more is what a crash between the line and its note leaves: it counts.
+
+    Raises:
+        CheckpointError: lines at the end are missing or were changed, or nothing says where the file ends.
+    """
+    known, lines = read_head(path), at.end.lines
+    if known is None:
+        if lines:
+            raise CheckpointError(
+                f"Expected {head_path(path)} beside a journal of {lines} lines, got no such file: nobody can tell "
+                f"whether lines at the end are missing. {RESTORE}"
+            )
+        return
+    if known in (at.end, at.before):
+        return
+    if known.lines > lines:
+        raise CheckpointError(
+            f"Expected {known.lines} lines in the journal {path}, as {head_path(path).name} says, got {lines}: line "
+            f"{lines + 1} and those after it are missing. {RESTORE}"
+        )
+    said = f"Line {known.lines} of the journal {path} is not the one that {head_path(path).name} knows"
+    if known.lines < lines - 1:
+        said = f"The journal {path} has {lines} lines, {head_path(path).name} knows of {known.lines}"
+    raise CheckpointError(f"{said}: one of the two files was changed, or belongs to another journal. {RESTORE}")
+
+
+def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str, Any]) -> None:
+    """Append a line and note it as the last one; both are on disk when this returns.
+
+    Args:
+        file: from `locked`. path: of the file. at: its end, as `follow` found it. values: of the line.
+    """
+    if at.end == Head() and read_head(path) is None:
+        write_head(path, Head())  # first: from now on a journal without its head has lost it
+    cut_incomplete(file)
+    raw = json.dumps({"line": at.end.lines + 1, "previous": at.end.digest, **values}).encode()
+    file.write(raw + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+    write_head(path, Head(at.end.lines + 1, _digest(raw)))
+
+
+def cut_incomplete(file: BinaryIO) -> None:
+    """Remove a last line without an end, which a crash has left."""
+    end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def sync_directory(path: Path) -> None:
+    """Make new and renamed entries of a directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).hexdigest()

@@ -1,0 +1,106 @@
+"""Python values that a loss keeps from call to call: what it reaches by closures, attributes and global names.
+
+Only looked at where a loss gives numbers of its batch to Python: if such a loss changes what it keeps, records of one
+row or step may reach the gradients of another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, MutableMapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpfunc.errors import UnsupportedModel
+
+MOST = 100_000
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+OPAQUE = (type, ModuleType, BuiltinFunctionType)
+
+
+def python_state(loss_fn: object) -> int:
+    """A number that changes when what a function keeps changes: sizes and plain values of all that it reaches.
+
+    >>> kept = [0.0]
+    >>> before = python_state(lambda: kept)
+    >>> before == python_state(lambda: kept)
+    True
+    >>> kept[0] = 1.0
+    >>> before == python_state(lambda: kept)
+    False
+    """
+    seen: set[int] = set()
+    said: list[object] = []
+    todo: list[Any] = [loss_fn]
+    while todo and len(seen) < MOST:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, OPAQUE):
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools._lru_cache_wrapper):
+            said.append(value.cache_info()[3])
+            todo.append(value.__wrapped__)
+            continue
+        for item in _inside(value):
+            if isinstance(item, PLAIN):
+                said.append(item)
+            elif isinstance(item, Tensor):  # those that a batch has left in memory are seen where they are used
+                said.append("tensor")
+            else:
+                todo.append(item)
+        said.append(type(value).__name__)
+    return hash(tuple(said))
+
+
+def _inside(value: object) -> Iterable[Any]:
+    """What an object holds."""
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr) if len(value) < MOST else ()
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        used = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        return (*cells, *used, *(value.__defaults__ or ()))
+    return vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def _filled(cell: Any) -> bool:  # noqa: ANN401  (a cell of a closure)
+    try:
+        return cell.cell_contents is not None or True
+    except ValueError:
+        return False
+
+
+# Losses that were seen to keep something; no result depends on it.
+_keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
+
+
+def refuse_kept(loss_fn: object, before: int, read: str) -> None:
+    """A loss that gives numbers of its rows to Python keeps nothing from call to call.
+
+    Raises:
+        UnsupportedModel: what it keeps is not what it was `before`.
+    """
+    if loss_fn not in _keeping and python_state(loss_fn) != before:
+        _keeping[loss_fn] = read
+    if loss_fn in _keeping:
+        raise UnsupportedModel(
+            f"The loss gives numbers of its rows to Python ({_keeping[loss_fn]}), and what it keeps from call to call has changed (a "
+            "list, an attribute, a cache): records of one row or step would reach the gradients of another. Keep nothing, "
+            "or compute without Python numbers."
+        )
+
+
+def was_kept(loss_fn: object) -> bool:
+    """Whether a loss was seen to keep numbers of its rows."""
+    return loss_fn in _keeping
