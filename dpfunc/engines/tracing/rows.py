@@ -154,7 +154,7 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
             pre, rows = rows // count, count
         found = axis, stride_in_rows, rows, pre, post
     if found is None:
-        return Rows(WHOLE, 1, ids=_chosen(memory, first, 1, 1, num_samples), doubt=memory.doubt)
+        return Rows(WHOLE, 1, ids=_chosen(memory, first, 1, 1, num_samples), doubt=memory.doubt, ragged=memory.ragged)
     axis, stride_in_rows, rows, pre, post = found
     if rows == count:  # first is 0 and the stride is 1
         return Rows(axis, rows, pre, post, memory.ids, memory.doubt, memory.ragged)
@@ -203,6 +203,8 @@ def uniform(tensor: Tensor, rows: Rows, axis: int) -> bool:
     """
     if axis < 0 or axis >= tensor.ndim or tensor.shape[axis] == 1 or tensor.stride(axis) == 0:
         return True
+    if tensor.shape[axis] != rows.pre * rows.count * rows.post:
+        return False
     blocks = torch.unflatten(tensor, axis, (rows.pre, rows.count, rows.post))
     first = blocks.narrow(axis + 1, 0, 1)
     same = blocks == first

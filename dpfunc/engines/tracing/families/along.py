@@ -30,7 +30,8 @@ def reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None)
     def handler(call: Call) -> Type:
         input: Tensor = call.args[0]
         given = call.arg(dim, "dim")
-        axes = axes_of(given, input.ndim) if given is None or isinstance(given, (int, list, tuple)) else axes_of(None, input.ndim)
+        named = isinstance(given, (int, list, tuple)) and not isinstance(given, bool)
+        axes = axes_of(given if named else None, input.ndim)
         keeps = bool(call.arg(keepdim, "keepdim", False)) if keepdim is not None else False
         mixed = call.mixed("over the batch")._replace(agrees=agrees)
         return reduced(call.type_of(input), input.ndim, axes, keeps, mixed)
@@ -76,6 +77,8 @@ def last_axes(count: int, tensors: int = 8) -> Handler:
 
     def handler(call: Call) -> Type:
         operands = [value for value in call.tensors() if value.ndim >= count][:tensors]
+        if any(call.type_of(value) is not None for value in call.tensors() if value.ndim < count):
+            return call.mixed("of a vector")
         ndim = max(operand.ndim for operand in operands)
         return combined(call, [broadcast(operand, ndim) for operand in operands], range(ndim - count, ndim))
 
