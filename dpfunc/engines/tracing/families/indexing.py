@@ -174,7 +174,8 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
         doubt = doubt or problem
     ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
     moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
-    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
+    ranked = (kind.ranked or on_samples.kind is not None) and moved.ids is not None
+    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged, ranked=ranked)
 
 
 def _disagrees(call: Call, item: Positions, rows: Rows, width: int, on_samples: bool) -> str | None:
@@ -303,6 +304,7 @@ def _placed(
     samples = spread(rows) if rows.axis != WHOLE else rows.ids
     if samples is None:
         samples = torch.zeros(1, dtype=torch.int64)
+    found: list[Type] = []
     for axis, item in enumerate(indices):
         if item is None or (kind is not None and kind.axis not in (axis, WHOLE)):
             continue
@@ -318,8 +320,8 @@ def _placed(
             problem = doubt or doubt_of(item, own) or _others(call, indices, item, rows, width)
             if kind is None and not call.types.uniform(self, own, axis):
                 problem = problem or "a tensor whose values differ between places in the batch"
-            return own.doubted(problem) if problem else own
-    return call.mixed("at positions of other samples")
+            found.append(own.doubted(problem) if problem else own)
+    return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
 
 
 def _others(call: Call, indices: Sequence[Positions | None], own: Positions, rows: Rows, width: int) -> str:
@@ -341,7 +343,8 @@ def _own(
     """Rows of a tensor of constants, from the first samples that are written at positions of an axis."""
     count, length = call.types.num_samples, self.shape[axis]
     flat = item.values.reshape(-1).cpu()
-    if len(flat) == len(samples) == length and item.values.ndim == 1 and _all_once(flat, length):
+    own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
+    if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and _all_once(flat, length):
         return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
     if length % count:
         return None
