@@ -513,9 +513,11 @@ class Trace(TorchDispatchMode):
             self._note(target, kept if whole else Constant.ANY)
         elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
             self._note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
-        elif known.name == "copy_" and isinstance(entry, Stored):
+        elif isinstance(entry, Stored):
             there = located(entry, target, self.num_samples)
-            if there is not None and not rows_module.uniform(target, there, there.axis):
+            if there is not None and there.doubt:
+                self._note(target, _doubted(entry, there.doubt))
+            elif there is not None and known.name == "copy_" and not rows_module.uniform(target, there, there.axis):
                 self._note(target, _doubted(entry, "values that differ between places in the batch"))
 
     def _joined(self, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:

@@ -133,14 +133,29 @@ def topk(call: Call) -> Type:
     return kind
 
 
+def selecting(handler: Handler) -> Handler:
+    """Medians: torch partitions in place a copy that keeps the strides, which is wrong where numbers share memory."""
+
+    def checked(call: Call) -> object:
+        input: Tensor = call.args[0]
+        shared = any(stride == 0 and size > 1 for stride, size in zip(input.stride(), input.shape, strict=True))
+        if shared and call.type_of(input) is not None:
+            return call.mixed("of numbers that share memory")
+        return handler(call)
+
+    return checked
+
+
 _SOFTMAX_BACKWARD = along(2, tensors=2)
 FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
         ("sum", "mean", "nansum", "nanmean", "amax", "amin", "argmax", "argmin", "logsumexp", "count_nonzero", "var", "std",
-         "var_mean", "std_mean", "mode", "nanmedian"),
+         "var_mean", "std_mean"),
         reduction(),
     ),
-    **dict.fromkeys(("max", "min", "median", "prod", "aminmax"), whole_reduction),
+    **dict.fromkeys(("mode", "nanmedian"), selecting(reduction())),
+    **dict.fromkeys(("max", "min", "prod", "aminmax"), whole_reduction),
+    "median": selecting(whole_reduction),
     "all": truth(True),
     "any": truth(False),
     **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
@@ -154,7 +169,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "argsort": sorting,
     "msort": along(default=0),
     "topk": topk,
-    "kthvalue": topk,
+    "kthvalue": selecting(topk),
     "flip": along(1),
     "roll": along(2),
     "glu": glu,
