@@ -124,7 +124,7 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
     size = tensor.element_size()
     step, count = memory.step, memory.count
     offset = tensor.storage_offset() * size - memory.base
-    if offset < 0:
+    if offset < 0 or step <= 0:  # before the rows; or rows that share their memory
         return None
     if memory.end and reach(tensor) > memory.end:
         return None

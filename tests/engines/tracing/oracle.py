@@ -76,9 +76,10 @@ def differences(
         there, its = second.values[place], second.kinds[place]
         if not clean(kind) or not clean(its) or not value.numel() or not there.numel():
             continue
-        if (kind is None) != (its is None):
-            found.append(f"value {place} of {first.names[place]}: {kind} and then {its}")
-            continue
+        if (kind is None) != (its is None):  # nothing was selected in one of them
+            kind = its = kind or its
+            if value.shape != there.shape:
+                continue
         for sample in range(len(batch[0])):
             moved = sample_of(sample)
             if moved is None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from dpfunc.engines.tracing.rows import Rows
+
 CURRENT: list[Any] = [None]
 """The trace that follows the program that runs now: for reading shapes, which only a tracker of functions sees."""
 
@@ -485,6 +487,18 @@ def padded(m: Any, x: Tensor) -> Any:
     return then(F.pad, pads)
 
 
+def by_features(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The last axis are features: not in an honest program that has its samples there."""
+
+    def checked(m: Any, x: Tensor) -> Any:
+        kind = m.kind(x)
+        if m.honest and isinstance(kind, Rows) and kind.axis == x.ndim - 1:
+            raise ValueError("samples")
+        return make(m, x)
+
+    return checked
+
+
 def multiplied(m: Any, x: Tensor) -> Any:
     return then(F.linear, m.const(m.rng.choice([2, x.shape[-1], CURRENT[0].num_samples]), x.shape[-1]))
 
@@ -574,6 +588,9 @@ def pooled(m: Any, x: Tensor) -> Any:
 
 
 def drawn(m: Any, x: Tensor) -> Any:
+    kind = m.kind(x)
+    if isinstance(kind, Rows) and kind.ids is not None:
+        raise ValueError("random numbers of each place go to samples by their order, with the same law")
     seed = m.rng.randrange(1 << 20)
     return seeded(seed, m.rng.choice([
         lambda t: F.dropout(t, 0.5), lambda t: t * torch.rand_like(t), lambda t: t + torch.randn(t.shape[-1:]),
@@ -713,7 +730,7 @@ UNARY: dict[str, Callable[[Any, Tensor], Any]] = {
     "add number": lambda m, x: then(torch.add, m.number()), "mul number": lambda m, x: then(torch.mul, m.number()),
     "mul constant": lambda m, x: then(torch.mul, m.const(*x.shape[m.size(0, x.ndim) :])),
     "add made": plain(lambda t: t + torch.ones(t.shape).double()),
-    "add arange": plain(lambda t: t + torch.arange(t.shape[-1])),
+    "add arange": by_features(plain(lambda t: t + torch.arange(t.shape[-1]))),
     "sum": over(torch.sum), "mean": over(torch.mean), "amax": over(torch.amax), "logsumexp": over(torch.logsumexp),
     "var": over(torch.var), "std": over(torch.std), "norm": lambda m, x: then(torch.linalg.vector_norm, 2, axes(m, x)),
     "sum of all": plain(torch.sum), "prod": over_one(torch.prod), "argmax": over_one(torch.argmax),
@@ -729,7 +746,7 @@ UNARY: dict[str, Callable[[Any, Tensor], Any]] = {
     "put own column": put_own_column, "index_add": index_added, "mask": masked, "count": counted, "nonzero": nonzero_back,
     "masked_scatter": scattered_by_mask, "write": written_slice, "write samples": written_samples,
     "apart": apart_and_together, "double": doubled, "repeat": repeated, "pad": padded,
-    "repeat_interleave": lambda m, x: then(torch.repeat_interleave, 2, m.any_axis(x)), "linear": multiplied,
+    "repeat_interleave": lambda m, x: then(torch.repeat_interleave, 2, m.any_axis(x)), "linear": by_features(multiplied),
     "conv": convolved, "norms": normed, "pool": pooled, "draw": drawn, "fft": transformed, "lookup": looked_up,
     "loss": losses, "solve": solved, "tril": plain(torch.tril), "diag_embed": embedded, "truth": kept_or_not,
     "through": plain(Through.apply), "mixed forward": plain(MixedForward.apply), "mixed backward": plain(MixedBackward.apply),

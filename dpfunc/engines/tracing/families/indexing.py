@@ -94,9 +94,12 @@ def doubt_of(positions: Positions, rows: Rows) -> str:
 
     Those that were computed from several samples must be all positions, and keep the order within each sample.
     """
-    if not isinstance(positions.kind, Mixed):
-        return positions.kind.doubt if isinstance(positions.kind, Rows) else ""
+    if isinstance(positions.kind, Rows):
+        return positions.kind.doubt
     flat, samples = positions.values.reshape(-1).cpu(), spread(rows)
+    if positions.kind is None:
+        chosen = rows.ranked and not (len(flat) == len(samples) and _all_once(flat, len(flat)))
+        return "some rows of an order that depends on values of the batch" if chosen else ""
     if len(flat) == len(samples) and _all_once(flat, len(flat)):
         order = samples[flat].argsort(stable=True)
         first, second = flat[order][:-1], flat[order][1:]
@@ -288,8 +291,10 @@ def _unequal(
     call: Call, kind: Rows, values: Tensor, start: int, width: int, taken: list[int], shift: int
 ) -> str:
     """Why constants that are written over rows depend on the place of a row; empty if they do not."""
-    if kind.axis == WHOLE or values.numel() == 1:
+    if kind.axis == WHOLE or (values.numel() == 1 and not kind.ranked):
         return ""
+    if kind.axis in taken and kind.ranked:
+        return "some rows of an order that depends on values of the batch"
     if kind.axis in taken:
         same = bool((values == values.reshape(-1)[:1]).all())
     else:
@@ -320,6 +325,7 @@ def _placed(
             problem = doubt or doubt_of(item, own) or _others(call, indices, item, rows, width)
             if kind is None and not call.types.uniform(self, own, axis):
                 problem = problem or "a tensor whose values differ between places in the batch"
+            own = own._replace(ranked=own.ranked or (rows.ranked and own.ids is not None))
             found.append(own.doubted(problem) if problem else own)
     return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
 
