@@ -122,7 +122,7 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
         if kind.axis != WHOLE and (place < 0 or place in forbidden):
             return call.mixed()
         here = kind._replace(axis=place, doubt="")
-        if found is None:
+        if found is None or (kind.ranked and found.axis == place and alike(found, here)):
             found = here
         elif found.axis != place or not alike(found, here):
             return call.mixed("of different samples")

@@ -30,7 +30,8 @@ class Rows(NamedTuple):
         count: number of rows. pre, post: the axis has `pre * count * post` positions.
         ids: sample of each row, int64 (count,); None is 0, 1, 2, ...
         doubt: why this is not proven; empty where it is.
-        ragged: the number of rows depends on values of the batch.
+        ragged: the number of rows depends on values of the batch. ranked: so does which row is where, so that some of
+            them alone are no rows of their own samples only.
     """
 
     axis: int
@@ -40,6 +41,7 @@ class Rows(NamedTuple):
     ids: Tensor | None = None
     doubt: str = ""
     ragged: bool = False
+    ranked: bool = False
 
     def doubted(self, reason: str) -> Rows:
         """The same, assumed and not proven."""
@@ -74,6 +76,7 @@ class Stored:
     doubt: str
     end: int = 0
     ragged: bool = False
+    ranked: bool = False
 
 
 def same_ids(one: Tensor | None, other: Tensor | None) -> bool:
@@ -107,9 +110,9 @@ def stored(rows: Rows, tensor: Tensor) -> Stored:
     """Rows of a tensor that owns its memory, as they lie there."""
     size = tensor.element_size()
     if rows.axis == WHOLE:
-        return Stored(0, 1 << 62, 1, rows.ids, rows.doubt, 0, rows.ragged)
+        return Stored(0, 1 << 62, 1, rows.ids, rows.doubt, 0, rows.ragged, rows.ranked)
     step = tensor.stride(rows.axis) * rows.post * size
-    return Stored(tensor.storage_offset() * size, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged)
+    return Stored(tensor.storage_offset() * size, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged, rows.ranked)
 
 
 def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
@@ -121,7 +124,7 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
     size = tensor.element_size()
     step, count = memory.step, memory.count
     offset = tensor.storage_offset() * size - memory.base
-    if offset < 0:
+    if offset < 0 or step <= 0:  # before the rows; or rows that share their memory
         return None
     if memory.end and reach(tensor) > memory.end:
         return None
@@ -154,11 +157,20 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
             pre, rows = rows // count, count
         found = axis, stride_in_rows, rows, pre, post
     if found is None:
-        return Rows(WHOLE, 1, ids=_chosen(memory, first, 1, 1, num_samples), doubt=memory.doubt)
+        ids = _chosen(memory, first, 1, 1, num_samples)
+        return Rows(WHOLE, 1, ids=ids, doubt=_some(memory, 1), ragged=memory.ragged, ranked=memory.ranked)
     axis, stride_in_rows, rows, pre, post = found
     if rows == count:  # first is 0 and the stride is 1
-        return Rows(axis, rows, pre, post, memory.ids, memory.doubt, memory.ragged)
-    return Rows(axis, rows, pre, post, _chosen(memory, first, stride_in_rows, rows, num_samples), memory.doubt, memory.ragged)
+        return Rows(axis, rows, pre, post, memory.ids, memory.doubt, memory.ragged, memory.ranked)
+    ids = _chosen(memory, first, stride_in_rows, rows, num_samples)
+    return Rows(axis, rows, pre, post, ids, _some(memory, rows), memory.ragged, memory.ranked)
+
+
+def _some(memory: Stored, rows: int) -> str:
+    """Why some rows of a memory are not proven to be of their samples only; empty if they are."""
+    if memory.ranked and rows < memory.count:
+        return memory.doubt or "some rows of an order that depends on values of the batch"
+    return memory.doubt
 
 
 def reach(tensor: Tensor) -> int:
@@ -203,6 +215,8 @@ def uniform(tensor: Tensor, rows: Rows, axis: int) -> bool:
     """
     if axis < 0 or axis >= tensor.ndim or tensor.shape[axis] == 1 or tensor.stride(axis) == 0:
         return True
+    if tensor.shape[axis] != rows.pre * rows.count * rows.post:
+        return False
     blocks = torch.unflatten(tensor, axis, (rows.pre, rows.count, rows.post))
     first = blocks.narrow(axis + 1, 0, 1)
     same = blocks == first

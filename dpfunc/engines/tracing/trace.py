@@ -89,7 +89,18 @@ RANDOM = frozenset(
     "rand randn randint rand_like randn_like randint_like bernoulli_ uniform_ normal_ random_ exponential_ geometric_ "
     "log_normal_ cauchy_ bernoulli normal".split()
 )
-ALIASES = frozenset(("_unsafe_view", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view"))
+ALIASES = frozenset(
+    "_unsafe_view unsafe_split unsafe_chunk unsafe_split_with_sizes detach detach_ alias set_ resize_ _conj _neg_view".split()
+)
+# What keeps "true for all, so true for each" and "false for any, so false for each".
+AGREEING = frozenset(("all", "any", "clone", "_to_copy"))
+# Their results have the shape of their first argument, whatever they write into it.
+PLACING = frozenset(
+    "index_put _unsafe_index_put _index_put_impl index_add index_copy scatter scatter_add scatter_reduce masked_scatter "
+    "slice_scatter select_scatter".split()
+)
+# They write statistics into arguments 3 and 4, which their schema does not say.
+WRITING_STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
 TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils", "dpfunc.engines.rules")
@@ -354,6 +365,7 @@ class Trace(TorchDispatchMode):
                 self.doubts.append(f"{known.name}, which failed for values of the batch: {str(error).splitlines()[0][:80]}")
             raise
         if known.kind is Kind.VIEW:
+            self._copied(known, args, kwargs or {}, result)
             return result
         if self.recording and known.random:
             self.draws[-1] = self.draws[-1].of(result)
@@ -364,13 +376,27 @@ class Trace(TorchDispatchMode):
             self._type_results(known, call)
         return result
 
+    def _copied(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:  # noqa: ANN401
+        """Views that are copies: of tensors of inference mode, `reshape` and `to` are operations of their own."""
+        if isinstance(results, Tensor) and args and isinstance(args[0], Tensor) and _key(part(results)) == _key(part(args[0])):
+            return
+        inputs = list(tensors_of((*args, *kwargs.values())))
+        for result in tensors_of([results]):
+            if not any(_key(part(result)) == _key(part(tensor)) for tensor in inputs):
+                kind = self.type_of(inputs[0]) if inputs else None
+                moved = kind is not None and result.shape != inputs[0].shape
+                self._store(result, Mixed(f"{known.name}, which copies") if moved else kind, Constant.ANY)
+
     def _type_results(self, known: Known, call: Call) -> None:
         results = list(call.out) if isinstance(call.out, (list, tuple)) else [call.out]
         if known.kind is Kind.FILLED or known.kind is Kind.RANDOM:
             kind: Type = None
-            if known.kind is Kind.RANDOM and known.name in ("bernoulli", "normal"):
-                kind = self._pointwise(call)
             entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
+            if known.name in ("bernoulli", "normal"):
+                kind = self._pointwise(call)
+                entry = Constant.RANDOM if self._lawful(call.tensors()) else Constant.ANY
+            elif self.ragged:  # how many there are depends on values
+                kind = next((kind for kind in map(self._shaped, call.tensors()) if kind is not None), None)
             for result in tensors_of(results):
                 self._store(result, kind, entry)
             return
@@ -381,9 +407,25 @@ class Trace(TorchDispatchMode):
                 if _key(part(result)) not in self.entries:
                     self._note(part(result), constant)
             return
-        for result, kind in zip(results, self._types(known, call, len(results)), strict=True):
+        kinds = self._types(known, call, len(results))
+        for result, kind in zip(results, kinds, strict=True):
             if isinstance(result, Tensor):
                 self._store(result, kind, Constant.ANY)
+        if known.name in WRITING_STATISTICS and call.args[5] is True:
+            for statistic in tensors_of(call.args[3:5]):
+                if _key(part(statistic)) in self.entries:
+                    self._note(part(statistic), Mixed(f"statistics of {known.name}"))
+
+    def _shaped(self, tensor: Tensor) -> Type:
+        """The type of a tensor whose shape depends on values."""
+        entry = self.entries.get(_key(part(tensor)))
+        kind = entry[1] if entry is not None and isinstance(entry[1], Mixed) else self.type_of(tensor)
+        return kind if (kind.ragged if isinstance(kind, Rows) else kind is not None and kind.shaped) else None
+
+    def _lawful(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether numbers drawn with these parameters all have the same law."""
+        entries = [self.entries.get(_key(part(tensor))) for tensor in inputs if tensor.numel() > 1]
+        return all(entry is not None and entry[1] in (Constant.EQUAL, Constant.RANDOM) for entry in entries)
 
     def _constant(self, known: Known, inputs: Sequence[Tensor]) -> Constant:
         """Elementwise functions of equal, and of equally random, numbers are such again."""
@@ -405,6 +447,12 @@ class Trace(TorchDispatchMode):
         else:
             kind = assumed(call, f"{known.name}, which is not in the table of operations")
         kinds = kind if isinstance(kind, list) else [kind] * count
+        if self.ragged and known.name.rstrip("_") not in PLACING and any(map(self._shaped, call.tensors())):
+            kinds = [found._replace(shaped=True) if isinstance(found, Mixed) else found and found._replace(ragged=True)
+                     for found in kinds]  # fmt: skip
+        if known.name not in AGREEING:
+            kinds = [found._replace(agrees=None) if isinstance(found, Mixed) and found.agrees is not None else found
+                     for found in kinds]  # fmt: skip
         return kinds if len(kinds) == count else (kinds + [Mixed(known.name)] * count)[:count]
 
     def _whole(self, call: Call) -> bool:
@@ -427,10 +475,7 @@ class Trace(TorchDispatchMode):
             self._note(own, kind)
         elif own.numel():
             self.ragged = self.ragged or kind.ragged
-            fits = kind.axis < own.ndim and (
-                kind.axis == WHOLE or own.shape[kind.axis] == kind.pre * kind.count * kind.post
-            )
-            self._note(own, stored(kind, own) if fits else Mixed("a result of another shape than was expected"))
+            self._note(own, stored(kind, own) if _fits(kind, own) else Mixed("a result of another shape than was expected"))
 
     # -- writes in place
 
@@ -463,7 +508,8 @@ class Trace(TorchDispatchMode):
         targets = [call.args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
         flat = list(tensors_of(targets))
         if known.kind in (Kind.FILLED, Kind.RANDOM):
-            kinds: list[Type] = [None] * len(flat)
+            given = [tensor for tensor in call.tensors() if not any(tensor is target for target in flat)]
+            kinds: list[Type] = [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat]
         elif known.name == "copy_":
             kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
         else:
@@ -477,9 +523,11 @@ class Trace(TorchDispatchMode):
     def _overwrite(self, target: Tensor, kind: Type, known: Known, call: Call) -> None:
         key = _key(target)
         known_entry = self.entries.get(key)
-        if known_entry is None:
+        if known_entry is None and kind is None:
             return
-        entry = known_entry[1]
+        entry = Constant.ANY if known_entry is None else known_entry[1]
+        if isinstance(kind, Rows) and not _fits(kind, target):
+            kind = Mixed("a result of another shape than was expected")
         if self.alone and isinstance(kind, Rows) and not isinstance(entry, Mixed):
             self._note(target, stored(kind, target))
             return
@@ -500,6 +548,12 @@ class Trace(TorchDispatchMode):
             self._note(target, kept if whole else Constant.ANY)
         elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
             self._note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
+        elif isinstance(entry, Stored):
+            there = located(entry, target, self.num_samples)
+            if there is not None and there.doubt:
+                self._note(target, _doubted(entry, there.doubt))
+            elif there is not None and known.name == "copy_" and not rows_module.uniform(target, there, there.axis):
+                self._note(target, _doubted(entry, "values that differ between places in the batch"))
 
     def _joined(self, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:
         """What the memory of a tensor is after rows were written into it."""
@@ -535,8 +589,15 @@ class Trace(TorchDispatchMode):
         return None
 
 
+def _fits(kind: Rows, tensor: Tensor) -> bool:
+    """Whether a tensor has the shape that its rows say."""
+    if kind.axis == WHOLE:
+        return True
+    return kind.axis < tensor.ndim and tensor.shape[kind.axis] == kind.pre * kind.count * kind.post
+
+
 def _doubted(entry: Stored, reason: str) -> Stored:
-    return Stored(entry.base, entry.step, entry.count, entry.ids, entry.doubt or reason, entry.end, entry.ragged)
+    return replace(entry, doubt=entry.doubt or reason)
 
 
 def _key(tensor: Tensor) -> int:

@@ -30,7 +30,8 @@ def reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None)
     def handler(call: Call) -> Type:
         input: Tensor = call.args[0]
         given = call.arg(dim, "dim")
-        axes = axes_of(given, input.ndim) if given is None or isinstance(given, (int, list, tuple)) else axes_of(None, input.ndim)
+        named = isinstance(given, (int, list, tuple)) and not isinstance(given, bool)
+        axes = axes_of(given if named else None, input.ndim)
         keeps = bool(call.arg(keepdim, "keepdim", False)) if keepdim is not None else False
         mixed = call.mixed("over the batch")._replace(agrees=agrees)
         return reduced(call.type_of(input), input.ndim, axes, keeps, mixed)
@@ -76,6 +77,8 @@ def last_axes(count: int, tensors: int = 8) -> Handler:
 
     def handler(call: Call) -> Type:
         operands = [value for value in call.tensors() if value.ndim >= count][:tensors]
+        if any(call.type_of(value) is not None for value in call.tensors() if value.ndim < count):
+            return call.mixed("of a vector")
         ndim = max(operand.ndim for operand in operands)
         return combined(call, [broadcast(operand, ndim) for operand in operands], range(ndim - count, ndim))
 
@@ -130,14 +133,29 @@ def topk(call: Call) -> Type:
     return kind
 
 
+def selecting(handler: Handler) -> Handler:
+    """Medians: torch partitions in place a copy that keeps the strides, which is wrong where numbers share memory."""
+
+    def checked(call: Call) -> object:
+        input: Tensor = call.args[0]
+        shared = any(stride == 0 and size > 1 for stride, size in zip(input.stride(), input.shape, strict=True))
+        if shared and call.type_of(input) is not None:
+            return call.mixed("of numbers that share memory")
+        return handler(call)
+
+    return checked
+
+
 _SOFTMAX_BACKWARD = along(2, tensors=2)
 FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
         ("sum", "mean", "nansum", "nanmean", "amax", "amin", "argmax", "argmin", "logsumexp", "count_nonzero", "var", "std",
-         "var_mean", "std_mean", "mode", "nanmedian"),
+         "var_mean", "std_mean"),
         reduction(),
     ),
-    **dict.fromkeys(("max", "min", "median", "prod", "aminmax"), whole_reduction),
+    **dict.fromkeys(("mode", "nanmedian"), selecting(reduction())),
+    **dict.fromkeys(("max", "min", "prod", "aminmax"), whole_reduction),
+    "median": selecting(whole_reduction),
     "all": truth(True),
     "any": truth(False),
     **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
@@ -151,7 +169,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "argsort": sorting,
     "msort": along(default=0),
     "topk": topk,
-    "kthvalue": topk,
+    "kthvalue": selecting(topk),
     "flip": along(1),
     "roll": along(2),
     "glu": glu,

@@ -89,13 +89,22 @@ def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
     return axis, line
 
 
-def doubt_of(positions: Positions, length: int) -> str:
-    """Why positions on the axis of the samples may depend on other samples; empty if they do not."""
-    if not isinstance(positions.kind, Mixed):
-        return positions.kind.doubt if isinstance(positions.kind, Rows) else ""
-    flat = positions.values.reshape(-1)
-    if len(flat) == length and _all_once(flat, length):
-        return ""
+def doubt_of(positions: Positions, rows: Rows) -> str:
+    """Why positions on the axis of the samples may depend on other samples; empty if they do not.
+
+    Those that were computed from several samples must be all positions, and keep the order within each sample.
+    """
+    if isinstance(positions.kind, Rows):
+        return positions.kind.doubt
+    flat, samples = positions.values.reshape(-1).cpu(), spread(rows)
+    if positions.kind is None:
+        chosen = rows.ranked and not (len(flat) == len(samples) and _all_once(flat, len(flat)))
+        return "some rows of an order that depends on values of the batch" if chosen else ""
+    if len(flat) == len(samples) and _all_once(flat, len(flat)):
+        order = samples[flat].argsort(stable=True)
+        first, second = flat[order][:-1], flat[order][1:]
+        if bool(((first < second) | (samples[first] != samples[second])).all()):
+            return ""
     return f"positions from {positions.kind.reason}"
 
 
@@ -157,7 +166,7 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     if found is None:
         return call.mixed("of several samples")
     place, ids = found
-    doubt = kind.doubt or doubt_of(on_samples, self.shape[kind.axis])
+    doubt = kind.doubt or doubt_of(on_samples, kind)
     rows = Rows(WHOLE, 1, ids=ids) if place == WHOLE else gathered(ids, place, call.types.num_samples, "")
     if place != WHOLE:
         rows = rows.moved(place + width - target.ndim)
@@ -168,7 +177,8 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
         doubt = doubt or problem
     ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
     moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
-    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
+    ranked = (kind.ranked or on_samples.kind is not None) and moved.ids is not None
+    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged, ranked=ranked)
 
 
 def _disagrees(call: Call, item: Positions, rows: Rows, width: int, on_samples: bool) -> str | None:
@@ -254,8 +264,11 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
             here = rows.moved(own)
             if kind is not None and (kind.axis != own or not same_ids(_each(kind), _each(here))):
                 return call.mixed()
+            if kind is None and not call.types.uniform(self, here, own):
+                doubt = doubt or "a tensor whose values differ between places in the batch"
             return here.doubted(doubt) if doubt else here
         rows = rows.moved(rows.axis - start)
+    unclear = ""
     for item in indices:  # what is written where may be decided by the samples' positions alone
         if item is not None and isinstance(item.kind, Rows):
             here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)
@@ -265,10 +278,28 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
                 return call.mixed("at positions of different samples")
             doubt = doubt or item.kind.doubt
         elif item is not None and isinstance(item.kind, Mixed):
-            doubt = doubt or (doubt_of(item, self.shape[0]) if kind is None else "")
+            unclear = unclear or item.kind.reason
     if rows is None:
-        return Mixed(doubt) if doubt and kind is None else kind.doubted(doubt) if doubt and kind else kind
+        doubt = doubt or unclear or (_unequal(call, kind, values, start, width, taken, shift) if kind is not None else "")
+        return kind if not doubt else Mixed(doubt) if kind is None else kind.doubted(doubt)
+    if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
+        doubt = doubt or "values that differ between places in the batch"
     return _placed(call, self, kind, indices, rows, width, doubt)
+
+
+def _unequal(
+    call: Call, kind: Rows, values: Tensor, start: int, width: int, taken: list[int], shift: int
+) -> str:
+    """Why constants that are written over rows depend on the place of a row; empty if they do not."""
+    if kind.axis == WHOLE or (values.numel() == 1 and not kind.ranked):
+        return ""
+    if kind.axis in taken and kind.ranked:
+        return "some rows of an order that depends on values of the batch"
+    if kind.axis in taken:
+        same = bool((values == values.reshape(-1)[:1]).all())
+    else:
+        same = call.types.uniform(values, kind, kept_axis(kind.axis, start, width, taken) - shift)
+    return "" if same else "values that differ between places in the batch"
 
 
 def _placed(
@@ -278,6 +309,7 @@ def _placed(
     samples = spread(rows) if rows.axis != WHOLE else rows.ids
     if samples is None:
         samples = torch.zeros(1, dtype=torch.int64)
+    found: list[Type] = []
     for axis, item in enumerate(indices):
         if item is None or (kind is not None and kind.axis not in (axis, WHOLE)):
             continue
@@ -290,9 +322,25 @@ def _placed(
             shape[rows.axis] = len(samples)
         wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
         if bool((target == wanted).all()):
-            problem = doubt or (doubt_of(item, self.shape[axis]) if isinstance(item.kind, Mixed) else "")
-            return own.doubted(problem) if problem else own
-    return call.mixed("at positions of other samples")
+            problem = doubt or doubt_of(item, own) or _others(call, indices, item, rows, width)
+            if kind is None and not call.types.uniform(self, own, axis):
+                problem = problem or "a tensor whose values differ between places in the batch"
+            own = own._replace(ranked=own.ranked or (rows.ranked and own.ids is not None))
+            found.append(own.doubted(problem) if problem else own)
+    return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
+
+
+def _others(call: Call, indices: Sequence[Positions | None], own: Positions, rows: Rows, width: int) -> str:
+    """Why positions on the other axes may depend on other samples, or on the place of a row; empty if they do not."""
+    for item in indices:
+        if item is None or item is own:
+            continue
+        if isinstance(item.kind, Mixed):
+            return f"positions from {item.kind.reason}"
+        if item.kind is None and rows.axis != WHOLE:
+            if not call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim)):
+                return "positions that differ between places in the batch"
+    return ""
 
 
 def _own(
@@ -301,7 +349,8 @@ def _own(
     """Rows of a tensor of constants, from the first samples that are written at positions of an axis."""
     count, length = call.types.num_samples, self.shape[axis]
     flat = item.values.reshape(-1).cpu()
-    if len(flat) == len(samples) == length and item.values.ndim == 1 and _all_once(flat, length):
+    own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
+    if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and _all_once(flat, length):
         return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
     if length % count:
         return None
@@ -341,10 +390,10 @@ def masked_scatter(call: Call) -> Type:
     kind, filled = call.type_of(self), call.type_of(source)
     if isinstance(kind, Mixed) or isinstance(filled, Mixed):
         return kind if isinstance(kind, Mixed) else filled
-    if kind is None and filled is None:
-        return combined(call, [broadcast(mask, self.ndim)])
+    if call.type_of(mask) is None and kind is None and filled is None:
+        return None
     mask_rows = combined(call, [broadcast(self, self.ndim), broadcast(mask, self.ndim)])
-    if filled is None or not isinstance(mask_rows, Rows) or mask_rows.axis != 0 or mask_rows.ids is not None:
+    if filled is None or not isinstance(mask_rows, Rows) or mask_rows.axis != 0 or mask_rows.ids is not None or mask_rows.pre != 1:
         return call.mixed("in the order of the batch")
     if not isinstance(filled, Rows) or filled.axis != 0 or filled.ids is not None or filled.pre != 1:
         return call.mixed("in the order of the batch")
@@ -358,7 +407,7 @@ def masked_scatter_backward(call: Call) -> Type:
     """`(grad, mask, sizes)`: the gradient of the source."""
     grad, mask, sizes = call.args[:3]
     kind = combined(call, [broadcast(grad, grad.ndim), broadcast(mask, grad.ndim)])
-    if not isinstance(kind, Rows) or kind.axis != 0 or kind.ids is not None:
+    if not isinstance(kind, Rows) or kind.axis != 0 or kind.ids is not None or kind.pre != 1:
         return kind if isinstance(kind, Mixed) else call.mixed()
     count = call.types.num_samples
     places_B = mask.expand_as(grad).reshape(count, -1).sum(1)
@@ -374,6 +423,9 @@ def searchsorted(call: Call) -> Type:
     table_at, values_at = names[call.name]
     table, values = call.args[table_at], call.args[values_at]
     kind = call.type_of(table)
+    sorter = call.kwargs.get("sorter")
+    if isinstance(sorter, Tensor) and call.type_of(sorter) is not None:
+        return call.mixed("with an order that depends on the batch")
     if not isinstance(values, Tensor):
         return kind if kind is None else call.mixed()
     if kind is None and table.ndim == 1:
@@ -394,6 +446,12 @@ def embedding_bag(call: Call) -> Type | list[Type]:
     kind, offsets = call.type_of(call.args[1]), call.args[2]
     if call.type_of(call.args[0]) is not None or not isinstance(kind, Rows) or kind.axis != 0:
         return call.mixed()
+    weights = call.arg(6, "per_sample_weights")
+    if isinstance(weights, Tensor):
+        together = combined(call, [broadcast(call.args[1], 1), broadcast(weights, 1)])
+        if not isinstance(together, Rows):
+            return call.mixed("with weights of other samples")
+        kind = together
     starts = offsets.cpu().reshape(-1)
     bags = call.out[0].shape[0]
     samples = spread(kind)
@@ -402,7 +460,7 @@ def embedding_bag(call: Call) -> Type | list[Type]:
     if not bool((first[bag_of] == samples).all()) or call.type_of(offsets) is not None:
         return call.mixed("with bags of several samples")
     rows = gathered(first, 0, call.types.num_samples, kind.doubt)
-    return [rows, kind if call.out[1].shape[:1] == call.args[1].shape[:1] else None, rows, None]
+    return [rows, kind if call.out[1].shape[:1] == call.args[1].shape[:1] else None, rows, rows]
 
 
 def multinomial(call: Call) -> Type:
@@ -418,7 +476,7 @@ def pack(call: Call) -> list[Type]:
     if not isinstance(kind, Rows) or kind.axis != (0 if batch_first else 1) or kind.pre != 1 or kind.post != 1:
         return [call.mixed() if kind is not None else None, None]
     samples, sizes = spread(kind), call.out[1]
-    ids = torch.cat([samples[: int(size)] for size in sizes])
+    ids = torch.cat([samples[: int(size)] for size in sizes])  # sizes are typed as constant: recurrent layers read them
     return [gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True), None]
 
 
@@ -428,7 +486,10 @@ def pack_backward(call: Call) -> Type:
     kind = call.type_of(grad)
     if not isinstance(kind, Rows) or kind.axis != 0:
         return kind if kind is None else call.mixed()
-    first = spread(kind)[: int(batch_sizes[0])]
+    samples = spread(kind)
+    first = samples[: int(batch_sizes[0])]
+    if not torch.equal(samples, torch.cat([first[: int(size)] for size in batch_sizes])):
+        return call.mixed()
     own = normal(first, call.types.num_samples)
     if len(first) != sizes[0 if batch_first else 1]:
         return call.mixed()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, leading
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, alike
 
 
 def first_axis(call: Call) -> Type:
@@ -33,21 +33,27 @@ def spatial(count: int) -> Handler:
 def convolution(call: Call) -> Type:
     """`(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)`."""
     input, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
-    groups = call.args[-1] if isinstance(call.args[-1], int) else 1
+    groups = call.arg({"mkldnn_convolution": 6}.get(call.name, 8), "groups", 1)
     return convolved(call, input, weight, [bias] if isinstance(bias, Tensor) else [], groups, "input")
 
 
 def convolved(call: Call, data: Tensor, weight: Tensor, others: Sequence[Tensor], groups: int, what: str) -> Type:
     """Samples on axis 0, with the same weights; or in groups of channels, each with weights of its own."""
-    kind, weights = call.type_of(data), call.type_of(weight)
+    kind = call.type_of(data)
     if isinstance(kind, Rows) and kind.axis == 1 and kind.pre == 1 and groups % kind.count == 0:
-        if isinstance(weights, Rows) and (weights.axis != 0 or weights.pre != 1 or weights.count != kind.count):
-            return call.mixed("with weights of other samples")
-        if isinstance(weights, Mixed):
-            return weights
-        if weights is None and not call.types.uniform(weight, Rows(0, kind.count, 1, weight.shape[0] // kind.count), 0):
-            return call.mixed("with weights that differ between places in the batch")
-        return kind._replace(post=call.out.shape[1] // kind.count if isinstance(call.out, Tensor) else kind.post)
+        doubt = kind.doubt
+        for own in (weight, *others):
+            weights = call.type_of(own)
+            each = Rows(0, kind.count, 1, own.shape[0] // kind.count, kind.ids)
+            if isinstance(weights, Mixed):
+                return weights
+            if weights is None and not call.types.uniform(own, each, 0):
+                return call.mixed("with weights that differ between places in the batch")
+            if weights is not None and (weights.axis != 0 or not alike(weights, each)):
+                return call.mixed("with weights of other samples")
+            doubt = doubt or (weights.doubt if weights is not None else "")
+        post = call.out.shape[1] // kind.count if isinstance(call.out, Tensor) else kind.post
+        return kind._replace(post=post, doubt=doubt)
     return combined(call, [Aligned(data, lambda axis: axis, lambda axis: axis), *(_nowhere(t) for t in (weight, *others))],
                     range(1, 8))  # fmt: skip
 
@@ -63,10 +69,13 @@ def convolution_backward(call: Call) -> list[Type]:
     kind = call.type_of(grad)
     if isinstance(kind, Rows) and kind.axis == 1:
         given = convolved(call, grad, weight, [], groups, "grad")
-        if isinstance(given, Rows):
+        data = call.type_of(input)
+        if isinstance(given, Rows) and isinstance(data, Rows) and data.axis == 1 and data.pre == 1 \
+                and alike(data._replace(post=kind.post), kind):  # fmt: skip
             count = given.count
-            own = Rows(0, count, 1, weight.shape[0] // count, given.ids, given.doubt)
+            own = Rows(0, count, 1, weight.shape[0] // count, given.ids, given.doubt or data.doubt)
             return [given._replace(post=input.shape[1] // count), own, given._replace(axis=0, post=kind.post)]
+        given = given._replace(post=input.shape[1] // given.count) if isinstance(given, Rows) else given
         return [given, call.mixed(), call.mixed()]
     operands = [Aligned(grad, lambda axis: axis, lambda axis: axis), _nowhere(weight)]
     return [combined(call, operands, range(1, 8)), call.mixed("gradient of weights"), call.mixed("gradient of biases")]
@@ -112,9 +121,8 @@ def channelwise(tensor: Tensor) -> Aligned:
 def batch_norm(call: Call) -> list[Type]:
     """`(input, weight, bias, running_mean, running_var, training, ...)`: with fixed statistics, or over each channel."""
     input = call.args[0]
-    training = "no_training" not in call.name and any(value is True for value in call.args[5:6])
-    if "no_stats" in call.name or (call.name == "_native_batch_norm_legit" and isinstance(call.args[3], bool)):
-        training = True
+    fixed = all(isinstance(value, Tensor) for value in call.args[3:5])
+    training = call.name == "_batch_norm_with_update" or not fixed or any(value is True for value in call.args[5:6])
     others = [value for value in call.args[1:5] if isinstance(value, Tensor)]
     return _normed(call, [input], others, training, len(call.out))
 
@@ -164,19 +172,25 @@ def class_axis(tensor: Tensor) -> Aligned:
 def nll_loss(call: Call) -> list[Type]:
     """`(scores (N, C, ...), targets (N, ...), weight, reduction, ...)`."""
     scores, targets, reduction = call.args[0], call.args[1], call.args[3]
+    weights = [_nowhere(weight) for weight in [call.arg(2, "weight")] if isinstance(weight, Tensor)]
     if scores.ndim == 1:
-        return [combined(call, [_nowhere(scores), _nowhere(targets)]), None]
-    kind = combined(call, [leading(scores), class_axis(targets)], (1,))
-    if not isinstance(kind, Rows):
-        return [kind, None]
-    return [kind.moved(kind.axis - (kind.axis > 1)) if reduction == 0 else call.mixed("over the batch"), None]
+        return [combined(call, [_nowhere(scores), _nowhere(targets), *weights])] * 2
+    kind = combined(call, [leading(scores), class_axis(targets), *weights], (1,))
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return [kind, kind]
+    if reduction != 0:
+        return [call.mixed("over the batch")] * 2
+    return [kind.moved(kind.axis - (kind.axis > 1)), None]
 
 
 def nll_loss_backward(call: Call) -> Type:
     """`(grad, scores, targets, weight, reduction, ...)`."""
     grad, scores, targets = call.args[0], call.args[1], call.args[2]
-    operands = [leading(scores), class_axis(targets), *([class_axis(grad)] if grad.ndim else [])]
-    return combined(call, operands, (1,))
+    others = [_nowhere(value) for value in (call.arg(3, "weight"), call.arg(6, "total_weight")) if isinstance(value, Tensor)]
+    if scores.ndim == 1:
+        return combined(call, [_nowhere(tensor) for tensor in (grad, scores, targets)] + others)
+    operands = [leading(scores), class_axis(targets), class_axis(grad) if grad.ndim else _nowhere(grad)]
+    return combined(call, operands + others, (1,))
 
 
 def elementwise_loss(position: int) -> Handler:

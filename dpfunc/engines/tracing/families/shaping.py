@@ -25,19 +25,19 @@ def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     found = [kind for kind in kinds if isinstance(kind, Rows)]
     if all(kind.axis not in (dim, WHOLE) for kind in found):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
-    pieces, doubt = [], ""
+    pieces, doubt, ranked = [], "", False
     for tensor, kind in zip(tensors, kinds, strict=True):
         if isinstance(kind, Mixed):
             return kind
         if kind is None or (kind.axis not in (dim, WHOLE)):
             return call.mixed("of samples and other things")
-        doubt = doubt or kind.doubt
+        doubt, ranked = doubt or kind.doubt, ranked or kind.ranked
         if kind.axis == WHOLE:
             sample = torch.zeros(1, dtype=torch.int64) if kind.ids is None else kind.ids
             pieces.append(sample.expand(tensor.shape[dim]))
         else:
             pieces.append(spread(kind))
-    return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)
+    return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)._replace(ranked=ranked)
 
 
 def stack(call: Call) -> Type:
@@ -160,7 +160,7 @@ def reshaped(call: Call) -> Type:
             length = call.out.shape[axis]
             post = place // stride
             if length % (post * kind.count) == 0:
-                return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt)
+                return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt, kind.ragged, kind.ranked)
     return call.mixed("a reshape across samples")
 
 
@@ -179,10 +179,14 @@ def diagonal_backward(call: Call) -> Type:
 
 def diag_embed(call: Call) -> Type:
     """The last axis becomes two."""
-    kind = call.type_of(call.args[0])
-    if isinstance(kind, Rows) and kind.axis != WHOLE and kind.axis == call.args[0].ndim - 1:
+    input: Tensor = call.args[0]
+    kind = call.type_of(input)
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return kind
+    if kind.axis == input.ndim - 1:
         return call.mixed()
-    return kind
+    made = axes_of([call.arg(2, "dim1", -2), call.arg(3, "dim2", -1)], input.ndim + 1)
+    return kind.moved([axis for axis in range(input.ndim + 1) if axis not in made][kind.axis])
 
 
 def like_first(call: Call) -> Type:
@@ -194,6 +198,11 @@ def pixel_shuffle(call: Call) -> Type:
     """Channels and space are exchanged; leading axes stay."""
     input: Tensor = call.args[0]
     return combined(call, [broadcast(input, input.ndim)], range(input.ndim - 3, input.ndim))
+
+
+def channel_shuffle(call: Call) -> Type:
+    """Channels are exchanged: axis 1."""
+    return combined(call, [broadcast(call.args[0], call.args[0].ndim)], (1,))
 
 
 def repeat_interleave(call: Call) -> Type:
@@ -222,7 +231,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "split_copy": split_with_copies,
     "pixel_shuffle": pixel_shuffle,
     "pixel_unshuffle": pixel_shuffle,
-    "channel_shuffle": pixel_shuffle,
-    "native_channel_shuffle": pixel_shuffle,
+    "channel_shuffle": channel_shuffle,
+    "native_channel_shuffle": channel_shuffle,
     "repeat_interleave": repeat_interleave,
 }
