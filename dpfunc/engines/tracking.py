@@ -239,13 +239,31 @@ class Tracker(TorchFunctionMode):
         if func not in EXPANDING and self.places.shared(key, others):
             if any(tensor.requires_grad for tensor in others):
                 raise no_rule(func, tensors, found)
-            return self._derive(func, args, kwargs, found)
+            repeated = self._repeated(func, args, kwargs, others, key)
+            return self._derive(func, args, kwargs, found) if repeated is None else repeated
         try:
             return self._by_rule(func, args, kwargs, tensors, found, key)
         except Unplaced:
             canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
             self.canaries[f"{found[0].name} (in {_name(func)})"] = canary
             return watched(self._plainly(func, args, kwargs).clone(), catch_any, [canary])
+
+    def _repeated(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], others: Sequence[Tensor], key: Key
+    ) -> Tensor | None:
+        """A use with a constant that has an equal row for each sample: the use with one row, expanded over the samples."""
+        if len(others) != 1 or (func not in RULES and func not in POINTWISE) or not self.places.repeated(key, others[0]):
+            return None
+        by = {id(others[0]): others[0][:1]}
+        first = tuple(by.get(id(value), value) for value in args), {n: by.get(id(v), v) for n, v in kwargs.items()}
+        with torch.no_grad():
+            shape = func(*args, **kwargs).shape
+            fits = shape[:1] == (self.num_samples,) and func(*first[0], **first[1]).shape == (1, *shape[1:])
+        if not fits:
+            return None
+        with self:
+            expanded: Tensor = func(*first[0], **first[1]).expand(shape)
+        return expanded
 
     def _by_rule(
         self,
@@ -296,6 +314,10 @@ class Tracker(TorchFunctionMode):
             leaf, aligned, axis = copies_for(
                 tracked.name, _name(func), tracked.tensor, output, layout, self.num_samples
             )
+            if func in EXPANDING and not torch.compiler.is_compiling():
+                leaf = leaf.detach().contiguous().requires_grad_()  # memory of its own, which the trace can follow
+                self.places.copied(leaf, axis)
+                aligned = leaf
             self.recorder.copies(tracked, leaf, axis)
             by[id(tracked.tensor)] = aligned
         if func in EXPANDING:

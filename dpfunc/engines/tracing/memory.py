@@ -53,19 +53,32 @@ def refuse_unproven(doubts: Sequence[str]) -> None:
 
 @dataclass
 class Memory:
-    """What was seen of loss functions: which expansions are not over the samples, and whether to note random numbers.
+    """What was seen of loss functions.
 
     Nothing here is trusted: each step checks what it uses of it.
+
+    Args:
+        wrong: expansions that are not over the samples, though their size says so. tried: to do without such expansions
+            did not help.
     """
 
     wrong: MutableMapping[LossFn, set[Key]] = field(default_factory=WeakIdKeyDictionary)
+    tried: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary)
 
     def traced(self, loss_fn: LossFn, num_samples: int, compute: Callable[[Traced], R]) -> R:
         """A step with a trace of its own."""
         wrong = self.wrong.setdefault(loss_fn, set())
         places = Traced(Trace(num_samples, recording=True), wrong)
         result = compute(places)
-        return result
+        if not result.doubts or not places.guessed or loss_fn in self.tried:
+            return result
+        again = Traced(Trace(num_samples, recording=True), wrong | places.guessed)
+        other = compute(again)
+        if other.doubts:
+            self.tried[loss_fn] = True
+            return result
+        wrong |= places.guessed
+        return other
 
     def recalled(
         self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dpfunc.engines.layout import Layout
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, same_ids
-from dpfunc.engines.tracing.trace import Trace
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, same_ids, uniform
+from dpfunc.engines.tracing.trace import Trace, unseen
 from dpfunc.errors import UnsupportedModel
 
 Key = tuple[str, str, tuple[int, ...]]
@@ -48,6 +48,14 @@ class Places(Protocol):
         """Of a parameter that is expanded."""
         ...
 
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """A leaf holds a private copy of a parameter for each sample on an axis."""
+        ...
+
+    def repeated(self, key: Key, other: Tensor) -> bool:
+        """Whether a tensor that depends on no sample has an equal row for each of them on axis 0."""
+        ...
+
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A tensor was given to Python."""
         ...
@@ -67,13 +75,15 @@ class Traced:
 
     Args:
         trace: of the step. wrong: expansions that were found not to be over the samples. known: what was said, for
-            compiled steps. unclear: keys whose uses lie differently.
+            compiled steps. unclear: keys whose uses lie differently. guessed: expansions that were taken to be over the
+            samples because of their size; the trace of the step finds out.
     """
 
     trace: Trace
     wrong: set[Key] = field(default_factory=set)
     known: dict[Key, Layout | None] = field(default_factory=dict)
     unclear: set[Key] = field(default_factory=set)
+    guessed: set[Key] = field(default_factory=set)
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
         """By their types."""
@@ -107,10 +117,26 @@ class Traced:
         for axis, size in enumerate(after):
             grown = axis < shift or (before[axis - shift] == 1 and size > 1)
             if grown and size == count and key not in self.wrong:
+                self.guessed.add(key)
                 self._say(key, Layout(axis))
                 return Layout(axis)
         self._say(key, None)
         return None
+
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """Its memory has the rows of the samples from here on."""
+        self.trace.copied(leaf, axis)
+
+    def repeated(self, key: Key, other: Tensor) -> bool:
+        """By its values."""
+        count = self.trace.num_samples
+        repeated = other.ndim > 0 and other.shape[0] == count and key not in self.wrong
+        with unseen():
+            repeated = repeated and uniform(other, Rows(0, count), 0)
+        if repeated:
+            self.guessed.add(key)
+        self._say(_repeating(key), Layout(0) if repeated else None)
+        return repeated
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A doubt, if the tensor depends on the batch."""
@@ -166,6 +192,13 @@ class Remembered:
         """As it was."""
         return self._recalled(key)
 
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """Nothing to do."""
+
+    def repeated(self, key: Key, other: Tensor) -> bool:
+        """As it was."""
+        return self.known.get(_repeating(key)) is not None
+
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """dynamo does not compile that."""
 
@@ -182,6 +215,10 @@ class Remembered:
                 f"{key[1]} of parameter {key[0]!r} occurs when the step is compiled, and did not before. Use compile=False."
             )
         return self.known[key]
+
+
+def _repeating(key: Key) -> Key:
+    return key[0], f"{key[1]} of equal rows", key[2]
 
 
 def agrees(kind: object, layout: Layout) -> bool:

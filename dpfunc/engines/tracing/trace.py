@@ -77,7 +77,8 @@ RANDOM = frozenset(
     "rand randn randint rand_like randn_like randint_like bernoulli_ uniform_ normal_ random_ exponential_ geometric_ "
     "log_normal_ cauchy_ bernoulli normal".split()
 )
-ALIASES = frozenset(("_unsafe_view", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view"))
+ALIASES = frozenset(("_unsafe_view", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view", "as_strided_", "unsafe_split",
+                     "unsafe_split_with_sizes", "unsafe_chunk"))  # fmt: skip
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
 TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -284,6 +285,12 @@ class Trace(TorchDispatchMode):
         if isinstance(kind, Mixed):
             raise UnsupportedModel(f"Of a row that is computed alone, {what} comes from {kind.reason}: from other rows.")
 
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """A new tensor has one row for each sample on an axis."""
+        own = part(leaf)
+        if own.numel():
+            self._note(own, stored(Rows(axis, self.num_samples), own))
+
     def equal_rows(self, tensor: Tensor) -> None:
         """Declare that a new tensor is the same for each sample."""
         self._note(tensor, Constant.EQUAL)
@@ -312,6 +319,7 @@ class Trace(TorchDispatchMode):
         known = _known.get(func) or known_operation(func)
         if known.written:
             self._refuse_writes(known, args, kwargs or {})
+        before = self._before(known, args)
         if self.recording and known.random:
             self.draws.append(drawn(func, args, kwargs or {}))
         try:
@@ -324,9 +332,9 @@ class Trace(TorchDispatchMode):
             return result
         if self.recording and known.random:
             self.draws[-1] = self.draws[-1].of(result)
-        call = Call(self, known.name, args, kwargs or {}, result)
+        call = Call(self, known.name, args if before is None else (before, *args[1:]), kwargs or {}, result)
         if known.written:
-            self._write(known, call)
+            self._write(known, call, args)
         else:
             self._type_results(known, call)
         return result
@@ -357,10 +365,10 @@ class Trace(TorchDispatchMode):
         if known.kind is not Kind.POINTWISE:
             return Constant.ANY
         found = [self.entries.get(_key(part(tensor))) for tensor in inputs if tensor.numel() > 1]
-        kinds = {entry[1] if entry is not None else Constant.ANY for entry in found}
-        if kinds <= {Constant.EQUAL}:
-            return Constant.EQUAL
-        return Constant.RANDOM if kinds <= {Constant.EQUAL, Constant.RANDOM} else Constant.ANY
+        kinds = [entry[1] if entry is not None else Constant.ANY for entry in found]
+        if any(kind is not Constant.EQUAL and kind is not Constant.RANDOM for kind in kinds):
+            return Constant.ANY
+        return Constant.RANDOM if Constant.RANDOM in kinds else Constant.EQUAL
 
     def _types(self, known: Known, call: Call, count: int) -> list[Type]:
         if self.alone and known.name not in ("_local_scalar_dense", "equal"):
@@ -398,6 +406,17 @@ class Trace(TorchDispatchMode):
 
     # -- writes in place
 
+    def _before(self, known: Known, args: tuple[Any, ...]) -> Tensor | None:
+        """What a tensor of constants held before numbers of the batch are computed into it: whether it is equal for each."""
+        if 0 not in known.written or known.kind is not Kind.POINTWISE or not isinstance(args[0], Tensor) or self.alone:
+            return None
+        entry = self.entries.get(_key(part(args[0])))
+        if entry is None or entry[1] is not Constant.ANY or all(self.type_of(t) is None for t in tensors_of(args[1:])):
+            return None
+        held = part(args[0]).detach().clone()
+        self._note(held, Constant.ANY)
+        return held
+
     def _refuse_writes(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before anything is written: into the caller's batch, or values of the batch into memory from outside."""
         for place in known.written:
@@ -423,8 +442,8 @@ class Trace(TorchDispatchMode):
                 "of the next. Use out-of-place operations, model.eval(), or replace the layer."
             )
 
-    def _write(self, known: Known, call: Call) -> None:
-        targets = [call.args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
+    def _write(self, known: Known, call: Call, args: tuple[Any, ...]) -> None:
+        targets = [args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
         flat = list(tensors_of(targets))
         if known.kind in (Kind.FILLED, Kind.RANDOM):
             kinds: list[Type] = [None] * len(flat)
@@ -432,13 +451,14 @@ class Trace(TorchDispatchMode):
             kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
         else:
             kinds = self._types(known, call, len(flat))
+        made = self._constant(known, call.tensors())
         for target, kind in zip(flat, kinds, strict=True):
-            self._overwrite(part(target), kind, known)
+            self._overwrite(part(target), kind, known, made)
         for result in tensors_of([call.out]):
             if not any(result is target for target in flat) and _key(part(result)) not in self.entries:
                 self._store(result, kinds[0], Constant.ANY)
 
-    def _overwrite(self, target: Tensor, kind: Type, known: Known) -> None:
+    def _overwrite(self, target: Tensor, kind: Type, known: Known, made: Constant) -> None:
         key = _key(target)
         known_entry = self.entries.get(key)
         if known_entry is None:
@@ -446,21 +466,25 @@ class Trace(TorchDispatchMode):
         entry = known_entry[1]
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         if kind is None:
-            self._overwrite_by_constant(target, entry, known, whole)
+            self._overwrite_by_constant(target, entry, known, whole, made)
         elif isinstance(kind, Mixed):
             self._note(target, kind if whole or not isinstance(entry, Stored) else _doubted(entry, kind.reason))
         else:
             self._note(target, self._joined(target, kind, entry, whole))
 
-    def _overwrite_by_constant(self, target: Tensor, entry: Entry, known: Known, whole: bool) -> None:
+    def _overwrite_by_constant(
+        self, target: Tensor, entry: Entry, known: Known, whole: bool, made: Constant
+    ) -> None:
         if isinstance(entry, Constant):
-            kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, Constant.ANY)
+            kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, made)
             self._note(target, kept if whole else Constant.ANY)
         elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
             self._note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
 
     def _joined(self, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:
         """What the memory of a tensor is after rows were written into it."""
+        if self.alone:
+            return entry if isinstance(entry, Mixed) else stored(Rows(WHOLE, 1), target)
         if isinstance(entry, Mixed):
             return stored(kind, target) if whole else entry
         if isinstance(entry, Constant):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined, lettered
+from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
+from dpfunc.engines.tracing.rows import WHOLE, Rows
 
 
 def product(*letters: str, out: str, first: int = 0) -> Handler:
@@ -30,6 +31,18 @@ def linear(call: Call) -> Type:
     operands = [lettered(input, lead + "i", lead + "o"), lettered(call.args[1], "oi", lead + "o")]
     bias = call.arg(2, "bias")
     return combined(call, operands + ([lettered(bias, "o", lead + "o")] if bias is not None else []))
+
+
+def trilinear(call: Call) -> Type:
+    """`(i1, i2, i3, expand1, expand2, expand3, sumdim)`: axes are added, all three multiplied, axes summed."""
+    operands, summed = [], call.args[6]
+    for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
+        places = [place for place in range(tensor.ndim + len(added)) if place not in added]
+        operands.append(Aligned(tensor, places.__getitem__, lambda axis, own=places: own.index(axis) if axis in own else -1))
+    kind = combined(call, operands, summed)
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return kind
+    return kind.moved(kind.axis - sum(axis < kind.axis for axis in summed))
 
 
 def cdist(call: Call) -> Type:
@@ -74,6 +87,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "vdot": product("k", "k", out=""),
     "ger": product("n", "m", out="nm"),
     "linear": linear,
+    "_trilinear": trilinear,
     "_cdist_forward": cdist,
     "_euclidean_dist": cdist,
     "_cdist_backward": cdist_backward,
