@@ -14,13 +14,15 @@ class Layout:
 
     Args:
         axis: of the tensor. pre, post: how often all rows repeat, and how many positions each row has.
-        ids: the sample of each row, int64; None if row r is sample r.
+        ids: the sample of each row, int64; None if row r is sample r. slots, of: see `Rows`.
     """
 
     axis: int
     pre: int = 1
     post: int = 1
     ids: Tensor | None = field(default=None, compare=False)
+    slots: Tensor | None = field(default=None, compare=False)
+    of: int = 0
 
     def split(self, tensor: Tensor, num_samples: int) -> Tensor:
         """(..., pre * B * post, ...) -> (B, ..., pre * post, ...): what belongs to one sample becomes one row.

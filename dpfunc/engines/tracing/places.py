@@ -158,7 +158,7 @@ class Traced:
     def _laid(self, key: Key, kind: object) -> Layout:
         if not isinstance(kind, Rows) or kind.axis == WHOLE:
             raise Unplaced
-        layout = Layout(kind.axis, kind.pre, kind.post, kind.ids)
+        layout = Layout(kind.axis, kind.pre, kind.post, kind.ids, kind.slots, kind.of)
         self._say(key, layout)
         return layout
 

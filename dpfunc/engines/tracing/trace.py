@@ -7,7 +7,9 @@ is credited to it, has rows without a doubt is proven: nothing of one sample has
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +27,7 @@ from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
 from dpfunc.engines.tracing.families import FAMILIES
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, same_ids, stored
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, same_ids, same_slots, stored
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
 from dpfunc.types import Batch
@@ -82,6 +84,12 @@ ALIASES = frozenset(("_unsafe_view", "detach", "detach_", "alias", "set_", "resi
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
 TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+# Families that know what to do with rows in an order that depends on several samples.
+ORDERED = frozenset(
+    "index _unsafe_index index_put _unsafe_index_put _index_put_impl index_add index_copy index_select sort "
+    "_pack_padded_sequence _pack_padded_sequence_backward".split()
+)
+INTEGERS = 8
 # Frames between the one who reads a number and the operation.
 PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
 
@@ -155,6 +163,7 @@ class Trace(TorchDispatchMode):
         doubts: why the step is not proven. draws: its random numbers, if they are recorded.
         ragged: shapes follow from values of the batch. alone: the pass computes each row alone; then it is only followed whether something of the batch is kept.
         strangers: memory that was not seen being made: parameters, constants of the loss.
+        integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that depends on several samples.
     """
 
     num_samples: int
@@ -165,6 +174,8 @@ class Trace(TorchDispatchMode):
     alone: bool = False
     ragged: bool = False
     strangers: set[int] = field(default_factory=set)
+    integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=INTEGERS))
+    shuffled: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -229,9 +240,19 @@ class Trace(TorchDispatchMode):
             return True
         return rows_module.uniform(own, rows, axis)
 
-    def own_ids(self, values: Tensor) -> Tensor | None:
-        """Reserved for families that look for integers of the samples' own."""
-        return None
+    def remember(self, values: Tensor) -> None:
+        """Keep integers of the samples' own, one a row: what a later operation computes by segments is compared with them."""
+        self.integers.append(values)
+
+    def own(self, values: Tensor, rows: Rows) -> bool:
+        """Whether integers, one a row, were seen before as numbers of each row's own sample."""
+        for seen in reversed(self.integers):
+            kind = self.type_of(seen)
+            if not isinstance(kind, Rows) or kind.doubt or kind.axis != 0 or seen.shape != values.shape:
+                continue
+            if rows_module.alike(kind, rows) and bool((seen == values).all()):
+                return True
+        return False
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A number of the batch becomes a Python value, on which the rest of the step may depend."""
@@ -267,12 +288,12 @@ class Trace(TorchDispatchMode):
             self.doubts.append(f"{what} comes from {kind.reason}")
         elif (kind.axis, kind.pre, kind.post) != (layout.axis, layout.pre, layout.post):
             self.doubts.append(f"{what} has its samples elsewhere than expected")
-        elif not same_ids(kind.ids, layout.ids):
+        elif not same_ids(kind.ids, layout.ids) or not same_slots(kind, Rows(0, 1, slots=layout.slots, of=layout.of)):
             self.doubts.append(f"{what} has its samples in another order")
         elif kind.doubt:
             self.doubts.append(f"{what} comes from {kind.doubt}")
 
-    def own(self, tensor: Tensor | None, what: str) -> None:
+    def check_own(self, tensor: Tensor | None, what: str) -> None:
         """Of a row computed alone: a result must not reach over the memory of the row.
 
         Raises:
@@ -380,7 +401,17 @@ class Trace(TorchDispatchMode):
         else:
             kind = assumed(call, f"{known.name}, which is not in the table of operations")
         kinds = kind if isinstance(kind, list) else [kind] * count
+        if self.shuffled and known.name.rstrip("_") not in ORDERED:
+            kinds = self._still_shuffled(call, kinds)
         return kinds if len(kinds) == count else (kinds + [Mixed(known.name)] * count)[:count]
+
+    def _still_shuffled(self, call: Call, kinds: list[Type]) -> list[Type]:
+        """An operation that does not say that its result is in another order than its arguments were has a doubt."""
+        given = (self.type_of(tensor) for tensor in call.tensors())
+        if all(not isinstance(kind, Rows) or kind.slots is None for kind in given):
+            return kinds
+        reason = f"{call.name} of rows whose order depends on several samples"
+        return [kind.doubted(reason) if isinstance(kind, Rows) and kind.slots is None else kind for kind in kinds]
 
     def _whole(self, call: Call) -> bool:
         """Of a row alone: nothing reaches over its own memory."""
@@ -399,6 +430,7 @@ class Trace(TorchDispatchMode):
             self._note(own, kind)
         elif own.numel():
             self.ragged = self.ragged or kind.ragged
+            self.shuffled = self.shuffled or kind.slots is not None
             fits = kind.axis < own.ndim and (
                 kind.axis == WHOLE or own.shape[kind.axis] == kind.pre * kind.count * kind.post
             )
@@ -518,7 +550,7 @@ class Trace(TorchDispatchMode):
 
 
 def _doubted(entry: Stored, reason: str) -> Stored:
-    return Stored(entry.base, entry.step, entry.count, entry.ids, entry.doubt or reason, entry.end, entry.ragged)
+    return dataclasses.replace(entry, doubt=entry.doubt or reason)
 
 
 def _key(tensor: Tensor) -> int:

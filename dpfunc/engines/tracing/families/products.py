@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
-from dpfunc.engines.tracing.rows import WHOLE, Rows
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
 
 
 def product(*letters: str, out: str, first: int = 0) -> Handler:
@@ -22,6 +23,23 @@ def product(*letters: str, out: str, first: int = 0) -> Handler:
         return combined(call, operands)
 
     return handler
+
+
+def grouped(call: Call) -> Type:
+    """`(rows (S, d), matrices (E, d, n), offs (E,))`: segments of rows, each with its own matrix.
+
+    Which matrix a row meets must be a number of its own sample: an integer that was seen, such as its expert.
+    """
+    rows, matrices, offs = call.args[0], call.args[1], call.arg(2, "offs")
+    kind = call.type_of(rows)
+    if rows.ndim != 2 or matrices.ndim != 3 or not isinstance(offs, Tensor) or call.type_of(matrices) is not None:
+        return call.mixed("gradient of weights" if matrices.ndim == 2 else "")
+    if not isinstance(kind, Rows) or kind.axis != 0:
+        return kind if kind is None or isinstance(kind, Mixed) else call.mixed()
+    segments = torch.searchsorted(offs.long(), torch.arange(len(rows), device=offs.device), right=True)
+    if int(offs[-1]) != len(rows) or not call.types.own(segments, kind):
+        return kind.doubted(f"{call.name} with segments that are not each row's own")
+    return kind
 
 
 def linear(call: Call) -> Type:
@@ -88,6 +106,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "ger": product("n", "m", out="nm"),
     "linear": linear,
     "_trilinear": trilinear,
+    "_grouped_mm": grouped,
     "_cdist_forward": cdist,
     "_euclidean_dist": cdist,
     "_cdist_backward": cdist_backward,
