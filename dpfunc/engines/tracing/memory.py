@@ -68,17 +68,33 @@ class Memory:
     def traced(self, loss_fn: LossFn, num_samples: int, compute: Callable[[Traced], R]) -> R:
         """A step with a trace of its own."""
         wrong = self.wrong.setdefault(loss_fn, set())
-        places = Traced(Trace(num_samples, recording=True), wrong)
-        result = compute(places)
-        if not result.doubts or not places.guessed or loss_fn in self.tried:
+        first = Traced(Trace(num_samples, recording=True), wrong)
+        error: UnsupportedModel | None = None
+        result: R | None = None
+        try:
+            result = compute(first)
+        except UnsupportedModel as found:
+            error = found
+        if result is not None and (not result.doubts or loss_fn in self.tried):
             return result
-        again = Traced(Trace(num_samples, recording=True), wrong | places.guessed)
-        other = compute(again)
-        if other.doubts:
-            self.tried[loss_fn] = True
-            return result
-        wrong |= places.guessed
-        return other
+        for less in (first.guessed - first.exact, first.guessed) if loss_fn not in self.tried else ():
+            other = self._without(wrong | less, num_samples, compute) if less else None
+            if other is not None:
+                wrong |= less
+                return other
+        self.tried[loss_fn] = True
+        if result is None:
+            raise error or UnsupportedModel("The step could not be traced.")
+        return result
+
+    @staticmethod
+    def _without(wrong: set[Key], num_samples: int, compute: Callable[[Traced], R]) -> R | None:
+        """The step without some expansions over the samples; None if it is not proven either."""
+        try:
+            result = compute(Traced(Trace(num_samples, recording=True), wrong))
+        except UnsupportedModel:
+            return None
+        return None if result.doubts else result
 
     def recalled(
         self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable

@@ -76,7 +76,7 @@ class Traced:
     Args:
         trace: of the step. wrong: expansions that were found not to be over the samples. known: what was said, for
             compiled steps. unclear: keys whose uses lie differently. guessed: expansions that were taken to be over the
-            samples because of their size; the trace of the step finds out.
+            samples because of their size; the trace of the step finds out. exact: those of the very size.
     """
 
     trace: Trace
@@ -84,6 +84,7 @@ class Traced:
     known: dict[Key, Layout | None] = field(default_factory=dict)
     unclear: set[Key] = field(default_factory=set)
     guessed: set[Key] = field(default_factory=set)
+    exact: set[Key] = field(default_factory=set)
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
         """By their types."""
@@ -112,14 +113,22 @@ class Traced:
         return self._laid(key, found)
 
     def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
-        """The first axis that was expanded to the number of samples, unless its gradients said otherwise."""
+        """The first axis that was expanded to the number of samples, or to a multiple of it.
+
+        The size is a guess: the trace of the step finds out whether it is right.
+        """
         count, shift = self.trace.num_samples, len(after) - len(before)
-        for axis, size in enumerate(after):
-            grown = axis < shift or (before[axis - shift] == 1 and size > 1)
-            if grown and size == count and key not in self.wrong:
+        grown = [
+            (axis, size) for axis, size in enumerate(after)
+            if size and size % count == 0 and (axis < shift or (before[axis - shift] == 1 and size > 1))
+        ]  # fmt: skip
+        for axis, size in sorted(grown, key=lambda found: found[1] != count):
+            if key not in self.wrong:
                 self.guessed.add(key)
-                self._say(key, Layout(axis))
-                return Layout(axis)
+                if size == count:
+                    self.exact.add(key)
+                self._say(key, Layout(axis, 1, size // count))
+                return Layout(axis, 1, size // count)
         self._say(key, None)
         return None
 
@@ -135,6 +144,7 @@ class Traced:
             repeated = repeated and uniform(other, Rows(0, count), 0)
         if repeated:
             self.guessed.add(key)
+            self.exact.add(key)
         self._say(_repeating(key), Layout(0) if repeated else None)
         return repeated
 

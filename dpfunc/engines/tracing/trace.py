@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -83,13 +84,26 @@ ALIASES = frozenset(("_unsafe_view", "detach", "detach_", "alias", "set_", "resi
                      "unsafe_split_with_sizes", "unsafe_chunk"))  # fmt: skip
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
-TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+TRUSTED = (
+    ("transformers.masking_utils", "*"), ("transformers.modeling_attn_mask_utils", "*"),
+    # Checks: they raise, or nothing follows from them but a message.
+    ("transformers.utils.import_utils", "torch_compilable_check"), ("transformers.models.*", "*.get_placeholder_mask"),
+    ("transformers.models.xlm.*", "get_masks"), ("transformers.models.flaubert.*", "get_masks"),
+    # "All examples must have the same number of <eos> tokens": raises; the rest views the rows of each sample.
+    *((f"transformers.models.{kind}.*", "*ForSequenceClassification.forward") for kind in
+      ("bart", "mbart", "plbart", "bigbird_pegasus", "led", "mvp", "t5", "mt5", "umt5", "longt5")),
+    # Shapes of logits, by which they are only reshaped.
+    ("dpfunc.integrations.losses", "*"),
+)  # fmt: skip
+# Functions that draw a mask for each sample, with numbers of other libraries and the length of the sample's own row.
+DRAWING = (("transformers.models.*", "*._mask_hidden_states"), ("transformers.models.*", "_compute_mask_indices"))
 # Families that know what to do with rows in an order that depends on several samples.
 ORDERED = frozenset(
     "index _unsafe_index index_put _unsafe_index_put _index_put_impl index_add index_copy index_select sort "
     "_pack_padded_sequence _pack_padded_sequence_backward".split()
 )
 INTEGERS = 8
+COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 # Frames between the one who reads a number and the operation.
 PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
 
@@ -259,8 +273,8 @@ class Trace(TorchDispatchMode):
         kind = self.type_of(value)
         if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
             return
-        module, line = _reader()
-        if not module.startswith(TRUSTED):
+        module, line, name = _reader()
+        if not _listed(TRUSTED, module, name) and not _listed(DRAWING, module, name):
             self.doubts.append(f"{what} of a number of the batch, in {module} line {line}")
 
     def measured(self, value: Tensor) -> None:
@@ -269,8 +283,9 @@ class Trace(TorchDispatchMode):
             return
         kind = self.type_of(value)
         if (isinstance(kind, Rows) and kind.ragged) or (isinstance(kind, Mixed) and kind.shaped):
-            module, line = _reader()
-            if not module.startswith(TRUSTED):
+            module, line, name = _reader()
+            own_axis = value.ndim == 1 and isinstance(kind, Rows) and kind == Rows(0, self.num_samples, ragged=True)
+            if not own_axis and not _listed(TRUSTED, module, name):
                 self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
 
     def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
@@ -383,7 +398,10 @@ class Trace(TorchDispatchMode):
 
     def _constant(self, known: Known, inputs: Sequence[Tensor]) -> Constant:
         """Elementwise functions of equal, and of equally random, numbers are such again."""
-        if known.kind is not Kind.POINTWISE:
+        if known.name in ("lift_fresh", "lift_fresh_copy"):  # made of Python or NumPy numbers
+            module, _, name = _reader()
+            return Constant.RANDOM if _listed(DRAWING, module, name) else Constant.ANY
+        if known.kind is not Kind.POINTWISE and known.name not in COPYING:
             return Constant.ANY
         found = [self.entries.get(_key(part(tensor))) for tensor in inputs if tensor.numel() > 1]
         kinds = [entry[1] if entry is not None else Constant.ANY for entry in found]
@@ -512,6 +530,12 @@ class Trace(TorchDispatchMode):
             self._note(target, kept if whole else Constant.ANY)
         elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
             self._note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
+        elif isinstance(entry, Stored) and not self.alone:
+            there = located(entry, target, self.num_samples)
+            every = there is not None and there.count == entry.count and (there.axis != WHOLE or entry.count == 1)
+            drawn = known.kind is Kind.FILLED or known.kind is Kind.RANDOM or made is not Constant.ANY
+            if not every or there is None or not (drawn or rows_module.uniform(target, there, there.axis)):
+                self._note(target, _doubted(entry, "a write of constants that differ between places in the batch"))
 
     def _joined(self, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:
         """What the memory of a tensor is after rows were written into it."""
@@ -557,15 +581,19 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0  # type: ignore[no-any-return]
 
 
-def _reader() -> tuple[str, int]:
-    """Module and line of the code that reads a number."""
+def _listed(listed: Sequence[tuple[str, str]], module: str, name: str) -> bool:
+    return any(fnmatch(module, place) and fnmatch(name, function) for place, function in listed)
+
+
+def _reader() -> tuple[str, int, str]:
+    """Module and line of the code that reads a number, and its function."""
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
         if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in PLUMBING):
-            return module, frame.f_lineno
+            return module, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
-    return "?", 0
+    return "?", 0, ""
 
 
 @contextmanager

@@ -153,6 +153,8 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(("max", "min", "median", "prod", "aminmax"), whole_reduction),
     "all": truth(True),
     "any": truth(False),
+    "_is_all_true": truth(True),
+    "_is_any_true": truth(False),
     **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
     **dict.fromkeys(
         ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax", "_safe_softmax",

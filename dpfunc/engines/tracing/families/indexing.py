@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Aligned, Call, Type, broadcast, combined
+from dpfunc.engines.tracing.call import Aligned, Call, Type, broadcast, combined, leading
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, normal, same_ids, same_slots, shuffled, slots_of, spread
 
 
@@ -250,8 +250,12 @@ def _beside(call: Call, kind: Rows | None, given: Sequence[Positions], start: in
 
 def index_put(call: Call) -> Type:
     """`self[i, j, ...] = values`, or `+=`."""
-    self: Tensor = call.args[0]
-    return written(call, self, expanded_masks(call, call.args[1]), call.args[2])
+    self, indices, values = call.args[:3]
+    mask = indices[0]
+    filled = len(indices) == 1 and mask is not None and mask.dtype == torch.bool and values.ndim <= self.ndim - mask.ndim
+    if filled and call.type_of(values) is None:  # the same values wherever the mask is true
+        return combined(call, [leading(self), leading(mask)])
+    return written(call, self, expanded_masks(call, indices), values)
 
 
 def index_add(call: Call) -> Type:
@@ -299,8 +303,13 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
             doubt = doubt or item.kind.doubt
         elif item is not None and isinstance(item.kind, Mixed):
             doubt = doubt or doubt_of(item)
+    if rows is None and kind is not None:
+        axis = -1 if kind.axis == WHOLE or kind.axis in taken else kept_axis(kind.axis, start, width, taken) - shift
+        if kind.axis != WHOLE and (kind.axis in taken or not call.types.uniform(values, kind, axis)):
+            doubt = doubt or "constants written at places in the batch"
+        return kind.doubted(doubt) if doubt else kind
     if rows is None:
-        return Mixed(doubt) if doubt and kind is None else kind.doubted(doubt) if doubt and kind else kind
+        return Mixed(doubt) if doubt else None
     return _placed(call, self, kind, indices, rows, width, doubt)
 
 
