@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
 from dpfunc.checks import one_of
+from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.draws import Draw
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant

@@ -14,7 +14,7 @@ class Layout:
 
     Args:
         axis: of the tensor. pre, post: how often all rows repeat, and how many positions each row has.
-        ids: the sample of each row, int64; None if row r is sample r.
+        ids: the sample of each row, int64; None if row r is sample r. slots, of: see `Rows`.
         guess: what to try otherwise where this was guessed by shape: the gradient shows whether it is right.
     """
 
@@ -22,6 +22,8 @@ class Layout:
     pre: int = 1
     post: int = 1
     ids: Tensor | None = field(default=None, compare=False)
+    slots: Tensor | None = field(default=None, compare=False)
+    of: int = 0
     guess: object = field(default=None, compare=False)
 
     def split(self, tensor: Tensor, num_samples: int) -> Tensor:

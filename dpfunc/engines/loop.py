@@ -22,7 +22,6 @@ from dpfunc.sharding import local
 from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
 
-
 LoopEngine = Callable[[LossFn, Params, Batch], PerSample]
 
 
@@ -61,10 +60,10 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
                 losses_1 = loss_fn(leaves, row)
                 check_differentiable(losses_1, 1)
                 refuse_reentrant((), losses_1)
-                trace.own(losses_1, "the loss")
+                trace.check_own(losses_1, "the loss")
                 grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
                 for name, grad in zip(leaves, grads, strict=True):
-                    trace.own(grad, f"the gradient of {name!r}")
+                    trace.check_own(grad, f"the gradient of {name!r}")
             reads, draws = reads or trace.reads, draws + len(trace.draws)
             losses.append(losses_1.detach())
             for name, grad in zip(leaves, grads, strict=True):

@@ -148,6 +148,9 @@ class Tracker(TorchFunctionMode):
                 f"The loss puts a hook on {shorten([found[0].name])}, or on a value computed from it, which would not see "
                 'per-sample gradients. Change the loss instead of the gradient, or use engine="loop".'
             )
+        if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and fills(*args):
+            with self:  # the values are the same wherever the mask is true
+                return args[0].copy_(torch.where(expanded_mask(*args[:2]), args[2], args[0]))
         if writes(func, kwargs) and args and id(args[0]) in self.tracked and not self._may_write(func, args[0], tensors, found):
             raise no_rule(func, tensors, found)
         if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
@@ -323,6 +326,10 @@ class Tracker(TorchFunctionMode):
             leaf, aligned, axis = copies_for(
                 tracked.name, _name(func), tracked.tensor, output, layout, self.num_samples
             )
+            if func in EXPANDING and not torch.compiler.is_compiling():
+                leaf = leaf.detach().contiguous().requires_grad_()  # memory of its own, which the trace can follow
+                self.places.copied(leaf, axis)
+                aligned = layout.each(leaf, self.num_samples)
             self.recorder.copies(tracked, leaf, Layout(axis, guess=layout.guess))
             by[id(tracked.tensor)] = aligned
         if func in EXPANDING:
@@ -388,6 +395,17 @@ class Tracker(TorchFunctionMode):
         use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, local(output).shape)
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
         return self.recorder.use(use, output, tensors)
+
+
+def fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
+    """Whether `target[index] = value` fills the places of a mask with one slice."""
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    return is_mask and target.requires_grad and value.ndim <= target.ndim - index.ndim
+
+
+def expanded_mask(target: Tensor, mask: Tensor) -> Tensor:
+    """A mask of the leading axes, beside all axes."""
+    return mask.reshape(*mask.shape, *[1] * (target.ndim - mask.ndim))
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -104,6 +104,25 @@ def bilinear(
     return grads
 
 
+def grouped(
+    use: Use, grad: Tensor, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Grads:  # fmt: skip
+    """`y_s = x_s W_e` with the segment e of row s: matrices of experts."""
+    shape = tuple(use.shapes["mat_b"])
+    if offs is None or mat_a.ndim != 2 or len(shape) != 3:
+        raise use.refuse("only rows in segments have a rule.")
+    segments = torch.searchsorted(offs.long(), torch.arange(len(mat_a), device=offs.device), right=True)
+    x_BTd, g_BTn = use.positions(mat_a), use.positions(grad)
+    e_BT = use.positions(segments[:, None] + 1)[..., 0] - 1  # rows that fill up are of no segment
+    formed = g_BTn.new_zeros(use.num_samples, *shape, dtype=wide(g_BTn).dtype)
+    for expert in e_BT.unique().tolist():
+        if 0 <= expert < shape[0]:
+            own_BT1 = (e_BT == expert)[..., None]
+            formed[:, expert] = torch.einsum("ZTD,ZTN->ZDN", wide(x_BTd * own_BT1), wide(g_BTn))
+    return {"mat_b": Dense(formed)}
+
+
 MATMULS = (
     torch.matmul,
     Tensor.matmul,
@@ -119,5 +138,6 @@ RULES: Sequence[Rule] = (
     Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
     Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),
     Rule(MATMULS, matmul, {"other": ("input",), "input": ("other",)}, form),
+    Rule((F.grouped_mm, torch._grouped_mm), grouped, {"mat_b": ("mat_a", "offs")}),
     Rule((F.bilinear, torch.bilinear), bilinear, {"weight": ("input1", "input2"), "bias": ()}, form),
 )

@@ -33,7 +33,7 @@ POINTWISE: frozenset[Callable[..., Any]] = frozenset(
 # These broadcast the leading axes only; their result has the shape of the first argument there.
 LIKE_FIRST: frozenset[Callable[..., Any]] = frozenset((F.scaled_dot_product_attention,))
 EXPANDING: frozenset[Callable[..., Any]] = frozenset(
-    (Tensor.expand, Tensor.expand_as, Tensor.repeat, Tensor.broadcast_to, torch.broadcast_to, torch.tile, Tensor.tile)
+    (Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to)
 )
 
 

@@ -23,7 +23,9 @@ class Types(Protocol):
 
     def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool: ...
 
-    def own_ids(self, values: Tensor) -> Tensor | None: ...
+    def remember(self, values: Tensor) -> None: ...
+
+    def own(self, values: Tensor, rows: Rows) -> bool: ...
 
     def taken(self, what: str, value: Tensor, result: object) -> None: ...
 
@@ -122,10 +124,12 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
         if kind.axis != WHOLE and (place < 0 or place in forbidden):
             return call.mixed()
         here = kind._replace(axis=place, doubt="")
-        if found is None or (kind.ranked and found.axis == place and alike(found, here)):
+        if found is None:
             found = here
         elif found.axis != place or not alike(found, here):
             return call.mixed("of different samples")
+        elif here.of > found.of:
+            found = here
     if found is None:
         return Mixed(doubt) if doubt else None
     for operand in operands:

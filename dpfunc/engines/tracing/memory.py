@@ -54,9 +54,13 @@ def refuse_unproven(doubts: Sequence[str]) -> None:
 
 @dataclass
 class Memory:
-    """What was seen of loss functions: which expansions are not over the samples, and whether to note random numbers.
+    """What was seen of loss functions.
 
     Nothing here is trusted: each step checks what it uses of it.
+
+    Args:
+        wrong: expansions that are not over the samples, though their size says so. tried: to do without such expansions
+            did not help.
     """
 
     wrong: MutableMapping[LossFn, set[tuple[Key, int]]] = field(default_factory=WeakIdKeyDictionary)
@@ -91,6 +95,15 @@ class Memory:
         seen = {key: reference for key, reference in trace.strangers.items() if key not in own}
         self.outside[loss_fn] = {**(known or {}), **seen}
         return known is not None and any(key not in known or known[key].expired() for key in seen)
+
+    @staticmethod
+    def _without(wrong: set[Key], num_samples: int, compute: Callable[[Traced], R]) -> R | None:
+        """The step without some expansions over the samples; None if it is not proven either."""
+        try:
+            result = compute(Traced(Trace(num_samples, recording=True), wrong))
+        except UnsupportedModel:
+            return None
+        return None if result.doubts else result
 
     def recalled(
         self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable

@@ -48,6 +48,10 @@ class Places(Protocol):
         """Of a parameter that is expanded."""
         ...
 
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """A leaf holds a private copy of a parameter for each sample on an axis."""
+        ...
+
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A tensor was given to Python."""
         ...
@@ -66,7 +70,7 @@ class Traced:
     """Places that the trace of this step knows.
 
     Args:
-        trace: of the step. wrong: expansions that were found not to be over the samples. known: what was said, for
+        trace: of the step. wrong: guesses by shape that gradients have shown to be wrong. known: what was said, for
             compiled steps. unclear: keys whose uses lie differently.
     """
 
@@ -92,7 +96,7 @@ class Traced:
         count = self.trace.num_samples
         for axis, size in enumerate(after):
             own = axis - (len(after) - len(before))  # an axis of the parameter itself is none of the samples
-            if size == count and (axis == 0 or private) and not (0 <= own and before[own] == size and not private):
+            if size == count and (axis == 0 or private) and not (own >= 0 and before[own] == size and not private):
                 if (key, axis) not in self.wrong:
                     self._say(key, Layout(axis))
                     return Layout(axis, guess=(key, axis))
@@ -115,15 +119,25 @@ class Traced:
         return self._laid(key, found)
 
     def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
-        """The first axis that was expanded to the number of samples, unless its gradients said otherwise."""
+        """The first axis that was expanded to the number of samples, or to a multiple of it.
+
+        The size is a guess: the trace of the step finds out whether it is right.
+        """
         count, shift = self.trace.num_samples, len(after) - len(before)
-        for axis, size in enumerate(after):
-            grown = axis < shift or (before[axis - shift] == 1 and size > 1)
-            if grown and size == count and (key, axis) not in self.wrong:
-                self._say(key, Layout(axis))
-                return Layout(axis, guess=(key, axis))
+        grown = [
+            (axis, size) for axis, size in enumerate(after)
+            if size and size % count == 0 and (axis < shift or (before[axis - shift] == 1 and size > 1))
+        ]  # fmt: skip
+        for axis, size in sorted(grown, key=lambda found: found[1] != count):
+            if (key, axis) not in self.wrong:
+                self._say(key, Layout(axis, 1, size // count))
+                return Layout(axis, 1, size // count, guess=(key, axis))
         self._say(key, None)
         return None
+
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """Its memory has the rows of the samples from here on."""
+        self.trace.copied(leaf, axis)
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A doubt, if the tensor depends on the batch."""
@@ -137,15 +151,16 @@ class Traced:
     def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Numbers that a check reads change nothing; but a number of classes that is found out is one of the batch."""
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-        before = len(self.trace.doubts)
+        doubts, reads = len(self.trace.doubts), len(self.trace.reads)
         yield
         if classes != -1:
-            del self.trace.doubts[before:]
+            del self.trace.doubts[doubts:]
+            del self.trace.reads[reads:]
 
     def _laid(self, key: Key, kind: object) -> Layout:
         if not isinstance(kind, Rows) or kind.axis == WHOLE:
             raise Unplaced
-        layout = Layout(kind.axis, kind.pre, kind.post, kind.ids)
+        layout = Layout(kind.axis, kind.pre, kind.post, kind.ids, kind.slots, kind.of)
         self._say(key, layout)
         return layout
 
@@ -182,6 +197,9 @@ class Remembered:
     def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
         """As it was."""
         return self._recalled(key)
+
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """Nothing to do."""
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """dynamo does not compile that."""

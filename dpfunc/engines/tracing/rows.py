@@ -30,8 +30,9 @@ class Rows(NamedTuple):
         count: number of rows. pre, post: the axis has `pre * count * post` positions.
         ids: sample of each row, int64 (count,); None is 0, 1, 2, ...
         doubt: why this is not proven; empty where it is.
-        ragged: the number of rows depends on values of the batch. ranked: so does which row is where, so that some of
-            them alone are no rows of their own samples only.
+        ragged: the number of rows depends on values of the batch.
+        slots: of rows that were put in an order which depends on several samples (sorted by expert): the place that
+            each row had before, of `of` places, int64 (count,). Such rows are whole: a part of them has a doubt.
     """
 
     axis: int
@@ -41,7 +42,8 @@ class Rows(NamedTuple):
     ids: Tensor | None = None
     doubt: str = ""
     ragged: bool = False
-    ranked: bool = False
+    slots: Tensor | None = None
+    of: int = 0
 
     def doubted(self, reason: str) -> Rows:
         """The same, assumed and not proven."""
@@ -76,7 +78,8 @@ class Stored:
     doubt: str
     end: int = 0
     ragged: bool = False
-    ranked: bool = False
+    slots: Tensor | None = None
+    of: int = 0
 
 
 def same_ids(one: Tensor | None, other: Tensor | None) -> bool:
@@ -88,6 +91,34 @@ def same_ids(one: Tensor | None, other: Tensor | None) -> bool:
     return bool(torch.equal(one, other))
 
 
+def same_slots(one: Rows, other: Rows) -> bool:
+    """Whether the rows of two tensors had the same places before their order was changed.
+
+    Where one tells `of` places apart and the other a multiple of them, the first repeats each of its places.
+    """
+    if one.slots is None or other.slots is None:
+        return one.slots is other.slots
+    coarse, fine = (one, other) if one.of <= other.of else (other, one)
+    if fine.slots is None or len(fine.slots) != one.slots.numel() or fine.of % max(coarse.of, 1):
+        return False
+    return bool(torch.equal(fine.slots // (fine.of // coarse.of), coarse.slots))  # type: ignore[arg-type]
+
+
+def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int) -> Rows:
+    """Rows in an order that depends on several samples; ordinary ones where each is at its place again."""
+    if of and len(slots) % of == 0 and torch.equal(slots, torch.arange(of).repeat_interleave(len(slots) // of)):
+        return gathered(ids, axis, num_samples, "")
+    return Rows(axis, len(ids), 1, 1, ids, slots=slots, of=of)
+
+
+def slots_of(rows: Rows, num_samples: int) -> tuple[Tensor, int]:
+    """What tells the positions along the axis of ordinary rows apart: their samples where each has one, or the places."""
+    ids = spread(rows)
+    if len(ids) == num_samples and len(ids.unique()) == num_samples:
+        return ids, num_samples
+    return torch.arange(len(ids)), len(ids)
+
+
 def alike(one: Rows, other: Rows) -> bool:
     """Whether two tensors have the same rows, wherever their axes are."""
     return (
@@ -96,6 +127,7 @@ def alike(one: Rows, other: Rows) -> bool:
         and one.post == other.post
         and (one.axis == WHOLE) == (other.axis == WHOLE)
         and same_ids(one.ids, other.ids)
+        and same_slots(one, other)
     )
 
 
@@ -110,12 +142,23 @@ def stored(rows: Rows, tensor: Tensor) -> Stored:
     """Rows of a tensor that owns its memory, as they lie there."""
     size = tensor.element_size()
     if rows.axis == WHOLE:
-        return Stored(0, 1 << 62, 1, rows.ids, rows.doubt, 0, rows.ragged, rows.ranked)
+        return Stored(0, 1 << 62, 1, rows.ids, rows.doubt, 0, rows.ragged)
     step = tensor.stride(rows.axis) * rows.post * size
-    return Stored(tensor.storage_offset() * size, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged, rows.ranked)
+    place = tensor.storage_offset() * size
+    return Stored(place, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged, rows.slots, rows.of)
 
 
 def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
+    """Rows of any tensor in this memory; a part of rows whose order depends on several samples has a doubt."""
+    found = _located(memory, tensor, num_samples)
+    if memory.slots is None or found is None:
+        return found
+    if found.axis == WHOLE or found.count != memory.count or found.pre > 1 or found.post > 1:
+        return found.doubted("a part of rows whose order depends on several samples")
+    return found._replace(slots=memory.slots, of=memory.of)
+
+
+def _located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
     """Rows of any tensor in this memory; None where its axes run across rows in no regular way.
 
     The inverse of `stored`, for all views: axes are taken by rising stride. Those that stay within a block are of one
@@ -158,19 +201,12 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
         found = axis, stride_in_rows, rows, pre, post
     if found is None:
         ids = _chosen(memory, first, 1, 1, num_samples)
-        return Rows(WHOLE, 1, ids=ids, doubt=_some(memory, 1), ragged=memory.ragged, ranked=memory.ranked)
+        return Rows(WHOLE, 1, ids=ids, doubt=memory.doubt, ragged=memory.ragged)
     axis, stride_in_rows, rows, pre, post = found
     if rows == count:  # first is 0 and the stride is 1
-        return Rows(axis, rows, pre, post, memory.ids, memory.doubt, memory.ragged, memory.ranked)
+        return Rows(axis, rows, pre, post, memory.ids, memory.doubt, memory.ragged)
     ids = _chosen(memory, first, stride_in_rows, rows, num_samples)
-    return Rows(axis, rows, pre, post, ids, _some(memory, rows), memory.ragged, memory.ranked)
-
-
-def _some(memory: Stored, rows: int) -> str:
-    """Why some rows of a memory are not proven to be of their samples only; empty if they are."""
-    if memory.ranked and rows < memory.count:
-        return memory.doubt or "some rows of an order that depends on values of the batch"
-    return memory.doubt
+    return Rows(axis, rows, pre, post, ids, memory.doubt, memory.ragged)
 
 
 def reach(tensor: Tensor) -> int:

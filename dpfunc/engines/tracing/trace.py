@@ -8,10 +8,12 @@ is credited to it, has rows without a doubt is proven: nothing of one sample has
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
 from dpfunc.engines.tracing.families import FAMILIES
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, same_ids, stored
 from dpfunc.engines.tracing.python_values import PythonValues
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, same_ids, same_slots, stored
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
 from dpfunc.types import Batch
@@ -82,28 +84,43 @@ class Known:
 
 
 FILLED = frozenset(
-    "zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty scalar_tensor "
-    "empty_strided new_empty_strided _efficientzerotensor fill_ zero_ empty_permuted".split()
+    ["zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor", "empty_strided", "new_empty_strided", "_efficientzerotensor", "fill_", "zero_", "empty_permuted"]
 )
 RANDOM = frozenset(
-    "rand randn randint rand_like randn_like randint_like bernoulli_ uniform_ normal_ random_ exponential_ geometric_ "
-    "log_normal_ cauchy_ bernoulli normal".split()
+    ["rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli", "normal"]
 )
 ALIASES = frozenset(
-    "_unsafe_view unsafe_split unsafe_chunk unsafe_split_with_sizes detach detach_ alias set_ resize_ _conj _neg_view".split()
+    ["_unsafe_view", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view", "as_strided_"]
 )
 # What keeps "true for all, so true for each" and "false for any, so false for each".
 AGREEING = frozenset(("all", "any", "clone", "_to_copy"))
 # Their results have the shape of their first argument, whatever they write into it.
 PLACING = frozenset(
-    "index_put _unsafe_index_put _index_put_impl index_add index_copy scatter scatter_add scatter_reduce masked_scatter "
-    "slice_scatter select_scatter".split()
+    ["index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "masked_scatter", "slice_scatter", "select_scatter"]
 )
 # They write statistics into arguments 3 and 4, which their schema does not say.
 WRITING_STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
-TRUSTED = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils", "dpfunc.engines.rules")
+TRUSTED = (
+    ("dpfunc.engines.rules.*", "*"), ("transformers.masking_utils", "*"), ("transformers.modeling_attn_mask_utils", "*"),
+    # Checks: they raise, or nothing follows from them but a message.
+    ("transformers.utils.import_utils", "torch_compilable_check"), ("transformers.models.*", "*.get_placeholder_mask"),
+    ("transformers.models.xlm.*", "get_masks"), ("transformers.models.flaubert.*", "get_masks"),
+    # "All examples must have the same number of <eos> tokens": raises; the rest views the rows of each sample.
+    *((f"transformers.models.{kind}.*", "*ForSequenceClassification.forward") for kind in
+      ("bart", "mbart", "plbart", "bigbird_pegasus", "led", "mvp", "t5", "mt5", "umt5", "longt5")),
+    # Shapes of logits, by which they are only reshaped.
+    ("dpfunc.integrations.losses", "*"),
+)  # fmt: skip
+# Functions that draw a mask for each sample, with numbers of other libraries and the length of the sample's own row.
+DRAWING = (("transformers.models.*", "*._mask_hidden_states"), ("transformers.models.*", "_compute_mask_indices"))
+# Families that know what to do with rows in an order that depends on several samples.
+ORDERED = frozenset(
+    ["index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "index_select", "sort", "_pack_padded_sequence", "_pack_padded_sequence_backward"]
+)
+INTEGERS = 8
+COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 # Frames between the one who reads a number and the operation.
 PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
@@ -178,6 +195,7 @@ class Trace(TorchDispatchMode):
         doubts: why the step is not proven. reads: those of them that are numbers given to Python, which may keep them. draws: its random numbers, if they are recorded.
         ragged: shapes follow from values of the batch. coarse: there are numbers of 16 bits. alone: the pass computes each row alone; then it is only followed whether something of the batch is kept.
         strangers: memory that was not seen being made: parameters, constants of the loss.
+        integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that depends on several samples.
     """
 
     num_samples: int
@@ -190,6 +208,8 @@ class Trace(TorchDispatchMode):
     ragged: bool = False
     coarse: bool = False
     strangers: dict[int, StorageWeakRef] = field(default_factory=dict)
+    integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=INTEGERS))
+    shuffled: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -255,17 +275,27 @@ class Trace(TorchDispatchMode):
             return True
         return rows_module.uniform(own, rows, axis)
 
-    def own_ids(self, values: Tensor) -> Tensor | None:
-        """Reserved for families that look for integers of the samples' own."""
-        return None
+    def remember(self, values: Tensor) -> None:
+        """Keep integers of the samples' own, one a row: what a later operation computes by segments is compared with them."""
+        self.integers.append(values)
+
+    def own(self, values: Tensor, rows: Rows) -> bool:
+        """Whether integers, one a row, were seen before as numbers of each row's own sample."""
+        for seen in reversed(self.integers):
+            kind = self.type_of(seen)
+            if not isinstance(kind, Rows) or kind.doubt or kind.axis != 0 or seen.shape != values.shape:
+                continue
+            if rows_module.alike(kind, rows) and bool((seen == values).all()):
+                return True
+        return False
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A number of the batch becomes a Python value, on which the rest of the step may depend."""
         kind = self.type_of(value)
         if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
             return
-        module, line = _reader()
-        if not module.startswith(TRUSTED):
+        module, line, name = _reader()
+        if not _listed(TRUSTED, module, name) and not _listed(DRAWING, module, name):
             self.reads.append(f"{what} of numbers of the batch, in {module} line {line}")
             self.doubts.append(self.reads[-1])
 
@@ -276,8 +306,9 @@ class Trace(TorchDispatchMode):
         entry = self.entries.get(_key(part(value)))
         kind = entry[1] if entry is not None and isinstance(entry[1], Mixed) else self.type_of(value)
         if (isinstance(kind, Rows) and kind.ragged) or (isinstance(kind, Mixed) and kind.shaped):
-            module, line = _reader()
-            if not module.startswith(TRUSTED):
+            module, line, name = _reader()
+            own_axis = value.ndim == 1 and isinstance(kind, Rows) and kind == Rows(0, self.num_samples, ragged=True)
+            if not own_axis and not _listed(TRUSTED, module, name):
                 self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
 
     def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
@@ -297,7 +328,7 @@ class Trace(TorchDispatchMode):
             self.doubts.append(f"{what} comes from {kind.reason}")
         elif (kind.axis, kind.pre, kind.post) != (layout.axis, layout.pre, layout.post):
             self.doubts.append(f"{what} has its samples elsewhere than expected")
-        elif not same_ids(kind.ids, layout.ids):
+        elif not same_ids(kind.ids, layout.ids) or not same_slots(kind, Rows(0, 1, slots=layout.slots, of=layout.of)):
             self.doubts.append(f"{what} has its samples in another order")
         elif kind.doubt:
             self.doubts.append(f"{what} comes from {kind.doubt}")
@@ -315,7 +346,7 @@ class Trace(TorchDispatchMode):
                 for tensor in (places_NL, real_NL):
                     self._note(tensor, stored(Rows(0, self.num_samples, 1, each, kind.ids, kind.doubt), tensor))
 
-    def own(self, tensor: Tensor | None, what: str) -> None:
+    def check_own(self, tensor: Tensor | None, what: str) -> None:
         """Of a row computed alone: a result must not reach over the memory of the row.
 
         Raises:
@@ -327,6 +358,12 @@ class Trace(TorchDispatchMode):
             kind = self.type_of(tensor)
         if isinstance(kind, Mixed):
             raise UnsupportedModel(f"Of a row that is computed alone, {what} comes from {kind.reason}: from other rows.")
+
+    def copied(self, leaf: Tensor, axis: int) -> None:
+        """A new tensor has one row for each sample on an axis."""
+        own = part(leaf)
+        if own.numel():
+            self._note(own, stored(Rows(axis, self.num_samples), own))
 
     def equal_rows(self, tensor: Tensor) -> None:
         """Declare that a new tensor is the same for each sample."""
@@ -356,6 +393,7 @@ class Trace(TorchDispatchMode):
         known = _known.get(func) or known_operation(func)
         if known.written:
             self._refuse_writes(known, args, kwargs or {})
+        before = self._before(known, args)
         if self.recording and known.random:
             self.draws.append(drawn(func, args, kwargs or {}))
         try:
@@ -369,9 +407,9 @@ class Trace(TorchDispatchMode):
             return result
         if self.recording and known.random:
             self.draws[-1] = self.draws[-1].of(result)
-        call = Call(self, known.name, args, kwargs or {}, result)
+        call = Call(self, known.name, args if before is None else (before, *args[1:]), kwargs or {}, result)
         if known.written:
-            self._write(known, call)
+            self._write(known, call, args)
         else:
             self._type_results(known, call)
         return result
@@ -429,13 +467,16 @@ class Trace(TorchDispatchMode):
 
     def _constant(self, known: Known, inputs: Sequence[Tensor]) -> Constant:
         """Elementwise functions of equal, and of equally random, numbers are such again."""
-        if known.kind is not Kind.POINTWISE:
+        if known.name in ("lift_fresh", "lift_fresh_copy"):  # made of Python or NumPy numbers
+            module, _, name = _reader()
+            return Constant.RANDOM if _listed(DRAWING, module, name) else Constant.ANY
+        if known.kind is not Kind.POINTWISE and known.name not in COPYING:
             return Constant.ANY
         found = [self.entries.get(_key(part(tensor))) for tensor in inputs if tensor.numel() > 1]
-        kinds = {entry[1] if entry is not None else Constant.ANY for entry in found}
-        if kinds <= {Constant.EQUAL}:
-            return Constant.EQUAL
-        return Constant.RANDOM if kinds <= {Constant.EQUAL, Constant.RANDOM} else Constant.ANY
+        kinds = [entry[1] if entry is not None else Constant.ANY for entry in found]
+        if any(kind is not Constant.EQUAL and kind is not Constant.RANDOM for kind in kinds):
+            return Constant.ANY
+        return Constant.RANDOM if Constant.RANDOM in kinds else Constant.EQUAL
 
     def _types(self, known: Known, call: Call, count: int) -> list[Type]:
         if self.alone and known.name not in ("_local_scalar_dense", "equal"):
@@ -453,7 +494,17 @@ class Trace(TorchDispatchMode):
         if known.name not in AGREEING:
             kinds = [found._replace(agrees=None) if isinstance(found, Mixed) and found.agrees is not None else found
                      for found in kinds]  # fmt: skip
+        if self.shuffled and known.name.rstrip("_") not in ORDERED:
+            kinds = self._still_shuffled(call, kinds)
         return kinds if len(kinds) == count else (kinds + [Mixed(known.name)] * count)[:count]
+
+    def _still_shuffled(self, call: Call, kinds: list[Type]) -> list[Type]:
+        """An operation that does not say that its result is in another order than its arguments were has a doubt."""
+        given = (self.type_of(tensor) for tensor in call.tensors())
+        if all(not isinstance(kind, Rows) or kind.slots is None for kind in given):
+            return kinds
+        reason = f"{call.name} of rows whose order depends on several samples"
+        return [kind.doubted(reason) if isinstance(kind, Rows) and kind.slots is None else kind for kind in kinds]
 
     def _whole(self, call: Call) -> bool:
         """Of a row alone: nothing reaches over its own memory."""
@@ -475,9 +526,21 @@ class Trace(TorchDispatchMode):
             self._note(own, kind)
         elif own.numel():
             self.ragged = self.ragged or kind.ragged
+            self.shuffled = self.shuffled or kind.slots is not None
             self._note(own, stored(kind, own) if _fits(kind, own) else Mixed("a result of another shape than was expected"))
 
     # -- writes in place
+
+    def _before(self, known: Known, args: tuple[Any, ...]) -> Tensor | None:
+        """What a tensor of constants held before numbers of the batch are computed into it: whether it is equal for each."""
+        if 0 not in known.written or known.kind is not Kind.POINTWISE or not isinstance(args[0], Tensor) or self.alone:
+            return None
+        entry = self.entries.get(_key(part(args[0])))
+        if entry is None or entry[1] is not Constant.ANY or all(self.type_of(t) is None for t in tensors_of(args[1:])):
+            return None
+        held = part(args[0]).detach().clone()
+        self._note(held, Constant.ANY)
+        return held
 
     def _refuse_writes(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before anything is written: into the caller's batch, or values of the batch into memory from outside."""
@@ -504,8 +567,8 @@ class Trace(TorchDispatchMode):
                 "of the next. Use out-of-place operations, model.eval(), or replace the layer."
             )
 
-    def _write(self, known: Known, call: Call) -> None:
-        targets = [call.args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
+    def _write(self, known: Known, call: Call, args: tuple[Any, ...]) -> None:
+        targets = [args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
         flat = list(tensors_of(targets))
         if known.kind in (Kind.FILLED, Kind.RANDOM):
             given = [tensor for tensor in call.tensors() if not any(tensor is target for target in flat)]
@@ -514,13 +577,14 @@ class Trace(TorchDispatchMode):
             kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
         else:
             kinds = self._types(known, call, len(flat))
+        made = self._constant(known, call.tensors())
         for target, kind in zip(flat, kinds, strict=True):
-            self._overwrite(part(target), kind, known, call)
+            self._overwrite(part(target), kind, known, made)
         for result in tensors_of([call.out]):
             if not any(result is target for target in flat) and _key(part(result)) not in self.entries:
                 self._store(result, kinds[0], Constant.ANY)
 
-    def _overwrite(self, target: Tensor, kind: Type, known: Known, call: Call) -> None:
+    def _overwrite(self, target: Tensor, kind: Type, known: Known, made: Constant) -> None:
         key = _key(target)
         known_entry = self.entries.get(key)
         if known_entry is None and kind is None:
@@ -533,30 +597,34 @@ class Trace(TorchDispatchMode):
             return
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         if kind is None:
-            self._overwrite_by_constant(target, entry, known, whole, call)
+            self._overwrite_by_constant(target, entry, known, whole, made)
         elif isinstance(kind, Mixed):
             self._note(target, kind if whole or not isinstance(entry, Stored) else _doubted(entry, kind.reason))
         else:
             self._note(target, self._joined(target, kind, entry, whole))
 
     def _overwrite_by_constant(
-        self, target: Tensor, entry: Entry, known: Known, whole: bool, call: Call
+        self, target: Tensor, entry: Entry, known: Known, whole: bool, made: Constant
     ) -> None:
         if isinstance(entry, Constant):
-            made = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}
-            kept = made[known.kind] if known.kind in made else self._constant(known, call.tensors())
+            kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, made)
             self._note(target, kept if whole else Constant.ANY)
         elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
             self._note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
-        elif isinstance(entry, Stored):
+        elif isinstance(entry, Stored) and not self.alone:
             there = located(entry, target, self.num_samples)
             if there is not None and there.doubt:
                 self._note(target, _doubted(entry, there.doubt))
-            elif there is not None and known.name == "copy_" and not rows_module.uniform(target, there, there.axis):
-                self._note(target, _doubted(entry, "values that differ between places in the batch"))
+                return
+            every = there is not None and there.count == entry.count and (there.axis != WHOLE or entry.count == 1)
+            drawn = known.kind is Kind.FILLED or known.kind is Kind.RANDOM or made is not Constant.ANY
+            if not every or there is None or not (drawn or rows_module.uniform(target, there, there.axis)):
+                self._note(target, _doubted(entry, "a write of constants that differ between places in the batch"))
 
     def _joined(self, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:
         """What the memory of a tensor is after rows were written into it."""
+        if self.alone:
+            return entry if isinstance(entry, Mixed) else stored(Rows(WHOLE, 1), target)
         if isinstance(entry, Mixed):
             return stored(kind, target) if whole else entry
         if isinstance(entry, Constant):
@@ -604,17 +672,21 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0  # type: ignore[no-any-return]
 
 
-def _reader() -> tuple[str, int]:
-    """Module and line of the code that reads a number."""
+def _listed(listed: Sequence[tuple[str, str]], module: str, name: str) -> bool:
+    return any(fnmatch(module, place) and fnmatch(name, function) for place, function in listed)
+
+
+def _reader() -> tuple[str, int, str]:
+    """Module and line of the code that reads a number, and its function."""
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
         if module.startswith("dpfunc.engines.rules"):
-            return module, frame.f_lineno
+            return module, frame.f_lineno, frame.f_code.co_qualname
         if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in PLUMBING):
-            return module, frame.f_lineno
+            return module, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
-    return "?", 0
+    return "?", 0, ""
 
 
 def current_trace() -> Trace | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, shuffled, slots_of, spread
 
 
 def reduced(kind: Type, ndim: int, axes: Sequence[int], keepdim: bool, mixed: Mixed) -> Type:
@@ -85,8 +85,21 @@ def last_axes(count: int, tensors: int = 8) -> Handler:
     return handler
 
 
-def sorting(call: Call) -> Type:
-    """sort, and sort.stable, whose second argument says whether it is stable."""
+def sorting(call: Call) -> Type | list[Type]:
+    """sort, and sort.stable, whose second argument says whether it is stable.
+
+    Rows of numbers sorted among all: the values are each of their own sample, in an order that depends on all.
+    """
+    kind = call.type_of(call.args[0])
+    if isinstance(kind, Rows) and kind.axis == 0 and call.args[0].ndim == 1 and isinstance(call.out, (tuple, list)):
+        values, places = call.out
+        if kind.slots is not None or kind.doubt:
+            return call.mixed()
+        order = places.cpu()
+        slots, of = slots_of(kind, call.types.num_samples)
+        if not values.is_floating_point():
+            call.types.remember(values)
+        return [shuffled(spread(kind)[order], 0, slots[order], of, call.types.num_samples), call.mixed()]
     position = 1
     if len(call.args) > 1 and isinstance(call.args[1], bool) and "dim" not in call.kwargs:
         position = 2
@@ -158,6 +171,8 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "median": selecting(whole_reduction),
     "all": truth(True),
     "any": truth(False),
+    "_is_all_true": truth(True),
+    "_is_any_true": truth(False),
     **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
     **dict.fromkeys(
         ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax", "_safe_softmax",

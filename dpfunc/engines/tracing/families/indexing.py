@@ -13,8 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Aligned, Call, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, normal, same_ids, spread
+from dpfunc.engines.tracing.call import Aligned, Call, Type, broadcast, combined, leading
+from dpfunc.engines.tracing.rows import (
+    WHOLE,
+    Mixed,
+    Rows,
+    axes_of,
+    gathered,
+    normal,
+    same_ids,
+    same_slots,
+    shuffled,
+    slots_of,
+    spread,
+)
 
 
 def along_one(call: Call, self: Tensor, dim: int, others: Sequence[Tensor]) -> Type:
@@ -89,23 +101,14 @@ def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
     return axis, line
 
 
-def doubt_of(positions: Positions, rows: Rows) -> str:
+def doubt_of(positions: Positions) -> str:
     """Why positions on the axis of the samples may depend on other samples; empty if they do not.
 
-    Those that were computed from several samples must be all positions, and keep the order within each sample.
+    Positions that several samples decide are looked at before, in `reordered` and `put_back`.
     """
-    if isinstance(positions.kind, Rows):
-        return positions.kind.doubt
-    flat, samples = positions.values.reshape(-1).cpu(), spread(rows)
-    if positions.kind is None:
-        chosen = rows.ranked and not (len(flat) == len(samples) and _all_once(flat, len(flat)))
-        return "some rows of an order that depends on values of the batch" if chosen else ""
-    if len(flat) == len(samples) and _all_once(flat, len(flat)):
-        order = samples[flat].argsort(stable=True)
-        first, second = flat[order][:-1], flat[order][1:]
-        if bool(((first < second) | (samples[first] != samples[second])).all()):
-            return ""
-    return f"positions from {positions.kind.reason}"
+    if isinstance(positions.kind, Mixed):
+        return f"positions from {positions.kind.reason}"
+    return positions.kind.doubt if isinstance(positions.kind, Rows) else ""
 
 
 def _all_once(flat: Tensor, length: int) -> bool:
@@ -166,10 +169,17 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     if found is None:
         return call.mixed("of several samples")
     place, ids = found
-    doubt = kind.doubt or doubt_of(on_samples, kind)
+    ordered = reordered(call, self, kind, on_samples, ids, start)
+    if ordered is not None:
+        return ordered if len(given) == 1 else ordered.doubted("several lists of positions in a changed order")
+    doubt = kind.doubt or doubt_of(on_samples)
+    if kind.slots is not None:
+        doubt = doubt or "positions of samples among rows whose order depends on several samples"
     rows = Rows(WHOLE, 1, ids=ids) if place == WHOLE else gathered(ids, place, call.types.num_samples, "")
     if place != WHOLE:
         rows = rows.moved(place + width - target.ndim)
+    if isinstance(on_samples.kind, Rows) and on_samples.kind.slots is not None and place != WHOLE:
+        rows = Rows(rows.axis, len(ids), 1, 1, ids, slots=on_samples.kind.slots, of=on_samples.kind.of)
     for item in given:
         problem = _disagrees(call, item, rows, width, item is on_samples)
         if problem is None:
@@ -177,8 +187,26 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
         doubt = doubt or problem
     ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
     moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
-    ranked = (kind.ranked or on_samples.kind is not None) and moved.ids is not None
-    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged, ranked=ranked)
+    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
+
+
+def reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor, start: int) -> Rows | None:
+    """Rows at positions that several samples decide: all of them, each as often as the others, in another order."""
+    values, length = item.values.cpu(), self.shape[kind.axis]
+    if not isinstance(item.kind, Mixed) or values.ndim != 1 or kind.doubt or not equally_often(values, length):
+        return None
+    slots, of = (kind.slots, kind.of) if kind.slots is not None else slots_of(kind, call.types.num_samples)
+    found = shuffled(ids, start, slots[values], of, call.types.num_samples)
+    if found.slots is not None and not call.out.is_floating_point() and call.out.ndim == 1:
+        call.types.remember(call.out)
+    return found
+
+
+def equally_often(values: Tensor, length: int) -> bool:
+    """Whether positions are all of `length`, each as often."""
+    if not length or not len(values) or len(values) % length:
+        return False
+    return bool((values.sort().values == torch.arange(length).repeat_interleave(len(values) // length)).all())
 
 
 def _disagrees(call: Call, item: Positions, rows: Rows, width: int, on_samples: bool) -> str | None:
@@ -190,12 +218,18 @@ def _disagrees(call: Call, item: Positions, rows: Rows, width: int, on_samples: 
         return "positions that differ between places in the batch"
     if isinstance(item.kind, Mixed):
         return "" if on_samples else item.kind.reason
+    if (item.kind.slots is not None or rows.slots is not None) and not same_slots(item.kind, rows):
+        return "positions in another order"
     if item.kind.axis == WHOLE or rows.axis == WHOLE:
         same = item.kind.axis == rows.axis and same_ids(item.kind.ids, rows.ids)
         return item.kind.doubt if same else None
     if item.kind.axis + shift != rows.axis or not same_ids(_each(item.kind), _each(rows)):
         return None
     return item.kind.doubt
+
+
+def _same(one: Rows, other: Rows) -> bool:
+    return same_ids(_each(one), _each(other)) and same_slots(one, other)
 
 
 def _each(rows: Rows) -> Tensor:
@@ -212,7 +246,7 @@ def _beside(call: Call, kind: Rows | None, given: Sequence[Positions], start: in
         elif item.kind is not None:
             doubt = doubt or item.kind.doubt
             here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)
-            if rows is not None and (here.axis != rows.axis or not same_ids(_each(here), _each(rows))):
+            if rows is not None and (here.axis != rows.axis or not _same(here, rows)):
                 return call.mixed("at positions of different samples")
             rows = here
     if kind is not None and rows is not None:
@@ -232,8 +266,12 @@ def _beside(call: Call, kind: Rows | None, given: Sequence[Positions], start: in
 
 def index_put(call: Call) -> Type:
     """`self[i, j, ...] = values`, or `+=`."""
-    self: Tensor = call.args[0]
-    return written(call, self, expanded_masks(call, call.args[1]), call.args[2])
+    self, indices, values = call.args[:3]
+    mask = indices[0]
+    filled = len(indices) == 1 and mask is not None and mask.dtype == torch.bool and values.ndim <= self.ndim - mask.ndim
+    if filled and call.type_of(values) is None:  # the same values wherever the mask is true
+        return combined(call, [leading(self), leading(mask)])
+    return written(call, self, expanded_masks(call, indices), values)
 
 
 def index_add(call: Call) -> Type:
@@ -262,44 +300,70 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
             if any(item is not None and item.kind is not None for item in indices):
                 return call.mixed("at positions of samples")
             here = rows.moved(own)
-            if kind is not None and (kind.axis != own or not same_ids(_each(kind), _each(here))):
+            if kind is not None and (kind.axis != own or not _same(kind, here)):
                 return call.mixed()
             if kind is None and not call.types.uniform(self, here, own):
                 doubt = doubt or "a tensor whose values differ between places in the batch"
             return here.doubted(doubt) if doubt else here
         rows = rows.moved(rows.axis - start)
-    unclear = ""
+    back = put_back(call, self, kind, indices, rows, doubt) if rows is not None else None
+    if back is not None:
+        return back
+    if (rows is not None and rows.slots is not None) or (kind is not None and kind.slots is not None):
+        return call.mixed("in an order that depends on several samples")
     for item in indices:  # what is written where may be decided by the samples' positions alone
         if item is not None and isinstance(item.kind, Rows):
             here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)
             if rows is None:
                 rows = here
-            elif here.axis != rows.axis or not same_ids(_each(here), _each(rows)):
+            elif here.axis != rows.axis or not _same(here, rows):
                 return call.mixed("at positions of different samples")
             doubt = doubt or item.kind.doubt
         elif item is not None and isinstance(item.kind, Mixed):
-            unclear = unclear or item.kind.reason
+            doubt = doubt or doubt_of(item)
+    if rows is None and kind is not None:
+        axis = -1 if kind.axis == WHOLE or kind.axis in taken else kept_axis(kind.axis, start, width, taken) - shift
+        same = kind.axis in taken and bool((values == values.reshape(-1)[:1]).all())
+        if kind.axis != WHOLE and not same and (kind.axis in taken or not call.types.uniform(values, kind, axis)):
+            doubt = doubt or "constants written at places in the batch"
+        return kind.doubted(doubt) if doubt else kind
     if rows is None:
-        doubt = doubt or unclear or (_unequal(call, kind, values, start, width, taken, shift) if kind is not None else "")
-        return kind if not doubt else Mixed(doubt) if kind is None else kind.doubted(doubt)
+        return Mixed(doubt) if doubt else None
     if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
         doubt = doubt or "values that differ between places in the batch"
     return _placed(call, self, kind, indices, rows, width, doubt)
 
 
-def _unequal(
-    call: Call, kind: Rows, values: Tensor, start: int, width: int, taken: list[int], shift: int
-) -> str:
-    """Why constants that are written over rows depend on the place of a row; empty if they do not."""
-    if kind.axis == WHOLE or (values.numel() == 1 and not kind.ranked):
-        return ""
-    if kind.axis in taken and kind.ranked:
-        return "some rows of an order that depends on values of the batch"
-    if kind.axis in taken:
-        same = bool((values == values.reshape(-1)[:1]).all())
-    else:
-        same = call.types.uniform(values, kind, kept_axis(kind.axis, start, width, taken) - shift)
-    return "" if same else "values that differ between places in the batch"
+def put_back(
+    call: Call, self: Tensor, kind: Rows | None, indices: Sequence[Positions | None], rows: Rows, doubt: str
+) -> Type:
+    """All rows, written or added at positions that several samples decide; None if that is not the case."""
+    axis = next(place for place, item in enumerate(indices) if item is not None)
+    item, length = indices[axis], self.shape[axis]
+    if item is None or len([i for i in indices if i is not None]) > 1 or item.values.ndim != 1 or rows.axis != 0:
+        return None
+    if rows.slots is None and not isinstance(item.kind, Mixed):
+        return None
+    values, ids, count = item.values.cpu(), spread(rows), call.types.num_samples
+    if len(values) != len(ids) or doubt or not equally_often(values, length):
+        return None
+    if rows.slots is not None:  # back to where they were: fixed places, whatever the order was
+        if rows.of % length or not torch.equal(rows.slots // (rows.of // length), values):
+            return call.mixed("at other places than where rows were")
+        if len(values) != length and not _adds(call):
+            return call.mixed("several at one place")
+        found = gathered(torch.empty(length, dtype=torch.int64).index_put((values,), ids), axis, count, "")
+        whole = bool((spread(found)[values] == ids).all())
+        return found if whole and (kind is None or _same(kind, found)) else call.mixed("at positions of other samples")
+    if len(values) != length or kind is not None:
+        return None
+    slots, of = slots_of(rows, count)
+    inverse = torch.empty(length, dtype=torch.int64).index_put((values,), torch.arange(length))
+    return shuffled(ids[inverse], axis, slots[inverse], of, count)
+
+
+def _adds(call: Call) -> bool:
+    return "add" in call.name or call.arg(3, "accumulate", False) is True
 
 
 def _placed(
@@ -322,10 +386,9 @@ def _placed(
             shape[rows.axis] = len(samples)
         wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
         if bool((target == wanted).all()):
-            problem = doubt or doubt_of(item, own) or _others(call, indices, item, rows, width)
+            problem = doubt or doubt_of(item) or _others(call, indices, item, rows, width)
             if kind is None and not call.types.uniform(self, own, axis):
                 problem = problem or "a tensor whose values differ between places in the batch"
-            own = own._replace(ranked=own.ranked or (rows.ranked and own.ids is not None))
             found.append(own.doubted(problem) if problem else own)
     return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
 

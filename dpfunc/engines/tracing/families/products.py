@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
-from dpfunc.engines.tracing.rows import WHOLE, Rows
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
 
 
 def product(*letters: str, out: str, first: int = 0) -> Handler:
@@ -24,6 +25,23 @@ def product(*letters: str, out: str, first: int = 0) -> Handler:
     return handler
 
 
+def grouped(call: Call) -> Type:
+    """`(rows (S, d), matrices (E, d, n), offs (E,))`: segments of rows, each with its own matrix.
+
+    Which matrix a row meets must be a number of its own sample: an integer that was seen, such as its expert.
+    """
+    rows, matrices, offs = call.args[0], call.args[1], call.arg(2, "offs")
+    kind = call.type_of(rows)
+    if rows.ndim != 2 or matrices.ndim != 3 or not isinstance(offs, Tensor) or call.type_of(matrices) is not None:
+        return call.mixed("gradient of weights" if matrices.ndim == 2 else "")
+    if not isinstance(kind, Rows) or kind.axis != 0:
+        return kind if kind is None or isinstance(kind, Mixed) else call.mixed()
+    segments = torch.searchsorted(offs.long(), torch.arange(len(rows), device=offs.device), right=True)
+    if int(offs[-1]) != len(rows) or not call.types.own(segments, kind):
+        return kind.doubted(f"{call.name} with segments that are not each row's own")
+    return kind
+
+
 def linear(call: Call) -> Type:
     """`y = x W^T + b` with any leading axes."""
     input: Tensor = call.args[0]
@@ -31,6 +49,18 @@ def linear(call: Call) -> Type:
     operands = [lettered(input, lead + "i", lead + "o"), lettered(call.args[1], "oi", lead + "o")]
     bias = call.arg(2, "bias")
     return combined(call, operands + ([lettered(bias, "o", lead + "o")] if bias is not None else []))
+
+
+def trilinear(call: Call) -> Type:
+    """`(i1, i2, i3, expand1, expand2, expand3, sumdim)`: axes are added, all three multiplied, axes summed."""
+    operands, summed = [], call.args[6]
+    for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
+        places = [place for place in range(tensor.ndim + len(added)) if place not in added]
+        operands.append(Aligned(tensor, places.__getitem__, lambda axis, own=places: own.index(axis) if axis in own else -1))
+    kind = combined(call, operands, summed)
+    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+        return kind
+    return kind.moved(kind.axis - sum(axis < kind.axis for axis in summed))
 
 
 def cdist(call: Call) -> Type:
@@ -64,21 +94,6 @@ def solve(call: Call) -> Type:
     return kinds
 
 
-def trilinear(call: Call) -> Type:
-    """`(one, two, three, expand1, expand2, expand3, sumdim)`: axes are added to each, then some are summed."""
-    ndim = call.args[0].ndim + len(call.args[3])
-    operands = []
-    for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
-        own = [axis for axis in range(ndim) if axis not in added]
-        operands.append(
-            Aligned(tensor, own.__getitem__, lambda axis, own=own: own.index(axis) if axis in own else -1)  # type: ignore[misc]
-        )
-    kind = combined(call, operands, call.args[6])
-    if isinstance(kind, Rows) and kind.axis != WHOLE:
-        return kind.moved(kind.axis - sum(axis < kind.axis for axis in call.args[6]))
-    return kind
-
-
 FAMILY: dict[str, Callable[[Call], object]] = {
     "mm": product("nk", "km", out="nm"),
     "bmm": product("bnk", "bkm", out="bnm"),
@@ -93,6 +108,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "ger": product("n", "m", out="nm"),
     "linear": linear,
     "_trilinear": trilinear,
+    "_grouped_mm": grouped,
     "_cdist_forward": cdist,
     "_euclidean_dist": cdist,
     "_cdist_backward": cdist_backward,

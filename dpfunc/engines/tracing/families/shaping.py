@@ -25,19 +25,19 @@ def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     found = [kind for kind in kinds if isinstance(kind, Rows)]
     if all(kind.axis not in (dim, WHOLE) for kind in found):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
-    pieces, doubt, ranked = [], "", False
+    pieces, doubt = [], ""
     for tensor, kind in zip(tensors, kinds, strict=True):
         if isinstance(kind, Mixed):
             return kind
         if kind is None or (kind.axis not in (dim, WHOLE)):
             return call.mixed("of samples and other things")
-        doubt, ranked = doubt or kind.doubt, ranked or kind.ranked
+        doubt = doubt or kind.doubt or ("" if kind.slots is None else "rows in an order that depends on several samples")
         if kind.axis == WHOLE:
             sample = torch.zeros(1, dtype=torch.int64) if kind.ids is None else kind.ids
             pieces.append(sample.expand(tensor.shape[dim]))
         else:
             pieces.append(spread(kind))
-    return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)._replace(ranked=ranked)
+    return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)
 
 
 def stack(call: Call) -> Type:
@@ -160,7 +160,7 @@ def reshaped(call: Call) -> Type:
             length = call.out.shape[axis]
             post = place // stride
             if length % (post * kind.count) == 0:
-                return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt, kind.ragged, kind.ranked)
+                return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt, kind.ragged)
     return call.mixed("a reshape across samples")
 
 
