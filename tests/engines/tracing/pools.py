@@ -741,7 +741,7 @@ UNARY: dict[str, Callable[[Any, Tensor], Any]] = {
     "logcumsumexp": along(torch.logcumsumexp), "flip": lambda m, x: then(torch.flip, axes(m, x)),
     "roll": along(torch.roll, 1), "renorm": lambda m, x: then(torch.renorm, 2, m.axis(x), 1.0),
     "glu": lambda m, x: then(F.glu, m.axis(x)), "index_select": selected_by_constants, "gather": gathered_by_constants,
-    "gather own": gathered_by_own, "scatter": scattered, "order": permutation_and_back, "inverse": inverse_as_numbers,
+    "gather sorted": along(lambda t, axis: t.gather(axis, t.argsort(axis))), "gather own": gathered_by_own, "scatter": scattered, "order": permutation_and_back, "inverse": inverse_as_numbers,
     "tokens": tokens_permuted, "one of all": one_of_all, "put": put, "put zeros": put_into_zeros, "own column": own_column,
     "put own column": put_own_column, "index_add": index_added, "mask": masked, "count": counted, "nonzero": nonzero_back,
     "masked_scatter": scattered_by_mask, "write": written_slice, "write samples": written_samples,
@@ -773,6 +773,6 @@ POOL = [*UNARY, *BINARY, *BINARY, *TERNARY, *TERNARY]
 HONEST = [
     "narrow", "strided slice", "select", "unsqueeze", "clone", "cast", "sin", "tanh", "abs", "sigmoid", "relu", "gelu",
     "square", "add number", "mul number", "mul constant", "add arange", "sum", "mean", "amax", "logsumexp", "var", "norm",
-    "softmax", "log_softmax", "cumsum", "sort", "topk", "flip", "roll", "index_select", "gather", "linear", "through",
+    "softmax", "log_softmax", "cumsum", "sort", "topk", "flip", "roll", "index_select", "gather sorted", "linear", "through",
     "pad", "transpose", "permute",
 ]  # fmt: skip
