@@ -755,7 +755,7 @@ UNARY: dict[str, Callable[[Any, Tensor], Any]] = {
     "center": plain(lambda t: t - t.mean(0)), "gt": plain(lambda t: (t > 0).double()),
     "bucketize": plain(lambda t: torch.bucketize(t, torch.tensor([-1.0, 0.0, 1.0]).double()).double()),
     "searchsorted": plain(lambda t: torch.searchsorted(t.sort(-1).values, t).double()),
-    "shape": plain(lambda t: t * t.shape[0]), "batch axis": plain(lambda t: t * torch.arange(len(t)).sum()),
+    "shape": plain(lambda t: t * measured(t, 0)), "batch axis": plain(lambda t: t * torch.arange(measured(t, 0)).sum()),
 }  # fmt: skip
 BINARY: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "add": plain(torch.add), "mul": plain(torch.mul), "sub": plain(torch.sub), "maximum": plain(torch.maximum),

@@ -177,7 +177,7 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
         doubt = doubt or problem
     ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
     moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
-    ranked = (kind.ranked or on_samples.kind is not None) and moved.ids is not None
+    ranked = kind.ranked if on_samples.kind is None else not kind.ranked or moved.ids is not None  # or it is undone
     return moved._replace(doubt=doubt, ragged=ragged or kind.ragged, ranked=ranked)
 
 
@@ -325,7 +325,10 @@ def _placed(
             problem = doubt or doubt_of(item, own) or _others(call, indices, item, rows, width)
             if kind is None and not call.types.uniform(self, own, axis):
                 problem = problem or "a tensor whose values differ between places in the batch"
-            own = own._replace(ranked=own.ranked or (rows.ranked and own.ids is not None))
+            if kind is None and rows.ranked:
+                own = own._replace(ranked=item.kind is None or own.ids is not None)
+            elif kind is None and isinstance(item.kind, Mixed):
+                own = own._replace(ranked=True)
             found.append(own.doubted(problem) if problem else own)
     return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
 

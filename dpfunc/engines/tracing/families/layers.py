@@ -281,7 +281,7 @@ def _pools() -> dict[str, Handler]:
         for count in (1, 2, 3):
             name = re.sub(r"\{\}", f"{count}d", pattern)
             table[name] = table[f"{name}_backward"] = spatial(count)
-    return table
+    return {name: handler for name, handler in table.items() if hasattr(torch.ops.aten, name)}
 
 
 _ATTENTION = (
@@ -329,7 +329,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
          "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward", "rrelu_with_noise", "where", "masked_fill",
          "polar", "complex", "copy", "copysign", "fmax", "fmin", "heaviside", "hardsigmoid_backward", "hardswish_backward",
          "mish_backward", "hardshrink_backward", "softshrink_backward", "huber_loss_backward", "clamp_backward", "nan_to_num",
-         "isclose", "xlogy", "special_entr", "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
+         "isclose", "hardswish", "xlogy", "special_entr", "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
         lambda call: combined(call, [broadcast(t, _ndim(call)) for t in call.tensors()]),
     ),
 }  # fmt: skip
