@@ -117,7 +117,10 @@ def reshaped(m: Any, x: Tensor) -> Any:
     first = m.rng.choice([n for n in range(1, flat + 1) if flat % n == 0])
     rest = flat // first
     second = m.rng.choice([n for n in range(1, rest + 1) if rest % n == 0])
-    return then(torch.reshape, (first, second, rest // second)[: m.size(2, 3)] if rest == second else (first, second, rest // second))
+    return then(
+        torch.reshape,
+        (first, second, rest // second)[: m.size(2, 3)] if rest == second else (first, second, rest // second),
+    )
 
 
 def permuted(m: Any, x: Tensor) -> Any:
@@ -640,7 +643,9 @@ def losses(m: Any, x: Tensor) -> Any:
         if way == "weights":
             return F.cross_entropy(t, target, weight=t.detach().abs().mean(0), reduction="none")
         if way == "bce":
-            return F.binary_cross_entropy_with_logits(t, t.detach().sigmoid(), pos_weight=t.detach().abs().mean(0), reduction="none")
+            return F.binary_cross_entropy_with_logits(
+                t, t.detach().sigmoid(), pos_weight=t.detach().abs().mean(0), reduction="none"
+            )
         if way == "mse":
             return F.mse_loss(t, t.roll(1, 1), reduction="none")
         if way == "kl":
@@ -765,7 +770,10 @@ BINARY: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "clamp": plain(lambda a, b: a.clamp(max=b)), "atan2": plain(torch.atan2),
 }  # fmt: skip
 TERNARY: dict[str, Callable[..., Any]] = {
-    "cat": joined, "stack": stacked, "products": squared, "attention": attention,
+    "cat": joined,
+    "stack": stacked,
+    "products": squared,
+    "attention": attention,
     "cat two": lambda m, x: (lambda axis: lambda a, b, c: torch.cat([a, b], axis))(m.axis(x)),
 }
 ANY_DTYPE = frozenset(("narrow", "transpose", "permute", "flatten", "reshape", "select", "clone", "unsqueeze", "gt"))

@@ -33,7 +33,8 @@ def a_view(rng, x):
                                                "diagonal", "expand", "unfold", "movedim", "strided"]  # fmt: skip
     kind = rng.choice(kinds)
     if kind == "unsqueeze":
-        return lambda t, k=rng.randint(0, x.ndim): t.unsqueeze(k)
+        place = rng.randint(0, x.ndim)
+        return lambda t: t.unsqueeze(place)
     other = rng.randrange(x.ndim)
     if kind == "transpose":
         return lambda t: t.transpose(axis, other)
@@ -42,9 +43,11 @@ def a_view(rng, x):
     length = x.shape[axis]
     start = rng.randrange(length)
     if kind == "narrow":
-        return lambda t, n=rng.randint(1, length - start): t.narrow(axis, start, n)
+        size = rng.randint(1, length - start)
+        return lambda t: t.narrow(axis, start, size)
     if kind == "step":
-        return lambda t, s=rng.randint(1, 3): t[(*[slice(None)] * axis, slice(start, None, s))]
+        index = (*[slice(None)] * axis, slice(start, None, rng.randint(1, 3)))
+        return lambda t: t[index]
     if kind == "select":
         return lambda t: t.select(axis, start)
     if kind == "unflatten":
@@ -59,7 +62,7 @@ def a_view(rng, x):
     if kind == "unfold":
         return lambda t: t.unfold(axis, min(2, length), 1)
     sizes, strides = [rng.randint(1, 4) for _ in range(2)], [rng.choice([0, 1, 2, *x.stride()]) for _ in range(2)]
-    return lambda t: t.as_strided(sizes, strides, t.storage_offset() + rng_offset) if (rng_offset := 0) == 0 else t
+    return lambda t: t.as_strided(sizes, strides, t.storage_offset())
 
 
 def check_views(seed):

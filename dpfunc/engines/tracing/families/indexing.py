@@ -154,7 +154,9 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     given = [item for item in indices if item is not None]
     if kind is not None and kind.axis == WHOLE:
         others = [item.kind for item in given if item.kind is not None]
-        same = all(isinstance(other, Rows) and other.axis == WHOLE and same_ids(other.ids, kind.ids) for other in others)
+        same = all(
+            isinstance(other, Rows) and other.axis == WHOLE and same_ids(other.ids, kind.ids) for other in others
+        )
         return kind if same else call.mixed()
     if kind is None or kind.axis not in taken:
         return _beside(call, kind, given, start, width, taken)
@@ -202,7 +204,9 @@ def _each(rows: Rows) -> Tensor:
     return spread(rows)
 
 
-def _beside(call: Call, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]) -> Type:
+def _beside(
+    call: Call, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]
+) -> Type:
     """Positions on axes without samples: of a constant table, or the same for each sample."""
     rows: Rows | None = None
     doubt = ""
@@ -280,16 +284,16 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
         elif item is not None and isinstance(item.kind, Mixed):
             unclear = unclear or item.kind.reason
     if rows is None:
-        doubt = doubt or unclear or (_unequal(call, kind, values, start, width, taken, shift) if kind is not None else "")
+        doubt = (
+            doubt or unclear or (_unequal(call, kind, values, start, width, taken, shift) if kind is not None else "")
+        )
         return kind if not doubt else Mixed(doubt) if kind is None else kind.doubted(doubt)
     if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
         doubt = doubt or "values that differ between places in the batch"
     return _placed(call, self, kind, indices, rows, width, doubt)
 
 
-def _unequal(
-    call: Call, kind: Rows, values: Tensor, start: int, width: int, taken: list[int], shift: int
-) -> str:
+def _unequal(call: Call, kind: Rows, values: Tensor, start: int, width: int, taken: list[int], shift: int) -> str:
     """Why constants that are written over rows depend on the place of a row; empty if they do not."""
     if kind.axis == WHOLE or (values.numel() == 1 and not kind.ranked):
         return ""
@@ -346,9 +350,7 @@ def _others(call: Call, indices: Sequence[Positions | None], own: Positions, row
     return ""
 
 
-def _own(
-    call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, rows: Rows, width: int
-) -> Rows | None:
+def _own(call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, rows: Rows, width: int) -> Rows | None:
     """Rows of a tensor of constants, from the first samples that are written at positions of an axis."""
     count, length = call.types.num_samples, self.shape[axis]
     flat = item.values.reshape(-1).cpu()
@@ -396,7 +398,13 @@ def masked_scatter(call: Call) -> Type:
     if call.type_of(mask) is None and kind is None and filled is None:
         return None
     mask_rows = combined(call, [broadcast(self, self.ndim), broadcast(mask, self.ndim)])
-    if filled is None or not isinstance(mask_rows, Rows) or mask_rows.axis != 0 or mask_rows.ids is not None or mask_rows.pre != 1:
+    if (
+        filled is None
+        or not isinstance(mask_rows, Rows)
+        or mask_rows.axis != 0
+        or mask_rows.ids is not None
+        or mask_rows.pre != 1
+    ):
         return call.mixed("in the order of the batch")
     if not isinstance(filled, Rows) or filled.axis != 0 or filled.ids is not None or filled.pre != 1:
         return call.mixed("in the order of the batch")

@@ -160,7 +160,16 @@ def reshaped(call: Call) -> Type:
             length = call.out.shape[axis]
             post = place // stride
             if length % (post * kind.count) == 0:
-                return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt, kind.ragged, kind.ranked)
+                return Rows(
+                    axis,
+                    kind.count,
+                    length // (post * kind.count),
+                    post,
+                    kind.ids,
+                    kind.doubt,
+                    kind.ragged,
+                    kind.ranked,
+                )
     return call.mixed("a reshape across samples")
 
 
