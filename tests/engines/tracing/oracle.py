@@ -58,7 +58,11 @@ def replaced(batch: tuple[Tensor, ...], row: int, way: int) -> tuple[Tensor, ...
 
 
 def differences(
-    program: Program, batch: tuple[Tensor, ...], first: Ran, other: tuple[Tensor, ...], sample_of: Callable[[int], int | None]
+    program: Program,
+    batch: tuple[Tensor, ...],
+    first: Ran,
+    other: tuple[Tensor, ...],
+    sample_of: Callable[[int], int | None],
 ) -> list[str]:
     """What the types claim to be of a sample, and is not the same on another batch.
 

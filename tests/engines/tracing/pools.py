@@ -117,7 +117,10 @@ def reshaped(m: Any, x: Tensor) -> Any:
     first = m.rng.choice([n for n in range(1, flat + 1) if flat % n == 0])
     rest = flat // first
     second = m.rng.choice([n for n in range(1, rest + 1) if rest % n == 0])
-    return then(torch.reshape, (first, second, rest // second)[: m.size(2, 3)] if rest == second else (first, second, rest // second))
+    return then(
+        torch.reshape,
+        (first, second, rest // second)[: m.size(2, 3)] if rest == second else (first, second, rest // second),
+    )
 
 
 def permuted(m: Any, x: Tensor) -> Any:
@@ -640,7 +643,9 @@ def losses(m: Any, x: Tensor) -> Any:
         if way == "weights":
             return F.cross_entropy(t, target, weight=t.detach().abs().mean(0), reduction="none")
         if way == "bce":
-            return F.binary_cross_entropy_with_logits(t, t.detach().sigmoid(), pos_weight=t.detach().abs().mean(0), reduction="none")
+            return F.binary_cross_entropy_with_logits(
+                t, t.detach().sigmoid(), pos_weight=t.detach().abs().mean(0), reduction="none"
+            )
         if way == "mse":
             return F.mse_loss(t, t.roll(1, 1), reduction="none")
         if way == "kl":
@@ -741,7 +746,7 @@ UNARY: dict[str, Callable[[Any, Tensor], Any]] = {
     "logcumsumexp": along(torch.logcumsumexp), "flip": lambda m, x: then(torch.flip, axes(m, x)),
     "roll": along(torch.roll, 1), "renorm": lambda m, x: then(torch.renorm, 2, m.axis(x), 1.0),
     "glu": lambda m, x: then(F.glu, m.axis(x)), "index_select": selected_by_constants, "gather": gathered_by_constants,
-    "gather own": gathered_by_own, "scatter": scattered, "order": permutation_and_back, "inverse": inverse_as_numbers,
+    "gather sorted": along(lambda t, axis: t.gather(axis, t.argsort(axis))), "gather own": gathered_by_own, "scatter": scattered, "order": permutation_and_back, "inverse": inverse_as_numbers,
     "tokens": tokens_permuted, "one of all": one_of_all, "put": put, "put zeros": put_into_zeros, "own column": own_column,
     "put own column": put_own_column, "index_add": index_added, "mask": masked, "count": counted, "nonzero": nonzero_back,
     "masked_scatter": scattered_by_mask, "write": written_slice, "write samples": written_samples,
@@ -755,7 +760,7 @@ UNARY: dict[str, Callable[[Any, Tensor], Any]] = {
     "center": plain(lambda t: t - t.mean(0)), "gt": plain(lambda t: (t > 0).double()),
     "bucketize": plain(lambda t: torch.bucketize(t, torch.tensor([-1.0, 0.0, 1.0]).double()).double()),
     "searchsorted": plain(lambda t: torch.searchsorted(t.sort(-1).values, t).double()),
-    "shape": plain(lambda t: t * t.shape[0]), "batch axis": plain(lambda t: t * torch.arange(len(t)).sum()),
+    "shape": plain(lambda t: t * measured(t, 0)), "batch axis": plain(lambda t: t * torch.arange(measured(t, 0)).sum()),
 }  # fmt: skip
 BINARY: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "add": plain(torch.add), "mul": plain(torch.mul), "sub": plain(torch.sub), "maximum": plain(torch.maximum),
@@ -765,7 +770,10 @@ BINARY: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "clamp": plain(lambda a, b: a.clamp(max=b)), "atan2": plain(torch.atan2),
 }  # fmt: skip
 TERNARY: dict[str, Callable[..., Any]] = {
-    "cat": joined, "stack": stacked, "products": squared, "attention": attention,
+    "cat": joined,
+    "stack": stacked,
+    "products": squared,
+    "attention": attention,
     "cat two": lambda m, x: (lambda axis: lambda a, b, c: torch.cat([a, b], axis))(m.axis(x)),
 }
 ANY_DTYPE = frozenset(("narrow", "transpose", "permute", "flatten", "reshape", "select", "clone", "unsqueeze", "gt"))
@@ -773,6 +781,6 @@ POOL = [*UNARY, *BINARY, *BINARY, *TERNARY, *TERNARY]
 HONEST = [
     "narrow", "strided slice", "select", "unsqueeze", "clone", "cast", "sin", "tanh", "abs", "sigmoid", "relu", "gelu",
     "square", "add number", "mul number", "mul constant", "add arange", "sum", "mean", "amax", "logsumexp", "var", "norm",
-    "softmax", "log_softmax", "cumsum", "sort", "topk", "flip", "roll", "index_select", "gather", "linear", "through",
+    "softmax", "log_softmax", "cumsum", "sort", "topk", "flip", "roll", "index_select", "gather sorted", "linear", "through",
     "pad", "transpose", "permute",
 ]  # fmt: skip

@@ -77,7 +77,9 @@ def test_honest_programs_are_typed():
         for seed in range(150):
             program, batch = honest(seed, 12)
             ran = run(program, batch)
-            own = [kind for kind, name in zip(ran.kinds, ran.names, strict=True) if name != "leaf" and "leaf" not in name]
+            own = [
+                kind for kind, name in zip(ran.kinds, ran.names, strict=True) if name != "leaf" and "leaf" not in name
+            ]
             counts["programs"] += 1
             counts["clean"] += all(map(clean, own)) and not ran.doubts
             counts["rows"] += any(isinstance(kind, Rows) for kind in own)

@@ -16,7 +16,8 @@ def product(*letters: str, out: str, first: int = 0) -> Handler:
 
     def handler(call: Call) -> Type:
         operands = [
-            lettered(tensor, own, out) for tensor, own in zip(call.args[first : first + len(letters)], letters, strict=True)
+            lettered(tensor, own, out)
+            for tensor, own in zip(call.args[first : first + len(letters)], letters, strict=True)
         ]
         if first:
             operands.append(broadcast(call.args[0], len(out)))
