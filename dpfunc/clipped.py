@@ -109,13 +109,13 @@ class ClippedGrad:
         size = self._size(params, batch, num_samples)
         names = tuple(params)
         if names not in self._cores and num_samples:  # kept, so that a compiled core is compiled once
-            first, _ = self._chunk(batch, mask_B, 0, size)
+            first, _ = self._chunk(params, batch, mask_B, 0, size)
             self._cores[names] = self._core(params, first, parts, tuple(bounds.values()))
         core = self._cores.get(names, _no_samples)
         total: dict[str, Tensor] = {}
         seen: list[tuple[Tensor, Tensor]] = []
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
-            chunk, chunk_mask_B = self._chunk(batch, mask_B, start, size)
+            chunk, chunk_mask_B = self._chunk(params, batch, mask_B, start, size)
             own_key = fold_in(key, "microbatch", number) if key else None
             with torch_seed(own_key) if own_key else nullcontext():
                 sums, losses_B, norms_BG = core(params, chunk, chunk_mask_B, own_key)
@@ -129,7 +129,7 @@ class ClippedGrad:
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         if self.microbatch_size is None or not num_samples:
-            return num_samples
+            return max(2, num_samples) if num_samples and self._narrow(params) else num_samples
         if self.microbatch_size != "auto":
             return self.microbatch_size
         if num_samples < 2:  # one sample does not tell what another adds
@@ -185,12 +185,18 @@ class ClippedGrad:
             alone = ({}, single.losses_B, parts.norms(single.sq_norms()))
             _check_compiled(({}, result[1][row : row + 1], result[2][row : row + 1]), alone)
 
-    def _chunk(self, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
+    def _chunk(self, params: Params, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
         chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
         missing = size - chunk_mask_B.shape[0]
-        if self.compile and missing:  # one shape, one compilation
+        if missing and (self.compile or self._narrow(params)):  # one shape, one compilation; and one rounding
             return pad_rows(chunk, size), torch.cat([chunk_mask_B, chunk_mask_B.new_zeros(missing)])
         return chunk, chunk_mask_B
+
+    @staticmethod
+    def _narrow(params: Params) -> bool:
+        """Whether there are parameters of 16 bits: then kernels of other shapes round otherwise, by more than the bound
+        has room for, and a row must not be rounded otherwise because of the number of the others."""
+        return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
 
     def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor, num_groups: int) -> Unreleased:
         if not seen:

@@ -27,6 +27,7 @@ from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
 from dpfunc.engines.lockstep import in_company
 from dpfunc.engines.loop import loop
+from dpfunc.engines.tracing.memory import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import gaussian
@@ -45,9 +46,13 @@ from dpfunc.state import (
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "auto": auto, "bookkeeping": bookkeeping, "ghost": ghost, "vmap": vmap, "loop": loop,
-}  # fmt: skip
+ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
+    "auto": lambda unproven: auto(unproven=unproven or "vmap"),
+    "bookkeeping": lambda unproven: bookkeeping(unproven=unproven or "refuse"),
+    "ghost": lambda unproven: ghost(unproven=unproven or "refuse"),
+    "vmap": lambda unproven: vmap(),
+    "loop": lambda unproven: loop(),
+}
 
 
 class StepResult(NamedTuple):
@@ -249,11 +254,24 @@ class DPStep:
         return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
 
 
+def _policy(engine: str, unproven: Unproven | None) -> Unproven | None:
+    if unproven is None:
+        return None
+    one_of("unproven", unproven, UNPROVEN)
+    if unproven == "vmap" and engine in ("bookkeeping", "ghost"):
+        raise InvalidArgument(
+            f'Expected unproven="audit" or "refuse" with engine={engine!r}, got unproven="vmap". Use engine="auto", which '
+            "computes the rows of such a step alone."
+        )
+    return unproven
+
+
 def make_dp_step(
     loss_fn: LossFn,
     plan: Plan,
     *,
     engine: str | Engine = "auto",
+    unproven: Unproven | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
     compile: bool = False,
     reduction: Literal["mean", "sum"] = "mean",
@@ -271,9 +289,12 @@ def make_dp_step(
     Args:
         loss_fn: `(params, batch) -> (B,)`, one loss a row; rows do not influence each other.
         plan: everything that decides privacy.
-        engine: `"auto"` (book-keeping where a comparison with single samples allows it, see `engines.auto`),
-            `"bookkeeping"`, `"ghost"`, `"vmap"`, `"loop"`, or an engine. This and the next two change speed and memory,
-            never the result.
+        engine: `"auto"` (book-keeping in each step whose trace proves that samples stay apart, see `engines.auto`),
+            `"bookkeeping"`, `"ghost"`, `"vmap"`, `"loop"`, or an engine. This and the next three change speed and
+            memory, never the result.
+        unproven: what becomes of a step of which this is not proven: `"vmap"` computes each row alone (the default of
+            `"auto"`), `"audit"` takes it if at least 8 rows, and one in 8, agree with rows computed alone, `"refuse"`
+            raises (the default of `"bookkeeping"` and `"ghost"`, which do not take `"vmap"`).
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
         compile: compile the clipped sum with `torch.compile(fullgraph=True)`; needs microbatch_size.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
@@ -312,7 +333,9 @@ def make_dp_step(
     if not isinstance(plan, Plan):
         raise fail("plan to be a dpfunc.Plan", "plan", type(plan).__name__)
     if isinstance(engine, str):
-        engine = ENGINES[one_of("engine", engine, ENGINES)]()
+        engine = ENGINES[one_of("engine", engine, ENGINES)](_policy(engine, unproven))
+    elif unproven is not None:
+        raise InvalidArgument("Expected unproven= with the name of an engine; give it to an engine of your own when it is made.")
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
     if ranks is None:

@@ -271,5 +271,4 @@ def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> Per
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)
-    with unseen():
-        return PerSample(losses_B.detach(), collect(tracker, params, uses))
+    return PerSample(losses_B.detach(), collect(tracker, params, uses))

@@ -236,8 +236,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
                 for target, rep in read_copies(tracked, layout, trace, grad).items():
                     meter.kept.setdefault(target, []).append(rep)
         check_depends(is_stood_in() or bool(meter.sq_norms or meter.kept))
-        with unseen():
-            kept = collect(tracker, leaves, meter.kept)
+        kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
     losses_B = losses_B.detach()
     doubts, draws = tuple(trace.doubts), tuple(trace.draws)

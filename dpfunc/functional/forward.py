@@ -62,7 +62,7 @@ class Forward:
             return self._run_until_backward(scope, params, args, kwargs)
         refuse_unsupported(self.module)
         refuse_old_vmap(self.module)
-        with checkpoint_is_an_error(), self._writing_is_an_error(), recovered(self.module):
+        with checkpoint_is_an_error(), self._writing_is_an_error(), recovered(self.module), put_back(self.module):
             output = self._run(params, self.buffers, args, kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
@@ -73,7 +73,8 @@ class Forward:
         refuse_unsupported(self.module, checkpointing=True)
         with self._writing_is_an_error():
             scope.hold(lambda: self._swapped(params))
-            return self.module(*args, **kwargs)
+            with put_back(self.module):
+                return self.module(*args, **kwargs)
 
     @contextmanager
     def _swapped(self, params: Params) -> Iterator[None]:
@@ -119,6 +120,32 @@ class Forward:
             for name in written:
                 self.buffers[name].copy_(own[name])
             raise _written(written)
+
+
+@contextmanager
+def put_back(module: nn.Module) -> Iterator[None]:
+    """After an error inside of the module, its parameters and buffers are in their places again.
+
+    A module may move its own tensors for the time of a call (PEFT merges adapters of attention so), and an error would
+    leave them elsewhere.
+    """
+    places = [
+        (part._parameters, dict(part._parameters), part._buffers, dict(part._buffers), part.__dict__, set(part.__dict__))
+        for part in module.modules()
+    ]
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        for parameters, own, buffers, held, attributes, names in () if done else places:
+            for name in set(attributes) - names:
+                if name in own or name in held:
+                    del attributes[name]
+            for place, before in ((parameters, own), (buffers, held)):
+                if place.keys() != before.keys() or any(place[name] is not value for name, value in before.items()):
+                    place.clear()
+                    place.update(before)
 
 
 def _written(names: Sequence[str]) -> UnsupportedModel:

@@ -45,8 +45,8 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
     """Look at a module for what cannot work; with `checkpointing`, its gradient checkpointing can.
 
     Raises:
-        UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, or an embedding that
-            renormalises its weight.
+        UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, an embedding that
+            renormalises its weight, or LLM.int8 layers.
     """
     norms = training_batchnorms(module)
     if norms:
@@ -54,6 +54,7 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
             f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
             "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
         )
+    refuse_outliers(module)
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
     on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
     if on and not checkpointing:
@@ -65,6 +66,20 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
         raise UnsupportedModel(
             f"The embeddings {shorten(bounded)} have max_norm, which overwrites their weights in each forward pass. "
             "Build them with max_norm=None."
+        )
+
+
+def refuse_outliers(module: nn.Module) -> None:
+    """LLM.int8 layers choose outlier columns over all rows of a batch: a row is rounded otherwise beside others.
+
+    Raises:
+        UnsupportedModel: naming them.
+    """
+    layers = [name for name, part in module.named_modules() if type(part).__name__ == "Linear8bitLt"]
+    if layers:
+        raise UnsupportedModel(
+            f"The LLM.int8 layers {shorten(layers)} choose outlier columns over the whole batch, so samples influence each "
+            "other. Load the model with 4 bits (NF4) or in bfloat16."
         )
 
 

@@ -104,9 +104,12 @@ def same_slots(one: Rows, other: Rows) -> bool:
     return bool(torch.equal(fine.slots // (fine.of // coarse.of), coarse.slots))  # type: ignore[arg-type]
 
 
-def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int) -> Rows:
-    """Rows in an order that depends on several samples; ordinary ones where each is at its place again."""
-    if of and len(slots) % of == 0 and torch.equal(slots, torch.arange(of).repeat_interleave(len(slots) // of)):
+def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, again: bool) -> Rows:
+    """Rows in an order that depends on several samples; ordinary ones where each is put back at its place `again`.
+
+    An order that happens to be that of the batch is one that depends on several samples all the same.
+    """
+    if again and of and len(slots) % of == 0 and torch.equal(slots, torch.arange(of).repeat_interleave(len(slots) // of)):
         return gathered(ids, axis, num_samples, "")
     return Rows(axis, len(ids), 1, 1, ids, slots=slots, of=of)
 

@@ -27,7 +27,10 @@ def numbers_of(value: Tensor, kind: Rows | None, sample: int) -> Tensor:
     if kind.axis == WHOLE:
         own = 0 if kind.ids is None else int(kind.ids[0])
         return value.reshape(-1) if own == sample else value.reshape(-1)[:0]
-    return value.index_select(kind.axis, (spread(kind) == sample).nonzero().flatten())
+    places = (spread(kind) == sample).nonzero().flatten()
+    if kind.slots is not None:  # in an order that several samples decide: in that of the places they had
+        places = places[kind.slots[places].argsort(stable=True)]
+    return value.index_select(kind.axis, places)
 
 
 def same(one: Tensor, other: Tensor) -> bool:

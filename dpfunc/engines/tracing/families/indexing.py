@@ -196,7 +196,7 @@ def reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor
     if not isinstance(item.kind, Mixed) or values.ndim != 1 or kind.doubt or not equally_often(values, length):
         return None
     slots, of = (kind.slots, kind.of) if kind.slots is not None else slots_of(kind, call.types.num_samples)
-    found = shuffled(ids, start, slots[values], of, call.types.num_samples)
+    found = shuffled(ids, start, slots[values], of, call.types.num_samples, kind.slots is not None)
     if found.slots is not None and not call.out.is_floating_point() and call.out.ndim == 1:
         call.types.remember(call.out)
     return found
@@ -359,7 +359,7 @@ def put_back(
         return None
     slots, of = slots_of(rows, count)
     inverse = torch.empty(length, dtype=torch.int64).index_put((values,), torch.arange(length))
-    return shuffled(ids[inverse], axis, slots[inverse], of, count)
+    return shuffled(ids[inverse], axis, slots[inverse], of, count, False)
 
 
 def _adds(call: Call) -> bool:

@@ -281,7 +281,7 @@ def _pools() -> dict[str, Handler]:
         for count in (1, 2, 3):
             name = re.sub(r"\{\}", f"{count}d", pattern)
             table[name] = table[f"{name}_backward"] = spatial(count)
-    return table
+    return {name: handler for name, handler in table.items() if hasattr(torch.ops.aten, name)}
 
 
 _ATTENTION = (
