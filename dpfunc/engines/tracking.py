@@ -22,6 +22,7 @@ from dpfunc.engines.layout import Layout
 from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, RULES
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.pointwise import copies_for
+from dpfunc.engines.rules.recurrent import PADDING
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.sharded import check_use, unsupported
 from dpfunc.engines.taps import catch_any, leaf, watched
@@ -139,6 +140,9 @@ class Tracker(TorchFunctionMode):
             return self._nested(func, args, kwargs)
         if func in WATCHED:
             return self._watched(func, args, kwargs)
+        if func in PADDING and not torch.compiler.is_compiling():  # takes no parameter, and copies slices
+            with self:
+                return PADDING[func](*args, **kwargs)
         if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
             return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))

@@ -39,7 +39,8 @@ def embedding_bag(
     ids_NL, real_NL, weights_NL = input, torch.ones_like(input, dtype=torch.bool), per_sample_weights
     if offsets is not None:
         places_NL, real_NL = _places(len(input), offsets, include_last_offset)
-        declare_bags(input, places_NL, real_NL)
+        cuts = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
+        places_NL = declare_bags(input, cuts, places_NL, real_NL)
         ids_NL = _at(input, places_NL)
         weights_NL = None if per_sample_weights is None else _at(per_sample_weights, places_NL)
     if padding_idx is not None:
@@ -55,11 +56,10 @@ def embedding_bag(
     return sums_Nd if mode == "sum" else sums_Nd / real_NL1.sum(1).clamp(min=1)
 
 
-def declare_bags(ids: Tensor, places_NL: Tensor, real_NL: Tensor) -> None:
+def declare_bags(ids: Tensor, cuts: Tensor, places_NL: Tensor, real_NL: Tensor) -> Tensor:
     """Each bag holds ids of one sample, which is looked at: so its places are that sample's own."""
     trace = current_trace()
-    if trace is not None:
-        trace.declare_parts(ids, places_NL, real_NL)
+    return places_NL if trace is None else trace.declare_parts(ids, cuts, places_NL, real_NL)
 
 
 def _places(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:

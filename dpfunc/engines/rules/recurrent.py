@@ -12,15 +12,18 @@ directions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn.utils.rnn import pad_packed_sequence
 
 from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, replay, walk
+from dpfunc.engines.tracing.trace import current_trace
 
 State = tuple[Tensor, ...]
 
@@ -53,11 +56,69 @@ class Packing:
 
     def padded(self, data_Nd: Tensor) -> Tensor:
         """(N, d) -> (T, B, d)."""
-        return torch.unflatten(torch.index_select(data_Nd, 0, self.rows_TB), 0, (len(self.batch_sizes), -1))
+        return torch.unflatten(torch.index_select(data_Nd, 0, self.rows_TB), 0, self.mask_TB1.shape[:2])
+
+    def followed(self, x_TBd: Tensor) -> Packing:
+        """The mask has the rows of the samples: how long each one is."""
+        trace = current_trace()
+        return self if trace is None else replace(self, mask_TB1=trace.with_rows_of(self.mask_TB1, x_TBd, 1, uniform=False))
 
     def packed(self, x_TBd: Tensor) -> Tensor:
         """(T, B, d) -> (N, d)."""
         return torch.index_select(x_TBd.flatten(0, 1), 0, self.places_N)
+
+
+class Ordered(torch.autograd.Function):
+    """Rows enter a packed layer, or leave it: outside of it, their order depends on the lengths of all samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int, changed: bool, doubt: str = "") -> Tensor:  # noqa: ANN401
+        """`changed`: they leave it."""
+        ctx.axis, ctx.changed = axis, changed
+        trace = current_trace()
+        return x.clone() if trace is None else trace.ordered(x, axis, changed=changed, doubt=doubt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """The other way."""
+        trace = current_trace()
+        grad = grads[0] if trace is None else trace.ordered(grads[0], ctx.axis, changed=not ctx.changed)
+        return grad, None, None, None
+
+
+def ordered(x: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
+    """See `Ordered`; nothing where no trace looks."""
+    if current_trace() is None:
+        return x
+    with torch._C.DisableTorchFunction():
+        return Ordered.apply(x, axis, changed, doubt)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _total_is_given() -> bool:
+    """Whether the loss said how long padded sequences are; otherwise the longest sample decides it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is pad_packed_sequence.__code__:
+            return frame.f_locals["total_length"] is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def pad_packed(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """torch's `_pad_packed_sequence`, by one index_select, so that it is seen whose rows go where."""
+    length = max(total_length, len(batch_sizes))
+    sizes = torch.cat([batch_sizes, batch_sizes.new_zeros(length - len(batch_sizes))])
+    pack = packing(sizes, data.device)
+    rows_TBd = pack.padded(data.flatten(1) if data.ndim > 1 else data[:, None])
+    mask_TB1 = pack.followed(rows_TBd).mask_TB1
+    x_TBd = torch.where(mask_TB1, rows_TBd, padding_value).unflatten(2, data.shape[1:] or (1,))
+    x_TBd = x_TBd if data.ndim > 1 else x_TBd.squeeze(2)
+    doubt = "" if _total_is_given() else "pad_packed_sequence without total_length: the longest sample decides the shape"
+    x_TBd = ordered(x_TBd, 1, changed=True, doubt=doubt)
+    lengths_B = ordered(mask_TB1.squeeze(2).sum(0), 0, changed=True)
+    return (x_TBd.transpose(0, 1) if batch_first else x_TBd), lengths_B.cpu()
 
 
 def packing(batch_sizes: Tensor, device: torch.device) -> Packing:
@@ -87,7 +148,7 @@ class Layers:
         """As torch.lstm and torch.gru: the outputs (T, B, H), then the last states (L, B, H)."""
         directions = 2 if self.bidirectional else 1
         each = len(params) // self.num_layers
-        states = [hx] if isinstance(hx, Tensor) else list(hx)
+        states = [_beginning(state, x_TBd) for state in ([hx] if isinstance(hx, Tensor) else hx)]
         lasts: list[State] = []
         for layer in range(self.num_layers):
             if layer:
@@ -143,6 +204,12 @@ class Layers:
         return self.pack.padded(F.dropout(self.pack.packed(x_TBd), self.dropout, True))  # torch's own random numbers
 
 
+def _beginning(state_LBH: Tensor, x_TBd: Tensor) -> Tensor:
+    """A first state of constants, zeros for example, has the rows of the samples: each begins with its own."""
+    trace = current_trace()
+    return state_LBH if trace is None or state_LBH.requires_grad else trace.with_rows_of(state_LBH, x_TBd, 1)
+
+
 def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Weights]:
     each = len(params) // count
     no_biases = () if has_biases else (None, None)
@@ -180,9 +247,12 @@ def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
         bidirectional: bool,
     ) -> tuple[Tensor, ...]:
         pack = packing(batch_sizes, data.device)
+        x_TBd = pack.padded(data)
+        pack = pack.followed(x_TBd)
         layers = Layers(kind, has_biases, num_layers, dropout, train, bidirectional, pack)
-        output, *lasts = layers.run(pack.padded(data), hx, params)
-        return (pack.packed(output), *lasts)
+        states = [ordered(state, 1, changed=False) for state in ([hx] if isinstance(hx, Tensor) else hx)]
+        output, *lasts = layers.run(x_TBd, states[0] if isinstance(hx, Tensor) else states, params)
+        return (pack.packed(output), *(ordered(last, 1, changed=True) for last in lasts))
 
     def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)
         is_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple)))
@@ -229,6 +299,7 @@ RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_tanh: taken_apart(TANH),
     torch.rnn_relu: taken_apart(RELU),
 }
+PADDING: dict[Callable[..., Any], Callable[..., Any]] = {torch._C._VariableFunctions._pad_packed_sequence: pad_packed}  # type: ignore[attr-defined]
 CELLS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm_cell: _lstm_cell,
     torch.gru_cell: _gru_cell,

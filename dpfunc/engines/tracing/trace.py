@@ -125,6 +125,10 @@ COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 # Frames between the one who reads a number and the operation.
 PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
 
+# Between the one who reads a shape and the trace.
+WATCHING = ("dpfunc.engines.tracing.trace", "dpfunc.engines.tracing.places", "dpfunc.engines.tracking", "torch.overrides")
+CHECKING_SHAPES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
+
 _known: dict[Any, Known] = {}
 
 
@@ -306,6 +310,8 @@ class Trace(TorchDispatchMode):
         entry = self.entries.get(_key(part(value)))
         kind = entry[1] if entry is not None and isinstance(entry[1], Mixed) else self.type_of(value)
         if (isinstance(kind, Rows) and kind.ragged) or (isinstance(kind, Mixed) and kind.shaped):
+            if _checks_itself():
+                return
             module, line, name = _reader()
             own_axis = value.ndim == 1 and isinstance(kind, Rows) and kind == Rows(0, self.num_samples, ragged=True)
             if not own_axis and not _listed(TRUSTED, module, name):
@@ -333,18 +339,77 @@ class Trace(TorchDispatchMode):
         elif kind.doubt:
             self.doubts.append(f"{what} comes from {kind.doubt}")
 
-    def declare_parts(self, source: Tensor, places_NL: Tensor, real_NL: Tensor) -> None:
-        """Places (N, L) of N parts of a tensor that is cut into parts in order, each of one sample: seen by value."""
+    def declare_parts(self, source: Tensor, cuts: Tensor, places_NL: Tensor, real_NL: Tensor) -> Tensor:
+        """Places (N, L) of N parts of a tensor that is cut into parts in order, each of one sample: seen by value.
+
+        Args:
+            source: what is cut. cuts: where each part begins, and where the last one ends, (N + 1,).
+
+        Returns:
+            The places; those of an empty part are the first one of its sample.
+        """
         with unseen():
-            kind = self.type_of(source)
-            if self.alone or not isinstance(kind, Rows) or kind.axis != 0 or len(places_NL) % self.num_samples:
-                return
-            each = len(places_NL) // self.num_samples
-            wanted = torch.arange(self.num_samples).repeat_interleave(each)[:, None]
-            samples = rows_module.spread(kind)[places_NL.cpu()]
-            if bool((samples == wanted).all()):
+            kind, count = self.type_of(source), self.num_samples
+            if self.alone or not isinstance(kind, Rows) or kind.axis != 0 or not len(places_NL) or len(places_NL) % count:
+                return places_NL
+            each, samples = len(places_NL) // count, rows_module.spread(kind)
+            starts_B = torch.searchsorted(samples, torch.arange(count))
+            cuts_Bm = cuts[:-1].cpu().reshape(count, each)
+            # the parts of a sample are all of its numbers, whatever others hold
+            outer = torch.equal(cuts_Bm[:, 0], starts_B) and int(cuts[-1]) == len(samples)
+            if not outer or not self._own_cuts(cuts_Bm - starts_B[:, None]):
+                return places_NL
+            firsts_N1 = starts_B.repeat_interleave(each)[:, None].to(places_NL.device)
+            places_NL = torch.where(real_NL.any(1, keepdim=True), places_NL, firsts_N1).clamp(max=max(0, len(samples) - 1))
+            wanted_N1 = torch.arange(count).repeat_interleave(each)[:, None]
+            if bool((samples[places_NL.cpu()] == wanted_N1).all()):
                 for tensor in (places_NL, real_NL):
-                    self._note(tensor, stored(Rows(0, self.num_samples, 1, each, kind.ids, kind.doubt), tensor))
+                    self._note(tensor, stored(Rows(0, count, 1, each, None, kind.doubt), tensor))
+            return places_NL
+
+    def _own_cuts(self, cuts_Bm: Tensor) -> bool:
+        """Whether places within each sample are the same for all samples, or were seen as numbers of its own."""
+        same = bool((cuts_Bm == cuts_Bm[:1]).all())
+        return cuts_Bm.shape[1] == 1 or same or self.own(cuts_Bm, Rows(0, self.num_samples))
+
+    def with_rows_of(self, constant: Tensor, other: Tensor, axis: int, *, uniform: bool = True) -> Tensor:
+        """A copy of constants with the rows that another tensor has on an axis.
+
+        Args:
+            uniform: they must be the same for each row; False for what follows from the number of rows of each sample.
+        """
+        with unseen():
+            kind = self.type_of(other)
+            if self.alone or not isinstance(kind, Rows) or kind.axis != axis or self.type_of(constant) is not None:
+                return constant
+            if not _fits(kind, constant) or (uniform and not self.uniform(constant, kind, axis)):
+                return constant
+            made = constant.clone(memory_format=torch.contiguous_format)
+            self._note(made, stored(kind, made))
+            return made
+
+    def ordered(self, tensor: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
+        """A copy that says, or no longer says, that its rows are in an order that depends on several samples.
+
+        Packed sequences are sorted by length. Inside of a recurrent layer each row goes on alone, wherever it is.
+        """
+        with unseen():
+            kind = self.type_of(tensor)
+            made = tensor.clone(memory_format=torch.contiguous_format)
+            if kind is None or self.alone:
+                self._note(made, Constant.ANY if kind is None else stored(Rows(WHOLE, 1), made))
+                return made
+            if isinstance(kind, Rows) and kind.axis == axis and _fits(kind, made):
+                kind = kind._replace(slots=None, of=0, ragged=kind.ragged and not changed)  # what leaves has a row for each sample
+                if changed and kind.ids is not None:
+                    slots, of = rows_module.slots_of(kind, self.num_samples)
+                    kind = kind._replace(slots=slots, of=of) if of == self.num_samples else kind.doubted("samples of some rows")
+                    self.shuffled = True
+                kind = kind.doubted(doubt) if doubt else kind
+            elif isinstance(kind, Rows):
+                kind = Mixed("packed rows on another axis") if kind.axis != WHOLE or kind.slots is not None else kind.doubted(doubt) if doubt else kind
+            self._note(made, stored(kind, made) if isinstance(kind, Rows) else kind)
+            return made
 
     def check_own(self, tensor: Tensor | None, what: str) -> None:
         """Of a row computed alone: a result must not reach over the memory of the row.
@@ -512,7 +577,13 @@ class Trace(TorchDispatchMode):
 
     def _pointwise(self, call: Call) -> Type:
         out = call.out if isinstance(call.out, Tensor) else next(iter(tensors_of([call.out])))
-        return combined(call, [broadcast(tensor, out.ndim) for tensor in call.tensors()])
+        kind = combined(call, [broadcast(tensor, out.ndim) for tensor in call.tensors()])
+        if call.name == "add" and isinstance(kind, Rows) and kind.doubt and not out.is_floating_point():
+            for tensor in call.tensors():  # places of the samples' own, to which those of the samples are added
+                own = self.type_of(tensor)
+                if isinstance(own, Rows) and not own.doubt and own.axis == 0:
+                    self.remember(tensor)
+        return kind
 
     def _store(self, result: Tensor, kind: Type, constant: Constant) -> None:
         own = part(result)
@@ -687,6 +758,17 @@ def _reader() -> tuple[str, int, str]:
             return module, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return "?", 0, ""
+
+
+def _checks_itself() -> bool:
+    """Whether a shape is read by torch's recurrent layers, which only check it, or by an engine, and not by the loss."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", "?"))
+        if module not in WATCHING:
+            return module in CHECKING_SHAPES or module.startswith("dpfunc.engines.")
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def current_trace() -> Trace | None:

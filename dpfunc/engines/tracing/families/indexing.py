@@ -415,14 +415,19 @@ def _own(
     own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
     if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and _all_once(flat, length):
         return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
-    if length % count:
-        return None
-    other = length // count
     shape = [1] * width
     if rows.axis != WHOLE:
         shape[rows.axis] = len(samples)
     wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
     values = item.values.cpu()
+    if item.kind is None:  # fixed positions, several of which may be the same one: it must be of one sample, and none left out
+        owner = torch.full((length,), -1)
+        owner[values] = wanted.expand(values.shape)
+        if bool((owner >= 0).all()) and bool((owner[values] == wanted).all()):
+            return gathered(owner, axis, count, "")
+    if length % count:
+        return None
+    other = length // count
     if bool((values // other == wanted).all()):
         return Rows(axis, count, 1, other)
     return Rows(axis, count, other, 1) if bool((values % count == wanted).all()) else None
