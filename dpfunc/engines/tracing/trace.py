@@ -667,12 +667,25 @@ class Trace(TorchDispatchMode):
             self._note(target, stored(kind, target))
             return
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        if (isinstance(entry, Stored) and entry.ragged) or (isinstance(entry, Mixed) and entry.shaped):
+            if whole and kind is None:  # its shape still depends on values
+                return
+            kind = self._shaped_by(target, entry, kind)
         if kind is None:
             self._overwrite_by_constant(target, entry, known, whole, made)
         elif isinstance(kind, Mixed):
             self._note(target, kind if whole or not isinstance(entry, Stored) else _doubted(entry, kind.reason))
         else:
             self._note(target, self._joined(target, kind, entry, whole))
+
+    def _shaped_by(self, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
+        """What is written into a tensor whose shape depends on values: its own rows, or it is mixed."""
+        if isinstance(kind, Mixed):
+            return kind._replace(shaped=True)
+        there = located(entry, target, self.num_samples) if isinstance(entry, Stored) else None
+        if kind is None or (there is not None and there.axis == kind.axis and rows_module.alike(there, kind)):
+            return kind
+        return Mixed("a write into a tensor whose shape depends on values of the batch", shaped=True)
 
     def _overwrite_by_constant(
         self, target: Tensor, entry: Entry, known: Known, whole: bool, made: Constant

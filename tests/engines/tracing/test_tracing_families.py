@@ -98,6 +98,7 @@ TABLE = [
     ("order as numbers", lambda x: x[:, :3] * torch.empty_like(o := x.sum(1).argsort()).index_put((o,), torch.arange(3)), "Bd", MIXED),
     ("masked_scatter of constants", lambda x, c: torch.zeros_like(x).masked_scatter(x > 0, c.expand(3, 4, 6)), "BTd Td", MIXED),
     ("how many were selected", lambda x: x * torch.ones_like(x[x.sum(1) > 0]).sum(), "Bd", MIXED),
+    ("how many were selected, filled", lambda x: x * x[x.sum(1) > 0].detach().fill_(1.0).sum(), "Bd", MIXED),
     ("bucketize", lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0]).double()).double(), "BTd", 0),
     ("searchsorted", lambda x: torch.searchsorted(x.sort(-1).values, x).double(), "BTd", 0),
     ("cat of features", lambda x, y: torch.cat([x, y], 2), "BTd BTe", 0),
