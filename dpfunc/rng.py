@@ -149,6 +149,8 @@ def generator_state(device: torch.device) -> torch.Tensor:
 def with_generator_state(state: torch.Tensor, device: torch.device) -> Iterator[None]:
     """Inside, torch's global generator of a device begins at a state; it goes on as before afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        generator = (
+            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        )
         generator.set_state(state)
         yield

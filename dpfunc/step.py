@@ -48,8 +48,8 @@ from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, 
 
 ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "auto": lambda unproven: auto(unproven=unproven or "vmap"),
-    "bookkeeping": lambda unproven: bookkeeping(unproven=unproven or "refuse"),
-    "ghost": lambda unproven: ghost(unproven=unproven or "refuse"),
+    "bookkeeping": lambda unproven: bookkeeping(unproven="audit" if unproven == "audit" else "refuse"),
+    "ghost": lambda unproven: ghost(unproven="audit" if unproven == "audit" else "refuse"),
     "vmap": lambda unproven: vmap(),
     "loop": lambda unproven: loop(),
 }
@@ -335,7 +335,9 @@ def make_dp_step(
     if isinstance(engine, str):
         engine = ENGINES[one_of("engine", engine, ENGINES)](_policy(engine, unproven))
     elif unproven is not None:
-        raise InvalidArgument("Expected unproven= with the name of an engine; give it to an engine of your own when it is made.")
+        raise InvalidArgument(
+            "Expected unproven= with the name of an engine; give it to an engine of your own when it is made."
+        )
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
     if ranks is None:

@@ -54,7 +54,7 @@ class Audits:
             return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
         size = (count, *signature(batch))
         wanted = max(count // ROWS_IN, FIRST_ROWS if strange and not in_lockstep() else 0)
-        if self.since >= STEPS_IN or (size not in self.sizes and not in_lockstep()):
+        if self.since >= STEPS_IN - 1 or (size not in self.sizes and not in_lockstep()):
             wanted = max(wanted, FIRST_ROWS if not self.sizes else 1)
         self.since = 0 if wanted else self.since + 1
         self.sizes.add(size)
@@ -97,11 +97,13 @@ def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | N
     if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
-    return Credited(per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange, per_sample.coarse)
+    return Credited(
+        per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange, per_sample.coarse
+    )
 
 
 def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
-    """Compare losses, norms and a random combination of gradients of the chosen rows with rows computed alone.
+    """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
 
     Raises:
         UnsupportedModel: they differ; naming what, and by how much. A step with doubts whose rows cannot be computed
@@ -119,11 +121,17 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
     if bool(of_all(torch.tensor([bool(problem)]))):
-        doubts = f" The trace doubts the step as well: {shorten(list(dict.fromkeys(credited.doubts)))}." if credited.doubts else ""
+        doubts = (
+            f" The trace doubts the step as well: {shorten(list(dict.fromkeys(credited.doubts)))}."
+            if credited.doubts
+            else ""
+        )
         raise UnsupportedModel(
             f"A row of this batch was computed alone, and differs from what it has beside the others: "
             f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on its place, "
-            "or on the size of the batch, or a rule gives a wrong gradient." + doubts + " Likely causes: a mean over the "
+            "or on the size of the batch, or a rule gives a wrong gradient."
+            + doubts
+            + " Likely causes: a mean over the "
             "tokens of the batch (divide by the sample's own number of tokens), a division by the size of the batch, "
             "BatchNorm, padding that the model does not mask. Nothing was released and nothing was spent."
         )

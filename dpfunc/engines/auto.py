@@ -73,6 +73,7 @@ class Auto:
             return loop()(loss_fn, params, batch)
         tried = self._tried.setdefault(loss_fn, {}).setdefault(signature(batch), Tried())
         if tried.alone is not None and tried.failures >= PATIENCE:
+            self._decide(loss_fn, Decision(tried.name, f"rows alone, since {tried.reason}"))
             return tried.alone(loss_fn, params, batch)
         before = python_state(loss_fn) if not tried.seen else 0
         result, reason = self._attempt(loss_fn, params, batch)
@@ -103,9 +104,7 @@ class Auto:
         except (UnsupportedModel, RuntimeError) as error:
             return None, f"bookkeeping cannot: {str(error).splitlines()[0]}"
 
-    def _alone(
-        self, loss_fn: LossFn, params: Params, batch: Batch, tried: Tried, reason: str
-    ) -> PerSampleGrads:
+    def _alone(self, loss_fn: LossFn, params: Params, batch: Batch, tried: Tried, reason: str) -> PerSampleGrads:
         """Rows alone, by what can run the loss; the user is told, and a loss that mixes rows is refused."""
         if tried.alone is not None:
             self._decide(loss_fn, Decision(tried.name, f"rows alone, since {reason}"))
@@ -138,7 +137,9 @@ class Auto:
         except (UnsupportedModel, RuntimeError) as error:
             if self.unproven == "refuse":
                 raise
-            self._decide(loss_fn, Decision("vmap", f"rows alone, since bookkeeping cannot: {str(error).splitlines()[0]}"))
+            self._decide(
+                loss_fn, Decision("vmap", f"rows alone, since bookkeeping cannot: {str(error).splitlines()[0]}")
+            )
             return vmap()
         self._decide(loss_fn, Decision("bookkeeping", "the trace of what was compiled shows that rows stay apart"))
         return prepared

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.standing import is_stood_in
 from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.taps import Catch, as_it_is, leaf, tapped
-from dpfunc.engines.tracing.memory import UNPROVEN, Memory, Unproven, refuse_unproven
+from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Places, Remembered, Traced
 from dpfunc.engines.tracing.trace import Misplaced, Trace, following, unseen
 from dpfunc.engines.tracking import Tracked, Tracker, version
@@ -166,7 +167,7 @@ class Bookkeeping:
     """See `bookkeeping`."""
 
     memory_budget: int
-    unproven: Unproven = "refuse"
+    unproven: Literal["audit", "refuse"] = "refuse"
     _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
@@ -200,7 +201,7 @@ class Bookkeeping:
         return keep_books(loss_fn, params, batch, places, Book(self.memory_budget, places.trace))
 
 
-def bookkeeping(memory_budget: int | None = None, unproven: Unproven = "refuse") -> Bookkeeping:
+def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
     """The fast engine: the model runs once, batched, and per-sample gradients are read off its backward pass.
 
     No vmap around the model: fused attention, padding masks, data-dependent control flow and gradient checkpointing
@@ -234,7 +235,7 @@ def bookkeeping(memory_budget: int | None = None, unproven: Unproven = "refuse")
     tensor([25.,  1.])
     """
     budget = DEFAULT_BUDGET if memory_budget is None else whole("memory_budget", memory_budget, minimum=0)
-    return Bookkeeping(budget, one_of("unproven", unproven, UNPROVEN))
+    return Bookkeeping(budget, one_of("unproven", unproven, ("audit", "refuse")))
 
 
 def keep_books(loss_fn: LossFn, params: Params, batch: Batch, places: Places, book: Book) -> PerSample:

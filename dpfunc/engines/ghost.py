@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dpfunc.engines.scope import Scope, backward_inside
 from dpfunc.engines.standing import is_stood_in, leaves_of, reduced
 from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import leaf, tapped
-from dpfunc.engines.tracing.memory import UNPROVEN, Memory, Unproven, refuse_unproven
+from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
 from dpfunc.engines.tracing.trace import Trace, following, unseen
 from dpfunc.engines.tracking import Tracked, Tracker
@@ -158,7 +159,7 @@ class Ghost:
 class GhostEngine:
     """See `ghost`."""
 
-    unproven: Unproven = "refuse"
+    unproven: Literal["audit", "refuse"] = "refuse"
     _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost:
@@ -175,7 +176,7 @@ class GhostEngine:
         raise UnsupportedModel('The ghost engine cannot be compiled. Use engine="bookkeeping" with compile=True.')
 
 
-def ghost(unproven: Unproven = "refuse") -> GhostEngine:
+def ghost(unproven: Literal["audit", "refuse"] = "refuse") -> GhostEngine:
     """The engine with the least memory: that of the step without privacy, and at most one layer's factors.
 
     Like `bookkeeping`, but nothing is kept between the two backward passes, so it takes one backward pass longer.
@@ -199,7 +200,7 @@ def ghost(unproven: Unproven = "refuse") -> GhostEngine:
     >>> per_sample.sq_norms()["w"]
     tensor([25.,  1.])
     """
-    return GhostEngine(one_of("unproven", unproven, UNPROVEN))
+    return GhostEngine(one_of("unproven", unproven, ("audit", "refuse")))
 
 
 def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> Ghost:

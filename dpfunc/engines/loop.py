@@ -56,7 +56,13 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         for sample in range(num_samples):
             row = rows(batch, sample, sample + 1)
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-            with kept_apart(row) as trace, own_only(listener), parameters_unchanged(params), torch.enable_grad(), backward_inside():
+            with (
+                kept_apart(row) as trace,
+                own_only(listener),
+                parameters_unchanged(params),
+                torch.enable_grad(),
+                backward_inside(),
+            ):
                 losses_1 = loss_fn(leaves, row)
                 check_differentiable(losses_1, 1)
                 refuse_reentrant((), losses_1)

@@ -155,7 +155,12 @@ class Tracker(TorchFunctionMode):
         if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and fills(*args):
             with self:  # the values are the same wherever the mask is true
                 return args[0].copy_(torch.where(expanded_mask(*args[:2]), args[2], args[0]))
-        if writes(func, kwargs) and args and id(args[0]) in self.tracked and not self._may_write(func, args[0], tensors, found):
+        if (
+            writes(func, kwargs)
+            and args
+            and id(args[0]) in self.tracked
+            and not self._may_write(func, args[0], tensors, found)
+        ):
             raise no_rule(func, tensors, found)
         if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
             self.hidden = True

@@ -166,9 +166,7 @@ def vmap(chunk_size: int | None = None) -> Engine:
         with kept_apart(batch) as trace, parameters_unchanged(params), torch.no_grad(), none_batched(), NoData():
             grads, losses_B = _run(mapped, detached, batch)
         if trace.doubts:
-            raise UnsupportedModel(
-                f"Under vmap a row would depend on others: {trace.doubts[0]}. Use engine=\"loop\"."
-            )
+            raise UnsupportedModel(f'Under vmap a row would depend on others: {trace.doubts[0]}. Use engine="loop".')
         # An audit sees functions whose rule for vmap mixes rows; it cannot give a row the random numbers that it had.
         found = {name: Dense(grad) for name, grad in grads.items()}
         return PerSample(losses_B, found, alone=bool(trace.draws), coarse=trace.coarse)

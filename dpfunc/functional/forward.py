@@ -130,7 +130,14 @@ def put_back(module: nn.Module) -> Iterator[None]:
     leave them elsewhere.
     """
     places = [
-        (part._parameters, dict(part._parameters), part._buffers, dict(part._buffers), part.__dict__, set(part.__dict__))
+        (
+            part._parameters,
+            dict(part._parameters),
+            part._buffers,
+            dict(part._buffers),
+            part.__dict__,
+            set(part.__dict__),
+        )
         for part in module.modules()
     ]
     done = False

@@ -12,9 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of
 
-from dpfunc.engines import vmap
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Flat
+from dpfunc.engines import vmap
 from dpfunc.engines.layout import Layout
 from dpfunc.errors import DPFuncError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize

@@ -61,7 +61,11 @@ class Packing:
     def followed(self, x_TBd: Tensor) -> Packing:
         """The mask has the rows of the samples: how long each one is."""
         trace = current_trace()
-        return self if trace is None else replace(self, mask_TB1=trace.with_rows_of(self.mask_TB1, x_TBd, 1, uniform=False))
+        return (
+            self
+            if trace is None
+            else replace(self, mask_TB1=trace.with_rows_of(self.mask_TB1, x_TBd, 1, uniform=False))
+        )
 
     def packed(self, x_TBd: Tensor) -> Tensor:
         """(T, B, d) -> (N, d)."""
@@ -115,7 +119,9 @@ def pad_packed(
     mask_TB1 = pack.followed(rows_TBd).mask_TB1
     x_TBd = torch.where(mask_TB1, rows_TBd, padding_value).unflatten(2, data.shape[1:] or (1,))
     x_TBd = x_TBd if data.ndim > 1 else x_TBd.squeeze(2)
-    doubt = "" if _total_is_given() else "pad_packed_sequence without total_length: the longest sample decides the shape"
+    doubt = (
+        "" if _total_is_given() else "pad_packed_sequence without total_length: the longest sample decides the shape"
+    )
     x_TBd = ordered(x_TBd, 1, changed=True, doubt=doubt)
     lengths_B = ordered(mask_TB1.squeeze(2).sum(0), 0, changed=True)
     return (x_TBd.transpose(0, 1) if batch_first else x_TBd), lengths_B.cpu()

@@ -86,7 +86,12 @@ class Memory:
             if places.trace.reads:
                 self.reads.setdefault(loss_fn, f"{places.trace.reads[0]}, which may be kept")
         kept = (self.reads[loss_fn],) if loss_fn in self.reads and not places.trace.reads else ()
-        return replace(result, doubts=(*result.doubts, *kept), strange=self._strange(loss_fn, params, places.trace), coarse=places.trace.coarse)
+        return replace(
+            result,
+            doubts=(*result.doubts, *kept),
+            strange=self._strange(loss_fn, params, places.trace),
+            coarse=places.trace.coarse,
+        )
 
     def _strange(self, loss_fn: LossFn, params: Params, trace: Trace) -> bool:
         """Whether a tensor came from where the trace does not look (another thread, another library), unlike before."""
@@ -105,9 +110,7 @@ class Memory:
             return None
         return None if result.doubts else result
 
-    def recalled(
-        self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable
-    ) -> dict[Key, Layout | None]:
+    def recalled(self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable) -> dict[Key, Layout | None]:
         """Where the samples are in each use, by one traced step that is proven.
 
         Raises:

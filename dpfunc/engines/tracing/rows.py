@@ -109,7 +109,12 @@ def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, a
 
     An order that happens to be that of the batch is one that depends on several samples all the same.
     """
-    if again and of and len(slots) % of == 0 and torch.equal(slots, torch.arange(of).repeat_interleave(len(slots) // of)):
+    if (
+        again
+        and of
+        and len(slots) % of == 0
+        and torch.equal(slots, torch.arange(of).repeat_interleave(len(slots) // of))
+    ):
         return gathered(ids, axis, num_samples, "")
     return Rows(axis, len(ids), 1, 1, ids, slots=slots, of=of)
 

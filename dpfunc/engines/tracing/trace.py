@@ -84,19 +84,81 @@ class Known:
 
 
 FILLED = frozenset(
-    ["zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor", "empty_strided", "new_empty_strided", "_efficientzerotensor", "fill_", "zero_", "empty_permuted"]
+    [
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "scalar_tensor",
+        "empty_strided",
+        "new_empty_strided",
+        "_efficientzerotensor",
+        "fill_",
+        "zero_",
+        "empty_permuted",
+    ]
 )
 RANDOM = frozenset(
-    ["rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli", "normal"]
+    [
+        "rand",
+        "randn",
+        "randint",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli_",
+        "uniform_",
+        "normal_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "cauchy_",
+        "bernoulli",
+        "normal",
+    ]
 )
 ALIASES = frozenset(
-    ["_unsafe_view", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "detach", "detach_", "alias", "set_", "resize_", "_conj", "_neg_view", "as_strided_"]
+    [
+        "_unsafe_view",
+        "unsafe_split",
+        "unsafe_chunk",
+        "unsafe_split_with_sizes",
+        "detach",
+        "detach_",
+        "alias",
+        "set_",
+        "resize_",
+        "_conj",
+        "_neg_view",
+        "as_strided_",
+    ]
 )
 # What keeps "true for all, so true for each" and "false for any, so false for each".
 AGREEING = frozenset(("all", "any", "clone", "_to_copy"))
 # Their results have the shape of their first argument, whatever they write into it.
 PLACING = frozenset(
-    ["index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "masked_scatter", "slice_scatter", "select_scatter"]
+    [
+        "index_put",
+        "_unsafe_index_put",
+        "_index_put_impl",
+        "index_add",
+        "index_copy",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "masked_scatter",
+        "slice_scatter",
+        "select_scatter",
+    ]
 )
 # They write statistics into arguments 3 and 4, which their schema does not say.
 WRITING_STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
@@ -117,7 +179,19 @@ TRUSTED = (
 DRAWING = (("transformers.models.*", "*._mask_hidden_states"), ("transformers.models.*", "_compute_mask_indices"))
 # Families that know what to do with rows in an order that depends on several samples.
 ORDERED = frozenset(
-    ["index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "index_select", "sort", "_pack_padded_sequence", "_pack_padded_sequence_backward"]
+    [
+        "index",
+        "_unsafe_index",
+        "index_put",
+        "_unsafe_index_put",
+        "_index_put_impl",
+        "index_add",
+        "index_copy",
+        "index_select",
+        "sort",
+        "_pack_padded_sequence",
+        "_pack_padded_sequence_backward",
+    ]
 )
 INTEGERS = 8
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
@@ -126,7 +200,12 @@ COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
 
 # Between the one who reads a shape and the trace.
-WATCHING = ("dpfunc.engines.tracing.trace", "dpfunc.engines.tracing.places", "dpfunc.engines.tracking", "torch.overrides")
+WATCHING = (
+    "dpfunc.engines.tracing.trace",
+    "dpfunc.engines.tracing.places",
+    "dpfunc.engines.tracking",
+    "torch.overrides",
+)
 CHECKING_SHAPES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 
 _known: dict[Any, Known] = {}
@@ -350,7 +429,13 @@ class Trace(TorchDispatchMode):
         """
         with unseen():
             kind, count = self.type_of(source), self.num_samples
-            if self.alone or not isinstance(kind, Rows) or kind.axis != 0 or not len(places_NL) or len(places_NL) % count:
+            if (
+                self.alone
+                or not isinstance(kind, Rows)
+                or kind.axis != 0
+                or not len(places_NL)
+                or len(places_NL) % count
+            ):
                 return places_NL
             each, samples = len(places_NL) // count, rows_module.spread(kind)
             starts_B = torch.searchsorted(samples, torch.arange(count))
@@ -360,7 +445,9 @@ class Trace(TorchDispatchMode):
             if not outer or not self._own_cuts(cuts_Bm - starts_B[:, None]):
                 return places_NL
             firsts_N1 = starts_B.repeat_interleave(each)[:, None].to(places_NL.device)
-            places_NL = torch.where(real_NL.any(1, keepdim=True), places_NL, firsts_N1).clamp(max=max(0, len(samples) - 1))
+            places_NL = torch.where(real_NL.any(1, keepdim=True), places_NL, firsts_N1).clamp(
+                max=max(0, len(samples) - 1)
+            )
             wanted_N1 = torch.arange(count).repeat_interleave(each)[:, None]
             if bool((samples[places_NL.cpu()] == wanted_N1).all()):
                 for tensor in (places_NL, real_NL):
@@ -400,14 +487,26 @@ class Trace(TorchDispatchMode):
                 self._note(made, Constant.ANY if kind is None else stored(Rows(WHOLE, 1), made))
                 return made
             if isinstance(kind, Rows) and kind.axis == axis and _fits(kind, made):
-                kind = kind._replace(slots=None, of=0, ragged=kind.ragged and not changed)  # what leaves has a row for each sample
+                kind = kind._replace(
+                    slots=None, of=0, ragged=kind.ragged and not changed
+                )  # what leaves has a row for each sample
                 if changed and kind.ids is not None:
                     slots, of = rows_module.slots_of(kind, self.num_samples)
-                    kind = kind._replace(slots=slots, of=of) if of == self.num_samples else kind.doubted("samples of some rows")
+                    kind = (
+                        kind._replace(slots=slots, of=of)
+                        if of == self.num_samples
+                        else kind.doubted("samples of some rows")
+                    )
                     self.shuffled = True
                 kind = kind.doubted(doubt) if doubt else kind
             elif isinstance(kind, Rows):
-                kind = Mixed("packed rows on another axis") if kind.axis != WHOLE or kind.slots is not None else kind.doubted(doubt) if doubt else kind
+                kind = (
+                    Mixed("packed rows on another axis")
+                    if kind.axis != WHOLE or kind.slots is not None
+                    else kind.doubted(doubt)
+                    if doubt
+                    else kind
+                )
             self._note(made, stored(kind, made) if isinstance(kind, Rows) else kind)
             return made
 
@@ -422,7 +521,9 @@ class Trace(TorchDispatchMode):
         with unseen():
             kind = self.type_of(tensor)
         if isinstance(kind, Mixed):
-            raise UnsupportedModel(f"Of a row that is computed alone, {what} comes from {kind.reason}: from other rows.")
+            raise UnsupportedModel(
+                f"Of a row that is computed alone, {what} comes from {kind.reason}: from other rows."
+            )
 
     def copied(self, leaf: Tensor, axis: int) -> None:
         """A new tensor has one row for each sample on an axis."""
@@ -465,7 +566,9 @@ class Trace(TorchDispatchMode):
             result = func(*args, **kwargs) if kwargs else func(*args)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
             if any(self.type_of(tensor) is not None for tensor in tensors_of((*args, *(kwargs or {}).values()))):
-                self.doubts.append(f"{known.name}, which failed for values of the batch: {str(error).splitlines()[0][:80]}")
+                self.doubts.append(
+                    f"{known.name}, which failed for values of the batch: {str(error).splitlines()[0][:80]}"
+                )
             raise
         if known.kind is Kind.VIEW:
             self._copied(known, args, kwargs or {}, result)
@@ -481,7 +584,12 @@ class Trace(TorchDispatchMode):
 
     def _copied(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:  # noqa: ANN401
         """Views that are copies: of tensors of inference mode, `reshape` and `to` are operations of their own."""
-        if isinstance(results, Tensor) and args and isinstance(args[0], Tensor) and _key(part(results)) == _key(part(args[0])):
+        if (
+            isinstance(results, Tensor)
+            and args
+            and isinstance(args[0], Tensor)
+            and _key(part(results)) == _key(part(args[0]))
+        ):
             return
         inputs = list(tensors_of((*args, *kwargs.values())))
         for result in tensors_of([results]):
@@ -598,7 +706,9 @@ class Trace(TorchDispatchMode):
         elif own.numel():
             self.ragged = self.ragged or kind.ragged
             self.shuffled = self.shuffled or kind.slots is not None
-            self._note(own, stored(kind, own) if _fits(kind, own) else Mixed("a result of another shape than was expected"))
+            self._note(
+                own, stored(kind, own) if _fits(kind, own) else Mixed("a result of another shape than was expected")
+            )
 
     # -- writes in place
 
@@ -643,7 +753,9 @@ class Trace(TorchDispatchMode):
         flat = list(tensors_of(targets))
         if known.kind in (Kind.FILLED, Kind.RANDOM):
             given = [tensor for tensor in call.tensors() if not any(tensor is target for target in flat)]
-            kinds: list[Type] = [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat]
+            kinds: list[Type] = [
+                combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat
+            ]
         elif known.name == "copy_":
             kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
         else:
@@ -687,9 +799,7 @@ class Trace(TorchDispatchMode):
             return kind
         return Mixed("a write into a tensor whose shape depends on values of the batch", shaped=True)
 
-    def _overwrite_by_constant(
-        self, target: Tensor, entry: Entry, known: Known, whole: bool, made: Constant
-    ) -> None:
+    def _overwrite_by_constant(self, target: Tensor, entry: Entry, known: Known, whole: bool, made: Constant) -> None:
         if isinstance(entry, Constant):
             kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, made)
             self._note(target, kept if whole else Constant.ANY)

@@ -99,7 +99,10 @@ def sorting(call: Call) -> Type | list[Type]:
         slots, of = slots_of(kind, call.types.num_samples)
         if not values.is_floating_point():
             call.types.remember(values)
-        return [shuffled(spread(kind)[order], 0, slots[order], of, call.types.num_samples, kind.slots is not None), call.mixed()]
+        return [
+            shuffled(spread(kind)[order], 0, slots[order], of, call.types.num_samples, kind.slots is not None),
+            call.mixed(),
+        ]
     position = 1
     if len(call.args) > 1 and isinstance(call.args[1], bool) and "dim" not in call.kwargs:
         position = 2

@@ -157,7 +157,9 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     given = [item for item in indices if item is not None]
     if kind is not None and kind.axis == WHOLE:
         others = [item.kind for item in given if item.kind is not None]
-        same = all(isinstance(other, Rows) and other.axis == WHOLE and same_ids(other.ids, kind.ids) for other in others)
+        same = all(
+            isinstance(other, Rows) and other.axis == WHOLE and same_ids(other.ids, kind.ids) for other in others
+        )
         return kind if same else call.mixed()
     if kind is None or kind.axis not in taken:
         return _beside(call, kind, given, start, width, taken)
@@ -236,7 +238,9 @@ def _each(rows: Rows) -> Tensor:
     return spread(rows)
 
 
-def _beside(call: Call, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]) -> Type:
+def _beside(
+    call: Call, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]
+) -> Type:
     """Positions on axes without samples: of a constant table, or the same for each sample."""
     rows: Rows | None = None
     doubt = ""
@@ -268,7 +272,9 @@ def index_put(call: Call) -> Type:
     """`self[i, j, ...] = values`, or `+=`."""
     self, indices, values = call.args[:3]
     mask = indices[0]
-    filled = len(indices) == 1 and mask is not None and mask.dtype == torch.bool and values.ndim <= self.ndim - mask.ndim
+    filled = (
+        len(indices) == 1 and mask is not None and mask.dtype == torch.bool and values.ndim <= self.ndim - mask.ndim
+    )
     if filled and call.type_of(values) is None:  # the same values wherever the mask is true
         return combined(call, [leading(self), leading(mask)])
     return written(call, self, expanded_masks(call, indices), values)
@@ -406,9 +412,7 @@ def _others(call: Call, indices: Sequence[Positions | None], own: Positions, row
     return ""
 
 
-def _own(
-    call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, rows: Rows, width: int
-) -> Rows | None:
+def _own(call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, rows: Rows, width: int) -> Rows | None:
     """Rows of a tensor of constants, from the first samples that are written at positions of an axis."""
     count, length = call.types.num_samples, self.shape[axis]
     flat = item.values.reshape(-1).cpu()
@@ -420,7 +424,9 @@ def _own(
         shape[rows.axis] = len(samples)
     wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
     values = item.values.cpu()
-    if item.kind is None:  # fixed positions, several of which may be the same one: it must be of one sample, and none left out
+    if (
+        item.kind is None
+    ):  # fixed positions, several of which may be the same one: it must be of one sample, and none left out
         owner = torch.full((length,), -1)
         owner[values] = wanted.expand(values.shape)
         if bool((owner >= 0).all()) and bool((owner[values] == wanted).all()):
@@ -461,7 +467,13 @@ def masked_scatter(call: Call) -> Type:
     if call.type_of(mask) is None and kind is None and filled is None:
         return None
     mask_rows = combined(call, [broadcast(self, self.ndim), broadcast(mask, self.ndim)])
-    if filled is None or not isinstance(mask_rows, Rows) or mask_rows.axis != 0 or mask_rows.ids is not None or mask_rows.pre != 1:
+    if (
+        filled is None
+        or not isinstance(mask_rows, Rows)
+        or mask_rows.axis != 0
+        or mask_rows.ids is not None
+        or mask_rows.pre != 1
+    ):
         return call.mixed("in the order of the batch")
     if not isinstance(filled, Rows) or filled.axis != 0 or filled.ids is not None or filled.pre != 1:
         return call.mixed("in the order of the batch")

@@ -131,7 +131,9 @@ def _normed(call: Call, data: Sequence[Tensor], others: Sequence[Tensor], traini
     forbidden = [axis for axis in range(8) if axis != 1] if training else []
     operands = [*(leading(tensor) for tensor in data), *(channelwise(t) for t in others if t.numel())]
     kind = combined(call, operands, forbidden)
-    statistics = kind.moved(0) if isinstance(kind, Rows) and kind.axis == 1 else None if isinstance(kind, Rows) else kind
+    statistics = (
+        kind.moved(0) if isinstance(kind, Rows) and kind.axis == 1 else None if isinstance(kind, Rows) else kind
+    )
     return [kind, *[statistics] * (count - 1)]
 
 
@@ -186,7 +188,9 @@ def nll_loss(call: Call) -> list[Type]:
 def nll_loss_backward(call: Call) -> Type:
     """`(grad, scores, targets, weight, reduction, ...)`."""
     grad, scores, targets = call.args[0], call.args[1], call.args[2]
-    others = [_nowhere(value) for value in (call.arg(3, "weight"), call.arg(6, "total_weight")) if isinstance(value, Tensor)]
+    others = [
+        _nowhere(value) for value in (call.arg(3, "weight"), call.arg(6, "total_weight")) if isinstance(value, Tensor)
+    ]
     if scores.ndim == 1:
         return combined(call, [_nowhere(tensor) for tensor in (grad, scores, targets)] + others)
     operands = [leading(scores), class_axis(targets), class_axis(grad) if grad.ndim else _nowhere(grad)]

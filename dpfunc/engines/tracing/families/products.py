@@ -57,7 +57,9 @@ def trilinear(call: Call) -> Type:
     operands, summed = [], call.args[6]
     for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
         places = [place for place in range(tensor.ndim + len(added)) if place not in added]
-        operands.append(Aligned(tensor, places.__getitem__, lambda axis, own=places: own.index(axis) if axis in own else -1))
+        operands.append(
+            Aligned(tensor, places.__getitem__, lambda axis, own=places: own.index(axis) if axis in own else -1)
+        )
     kind = combined(call, operands, summed)
     if not isinstance(kind, Rows) or kind.axis == WHOLE:
         return kind

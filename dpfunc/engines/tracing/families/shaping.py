@@ -31,7 +31,9 @@ def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
             return kind
         if kind is None or (kind.axis not in (dim, WHOLE)):
             return call.mixed("of samples and other things")
-        doubt = doubt or kind.doubt or ("" if kind.slots is None else "rows in an order that depends on several samples")
+        doubt = (
+            doubt or kind.doubt or ("" if kind.slots is None else "rows in an order that depends on several samples")
+        )
         if kind.axis == WHOLE:
             sample = torch.zeros(1, dtype=torch.int64) if kind.ids is None else kind.ids
             pieces.append(sample.expand(tensor.shape[dim]))
