@@ -39,6 +39,7 @@ READING = frozenset(
     )  # fmt: skip
 )
 SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # type: ignore[attr-defined]
+CONVERTING = frozenset((Tensor.to, Tensor.type_as))
 WATCHED = CHECKING | READING | SIZES
 # The gradient of what these give is that of their argument, in another order or shape.
 TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
@@ -144,6 +145,11 @@ class Tracker(TorchFunctionMode):
             return self._nested(func, args, kwargs)
         if func in WATCHED:
             return self._watched(func, args, kwargs)
+        if func in CONVERTING and len(args) > 1 and isinstance(args[1], Tensor):  # its values do not matter
+            args = (args[0], args[1].device, args[1].dtype, *args[2:])
+            func = Tensor.to
+        if func in RULES or func in POINTWISE:
+            self._find_unseen(args)
         if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
             return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
@@ -166,6 +172,15 @@ class Tracker(TorchFunctionMode):
         if len(found) == len(tensors) and not (func in EXPANDING and self._expands(func, args, kwargs)):
             return self._derive(func, args, kwargs, found)
         return self._use(func, args, kwargs, tensors, found)
+
+    def _find_unseen(self, values: Iterable[Any]) -> None:
+        """Values of parameters alone that no torch function shows: of a custom autograd.Function, or written into zeros."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        for value in values:
+            custom = isinstance(value, Tensor) and value.requires_grad and not value.is_leaf and id(value) not in self.tracked
+            if custom and self.places.constant(value):
+                self.tracked[id(value)] = Tracked("a value of parameters", value)
 
     def _nested(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
@@ -255,7 +270,7 @@ class Tracker(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], others: Sequence[Tensor], key: Key
     ) -> Tensor | None:
         """A use with a constant that has an equal row for each sample: the use with one row, expanded over the samples."""
-        if len(others) != 1 or (func not in RULES and func not in POINTWISE) or not self.places.repeated(key, others[0]):
+        if len(others) != 1 or writes(func, kwargs) or (func not in RULES and func not in POINTWISE) or not self.places.repeated(key, others[0]):
             return None
         by = {id(others[0]): others[0][:1]}
         first = tuple(by.get(id(value), value) for value in args), {n: by.get(id(v), v) for n, v in kwargs.items()}
