@@ -467,7 +467,7 @@ class Trace(TorchDispatchMode):
         if entry is None or entry[1] is not Constant.ANY or all(self.type_of(t) is None for t in tensors_of(args[1:])):
             return None
         own = part(args[0]).detach()
-        self.held = own.new_empty(0).set_(own.untyped_storage().clone())  # type: ignore[call-overload]
+        self.held = own.new_empty(0).set_(own.untyped_storage().clone())  # type: ignore[no-untyped-call]
         held = self.held.as_strided(own.shape, own.stride(), own.storage_offset())
         self._note(held, Constant.ANY)
         return held
