@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.survey import tables
 from benchmarks.survey.case import Case
-from benchmarks.survey.measure import FILES, OutOfTime, adapted_layers, functions, limited, prepared, seed
+from benchmarks.survey.measure import FILES, OutOfTime, adapted_layers, functions, limited, prepared, repeatable, seed
 from benchmarks.survey.runner import ROOT
 from dpfunc import engines
 
@@ -37,7 +37,7 @@ def proof(case: Case, limit: int = 60) -> Row:
             seed()
             result = engines.bookkeeping(unproven="audit")(loss_fn, params, subject.batch)
             row["doubts"] = list(dict.fromkeys(result.doubts))[:1]
-            if not subject.module.training:
+            if not subject.module.training and repeatable(loss_fn, params, subject.batch):
                 row["parity"] = difference(result.sq_norms(), engines.loop()(loss_fn, params, subject.batch).sq_norms())
     except OutOfTime:
         row["error"] = f"took more than {limit} s"
