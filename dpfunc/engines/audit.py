@@ -133,7 +133,7 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
             + doubts
             + " Likely causes: a mean over the "
             "tokens of the batch (divide by the sample's own number of tokens), a division by the size of the batch, "
-            "BatchNorm, padding that the model does not mask. Nothing was released and nothing was spent."
+            "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was spent."
         )
 
 

@@ -90,13 +90,17 @@ def _to_parent(derived: Tracked, total: PerSampleGrad, tracker: Tracker) -> PerS
 
 
 def _backwards(derived: Tracked, total: PerSampleGrad, params: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
-    """Through the graph that made the value, for all samples at once."""
-    grads = torch.autograd.grad(
-        derived.tensor,
-        tuple(params.values()),
-        total.dense().to(derived.tensor.dtype),
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=True,
-    )
+    """Through the graph that made the value, for all samples at once where torch can batch it."""
+    leaves, grads_B = tuple(params.values()), total.dense().to(derived.tensor.dtype)
+
+    def taken(grad: Tensor, batched: bool) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(
+            derived.tensor, leaves, grad, retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
+
+    try:
+        grads = taken(grads_B, True)
+    except RuntimeError:  # an operation of a custom autograd.Function that has no batching rule
+        rows = [taken(grad, False) for grad in grads_B.unbind(0)]
+        grads = [None if any(g is None for g in each) else torch.stack(each) for each in zip(*rows, strict=True)]  # type: ignore[arg-type]
     return {name: Dense(grad) for name, grad in zip(params, grads, strict=True) if grad is not None}

@@ -34,6 +34,7 @@ from dpfunc.sharding import is_dtensor, local
 NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
 HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
+CONVERTING = frozenset((Tensor.to, Tensor.type_as))
 WATCHED = CHECKING | READING | SIZES
 # The gradient of what these give is that of their argument, in another order or shape.
 TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
@@ -143,6 +144,11 @@ class Tracker(TorchFunctionMode):
         if func in PADDING and not torch.compiler.is_compiling():  # takes no parameter, and copies slices
             with self:
                 return PADDING[func](*args, **kwargs)
+        if func in CONVERTING and len(args) > 1 and isinstance(args[1], Tensor):  # its values do not matter
+            args = (args[0], args[1].device, args[1].dtype, *args[2:])
+            func = Tensor.to
+        if func in RULES or func in POINTWISE:
+            self._find_unseen(args)
         if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
             return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
@@ -171,6 +177,15 @@ class Tracker(TorchFunctionMode):
         if len(found) == len(tensors) and not (func in EXPANDING and self._expands(func, args, kwargs)):
             return self._derive(func, args, kwargs, found)
         return self._use(func, args, kwargs, tensors, found)
+
+    def _find_unseen(self, values: Iterable[Any]) -> None:
+        """Values of parameters alone that no torch function shows: of a custom autograd.Function, or written into zeros."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        for value in values:
+            custom = isinstance(value, Tensor) and value.requires_grad and not value.is_leaf and id(value) not in self.tracked
+            if custom and self.places.constant(value):
+                self.tracked[id(value)] = Tracked("a value of parameters", value)
 
     def _nested(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)

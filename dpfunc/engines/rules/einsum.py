@@ -19,6 +19,11 @@ def einsum(use: Use, grad: Tensor, equation: str, first: Tensor | None, second: 
     (name,) = use.wanted
     other_tensor = first if name == "second" else second
     mine, other = letters[name], letters["first" if name == "second" else "second"]
+    if "." in equation and "..." not in mine and other_tensor is not None and arrow:
+        spare = iter(letter for letter in string.ascii_letters if letter not in equation)
+        dots = "".join(next(spare) for _ in range(other_tensor.ndim - len(other.replace("...", ""))))
+        other, right = other.replace("...", dots), right.replace("...", dots)
+        equation = f"{other},{mine}->{right}"
     repeated = any(len(set(part)) < len(part) for part in (mine, other, right))
     if not arrow or "." in equation or repeated or other_tensor is None:
         raise use.refuse("only explicit equations without dots and repeated letters have a rule.")

@@ -116,7 +116,7 @@ def grouped(
     x_BTd, g_BTn = use.positions(mat_a), use.positions(grad)
     e_BT = use.positions(segments[:, None] + 1)[..., 0] - 1  # rows that fill up are of no segment
     formed = g_BTn.new_zeros(use.num_samples, *shape, dtype=wide(g_BTn).dtype)
-    for expert in e_BT.unique().tolist():
+    for expert in torch.unique(e_BT).tolist():
         if 0 <= expert < shape[0]:
             own_BT1 = (e_BT == expert)[..., None]
             formed[:, expert] = torch.einsum("ZTD,ZTN->ZDN", wide(x_BTd * own_BT1), wide(g_BTn))

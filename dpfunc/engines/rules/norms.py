@@ -130,11 +130,12 @@ def prelu(use: Use, grad: Tensor, input: Tensor, weight: Tensor) -> Grads:
 
 
 X: tuple[str, ...] = ("input",)
+STATISTICS = ("running_mean", "running_var")
 RULES = (
     Rule((F.layer_norm,), layer_norm, {"weight": X, "bias": ()}),
     Rule((F.rms_norm, torch.rms_norm), rms_norm, {"weight": X}),
     Rule((F.group_norm,), group_norm, {"weight": X, "bias": ()}),
     Rule((F.instance_norm,), instance_norm, {"weight": ("input", "running_mean", "running_var"), "bias": ()}),
-    Rule((F.batch_norm,), batch_norm, {"weight": ("input", "running_mean", "running_var"), "bias": ()}),
+    Rule((F.batch_norm,), batch_norm, {"weight": ("input", *STATISTICS), "bias": STATISTICS}),
     Rule((F.prelu, torch.prelu), prelu, {"weight": X}),
 )

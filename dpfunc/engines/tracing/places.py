@@ -48,6 +48,10 @@ class Places(Protocol):
         """Of a parameter that is expanded."""
         ...
 
+    def constant(self, value: Tensor) -> bool:
+        """Whether a tensor depends on no sample."""
+        ...
+
     def copied(self, leaf: Tensor, axis: int) -> None:
         """A leaf holds a private copy of a parameter for each sample on an axis."""
         ...
@@ -135,6 +139,10 @@ class Traced:
         self._say(key, None)
         return None
 
+    def constant(self, value: Tensor) -> bool:
+        """By its type."""
+        return self.trace.type_of(value) is None
+
     def copied(self, leaf: Tensor, axis: int) -> None:
         """Its memory has the rows of the samples from here on."""
         self.trace.copied(leaf, axis)
@@ -197,6 +205,10 @@ class Remembered:
     def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
         """As it was."""
         return self._recalled(key)
+
+    def constant(self, value: Tensor) -> bool:
+        """dynamo traces custom functions."""
+        return False
 
     def copied(self, leaf: Tensor, axis: int) -> None:
         """Nothing to do."""

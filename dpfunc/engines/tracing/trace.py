@@ -169,6 +169,7 @@ TRUSTED = (
     # Checks: they raise, or nothing follows from them but a message.
     ("transformers.utils.import_utils", "torch_compilable_check"), ("transformers.models.*", "*.get_placeholder_mask"),
     ("transformers.models.xlm.*", "get_masks"), ("transformers.models.flaubert.*", "get_masks"),
+    ("transformers.models.xlm.*", "XLMModel.forward"), ("transformers.models.flaubert.*", "FlaubertModel.forward"),
     # "All examples must have the same number of <eos> tokens": raises; the rest views the rows of each sample.
     *((f"transformers.models.{kind}.*", "*ForSequenceClassification.forward") for kind in
       ("bart", "mbart", "plbart", "bigbird_pegasus", "led", "mvp", "t5", "mt5", "umt5", "longt5")),
@@ -278,7 +279,8 @@ class Trace(TorchDispatchMode):
         doubts: why the step is not proven. reads: those of them that are numbers given to Python, which may keep them. draws: its random numbers, if they are recorded.
         ragged: shapes follow from values of the batch. coarse: there are numbers of 16 bits. alone: the pass computes each row alone; then it is only followed whether something of the batch is kept.
         strangers: memory that was not seen being made: parameters, constants of the loss.
-        integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that depends on several samples.
+        integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that
+            depends on several samples. held: constants before they were written into.
     """
 
     num_samples: int
@@ -293,6 +295,7 @@ class Trace(TorchDispatchMode):
     strangers: dict[int, StorageWeakRef] = field(default_factory=dict)
     integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=INTEGERS))
     shuffled: bool = False
+    held: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -719,9 +722,22 @@ class Trace(TorchDispatchMode):
         entry = self.entries.get(_key(part(args[0])))
         if entry is None or entry[1] is not Constant.ANY or all(self.type_of(t) is None for t in tensors_of(args[1:])):
             return None
-        held = part(args[0]).detach().clone()
+        own = part(args[0]).detach()
+        self.held = own.new_empty(0).set_(own.untyped_storage().clone())  # type: ignore[no-untyped-call]
+        held = self.held.as_strided(own.shape, own.stride(), own.storage_offset())
         self._note(held, Constant.ANY)
         return held
+
+    def _was_uniform(self, made: Stored) -> bool:
+        """Whether each row of this memory was the same before the last write."""
+        held, self.held = self.held, None
+        if held is None:
+            return False
+        numbers = held.view(torch.uint8)[made.base :]
+        if len(numbers) != made.step * made.count:
+            return False
+        rows = numbers.view(made.count, made.step)
+        return bool((rows == rows[:1]).all())
 
     def _refuse_writes(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before anything is written: into the caller's batch, or values of the batch into memory from outside."""
@@ -825,7 +841,7 @@ class Trace(TorchDispatchMode):
             made = stored(kind, target) if whole else self._beginning(target, kind)
             if made is None:
                 return Mixed("a write into a part of a tensor")
-            if not whole and entry is not Constant.EQUAL:
+            if not whole and entry is not Constant.EQUAL and not self._was_uniform(made):
                 made.doubt = made.doubt or "a write into a tensor whose other values differ between positions"
             return made
         there = located(entry, target, self.num_samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,14 +53,16 @@ def linear(call: Call) -> Type:
     return combined(call, operands + ([lettered(bias, "o", lead + "o")] if bias is not None else []))
 
 
+def _place(places: list[int], axis: int) -> int:
+    return places.index(axis) if axis in places else -1
+
+
 def trilinear(call: Call) -> Type:
     """`(i1, i2, i3, expand1, expand2, expand3, sumdim)`: axes are added, all three multiplied, axes summed."""
     operands, summed = [], call.args[6]
     for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
         places = [place for place in range(tensor.ndim + len(added)) if place not in added]
-        operands.append(
-            Aligned(tensor, places.__getitem__, lambda axis, own=places: own.index(axis) if axis in own else -1)
-        )
+        operands.append(Aligned(tensor, places.__getitem__, partial(_place, places)))
     kind = combined(call, operands, summed)
     if not isinstance(kind, Rows) or kind.axis == WHOLE:
         return kind

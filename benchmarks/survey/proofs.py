@@ -1,0 +1,92 @@
+"""`python -m benchmarks.survey.proofs`: of each case of the survey, whether one step of the fast engine is proven, and
+whether its norms are those of single samples. Without times, so that it takes minutes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.survey import tables
+from benchmarks.survey.case import Case
+from benchmarks.survey.measure import FILES, OutOfTime, adapted_layers, functions, limited, prepared, repeatable, seed
+from benchmarks.survey.runner import ROOT
+from dpfunc import engines
+
+OUT, PAGE = ROOT / "benchmarks/results/survey_proofs.json", ROOT / "docs/survey_proofs.md"
+Row = dict[str, Any]
+
+
+def proof(case: Case, limit: int = 60) -> Row:
+    """One step of `bookkeeping`: its doubts, or its error; in eval mode the largest difference of norms from the loop's."""
+    row: Row = {"case": case.name, "field": case.field}
+    try:
+        with limited(limit), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seed()
+            subject = prepared(case)
+            targets = adapted_layers(subject.module) if case.trained == "LoRA" else []
+            forward, params = functions(case, subject, targets)
+            loss_fn = subject.loss(forward)
+            seed()
+            result = engines.bookkeeping(unproven="audit")(loss_fn, params, subject.batch)
+            row["doubts"] = list(dict.fromkeys(result.doubts))[:1]
+            if not subject.module.training and repeatable(loss_fn, params, subject.batch):
+                row["parity"] = difference(result.sq_norms(), engines.loop()(loss_fn, params, subject.batch).sq_norms())
+    except OutOfTime:
+        row["error"] = f"took more than {limit} s"
+    except Exception as error:  # noqa: BLE001  (any error of a model or of an engine is a finding)
+        row["error"] = f"{type(error).__name__}: {FILES.sub('...', str(error)).splitlines()[0][:300]}"
+    return row
+
+
+def difference(found: Mapping[str, torch.Tensor], single: Mapping[str, torch.Tensor]) -> float:
+    """Largest difference of norms, relative to the norm of the sample's whole gradient."""
+    total_B = torch.stack([sq_B.double() for sq_B in single.values()]).sum(0).sqrt() + 1e-12
+    off = (found[name].double().sqrt() - sq_B.double().sqrt() for name, sq_B in single.items())
+    return float(f"{max(float((off_B.abs() / total_B).max()) for off_B in off):.2g}")
+
+
+def page(rows: Iterable[Row]) -> str:
+    """Counts of each field, and what is not proven."""
+    rows = list(rows)
+    cases, proven = Counter(row["field"] for row in rows), Counter(row["field"] for row in rows if is_proven(row))
+    counted = [f"| {field} | {cases[field]} | {proven[field]} |" for field in sorted(cases)]
+    rest = [f"| {row['case']} | {(row.get('error') or row['doubts'][0])[:160].replace('|', '/')} |" for row in rows
+            if not is_proven(row)]  # fmt: skip
+    largest = max(row.get("parity", 0.0) for row in rows if is_proven(row))
+    return "\n".join((
+        "# Proven steps", "",
+        f"One step of `bookkeeping` for each of the {len(rows)} cases of [the survey](survey.md), without times.",
+        "`python -m benchmarks.survey.proofs` writes this page. In all others `auto` computes rows alone, or refuses.",
+        f"Largest relative difference of norms from single samples, in eval mode and where proven: {largest:.1g}.", "",
+        "| field | cases | proven |", "| --- | --- | --- |", *counted,
+        f"| all | {len(rows)} | {sum(proven.values())} |", "", "## Not proven", "", "| case | reason |", "| --- | --- |", *rest, "",
+    ))  # fmt: skip
+
+
+def is_proven(row: Row) -> bool:
+    return row.get("doubts") == []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.survey.proofs", description=__doc__)
+    parser.add_argument("--only", default="", help="regular expression, searched in the names of cases")
+    parser.add_argument("--append", action="store_true", help="keep what was found of other cases")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = tables.cases()
+    rows = {row["case"]: row for row in json.loads(OUT.read_text())} if options.append and OUT.exists() else {}
+    rows |= {name: proof(case) for name, case in cases.items() if re.search(options.only, name)}
+    OUT.write_text(json.dumps([rows[name] for name in cases if name in rows], indent=1) + "\n")
+    PAGE.write_text(page(rows[name] for name in cases if name in rows))
+
+
+if __name__ == "__main__":
+    main()
