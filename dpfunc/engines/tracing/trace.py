@@ -499,7 +499,8 @@ class Trace(TorchDispatchMode):
                 kind = self._pointwise(call)
                 entry = Constant.RANDOM if self._lawful(call.tensors()) else Constant.ANY
             elif self.ragged:  # how many there are depends on values
-                kind = next((kind for kind in map(self._shaped, call.tensors()) if kind is not None), None)
+                same = (tensor for tensor in call.tensors() if tensor.shape == results[0].shape)
+                kind = next((kind for kind in map(self._shaped, same) if kind is not None), None)
             for result in tensors_of(results):
                 self._store(result, kind, entry)
             return
