@@ -388,6 +388,13 @@ class Trace(TorchDispatchMode):
             self._note(made, stored(kind, made))
             return made
 
+    def mark_ragged(self, tensor: Tensor) -> None:
+        """The number of rows of a new tensor depends on values of the batch."""
+        entry = self.entries.get(_key(part(tensor)))
+        if entry is not None and isinstance(entry[1], Stored):
+            self.ragged = True
+            self._note(part(tensor), replace(entry[1], ragged=True))
+
     def ordered(self, tensor: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
         """A copy that says, or no longer says, that its rows are in an order that depends on several samples.
 
