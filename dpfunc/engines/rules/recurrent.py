@@ -127,6 +127,18 @@ def pad_packed(
     return (x_TBd.transpose(0, 1) if batch_first else x_TBd), lengths_B.cpu()
 
 
+def pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """torch's `_pack_padded_sequence`, by one index_select, whose gradient is one operation."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # checks the lengths
+        sizes: Tensor = torch._C._VariableFunctions._pack_padded_sequence(input, lengths, batch_first)[1]  # type: ignore[attr-defined]
+    x_TBd = ordered(input.transpose(0, 1) if batch_first else input, 1, changed=False)
+    data_Nd = packing(sizes, input.device).packed(x_TBd)
+    trace = current_trace()
+    if trace is not None:
+        trace.mark_ragged(data_Nd)
+    return data_Nd, sizes
+
+
 def packing(batch_sizes: Tensor, device: torch.device) -> Packing:
     """From the number of samples that have each time; samples are sorted, the longest first."""
     num_samples = int(batch_sizes[0])
@@ -305,7 +317,10 @@ RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_tanh: taken_apart(TANH),
     torch.rnn_relu: taken_apart(RELU),
 }
-PADDING: dict[Callable[..., Any], Callable[..., Any]] = {torch._C._VariableFunctions._pad_packed_sequence: pad_packed}  # type: ignore[attr-defined]
+PADDING: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch._C._VariableFunctions._pad_packed_sequence: pad_packed,  # type: ignore[attr-defined]
+    torch._C._VariableFunctions._pack_padded_sequence: pack_padded,  # type: ignore[attr-defined]
+}
 CELLS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm_cell: _lstm_cell,
     torch.gru_cell: _gru_cell,

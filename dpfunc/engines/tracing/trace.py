@@ -478,6 +478,13 @@ class Trace(TorchDispatchMode):
             self._note(made, stored(kind, made))
             return made
 
+    def mark_ragged(self, tensor: Tensor) -> None:
+        """The number of rows of a new tensor depends on values of the batch."""
+        entry = self.entries.get(_key(part(tensor)))
+        if entry is not None and isinstance(entry[1], Stored):
+            self.ragged = True
+            self._note(part(tensor), replace(entry[1], ragged=True))
+
     def ordered(self, tensor: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
         """A copy that says, or no longer says, that its rows are in an order that depends on several samples.
 
@@ -610,7 +617,8 @@ class Trace(TorchDispatchMode):
                 kind = self._pointwise(call)
                 entry = Constant.RANDOM if self._lawful(call.tensors()) else Constant.ANY
             elif self.ragged:  # how many there are depends on values
-                kind = next((kind for kind in map(self._shaped, call.tensors()) if kind is not None), None)
+                same = (tensor for tensor in call.tensors() if tensor.shape == results[0].shape)
+                kind = next((kind for kind in map(self._shaped, same) if kind is not None), None)
             for result in tensors_of(results):
                 self._store(result, kind, entry)
             return

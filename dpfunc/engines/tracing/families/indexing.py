@@ -424,11 +424,12 @@ def _own(call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, 
         shape[rows.axis] = len(samples)
     wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
     values = item.values.cpu()
-    if (
-        item.kind is None
-    ):  # fixed positions, several of which may be the same one: it must be of one sample, and none left out
+    if item.kind is None:  # fixed positions: each must be of one sample
         owner = torch.full((length,), -1)
         owner[values] = wanted.expand(values.shape)
+        period = len(samples.unique())
+        if bool((owner < 0).any()) and length % period == 0:  # places that are left out are as those beside them
+            owner = owner.view(-1, period).amax(0).repeat(length // period)
         if bool((owner >= 0).all()) and bool((owner[values] == wanted).all()):
             return gathered(owner, axis, count, "")
     if length % count:
