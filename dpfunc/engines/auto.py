@@ -19,6 +19,7 @@ from dpfunc.engines.replicas import anywhere
 from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor
 from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
@@ -140,8 +141,8 @@ class Auto:
         try:
             prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)  # type: ignore[attr-defined]
         except (UnsupportedModel, RuntimeError) as error:
-            if self.unproven == "refuse":
-                raise
+            if self.unproven == "refuse" or any(is_dtensor(param) for param in params.values()):
+                raise  # vmap cannot do it either
             self._decide(loss_fn, Decision("vmap", f"rows alone, since bookkeeping cannot: {str(error).splitlines()[0]}"))
             return vmap()
         self._decide(loss_fn, Decision("bookkeeping", "the trace of what was compiled shows that rows stay apart"))

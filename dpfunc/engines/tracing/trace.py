@@ -645,6 +645,8 @@ class Trace(TorchDispatchMode):
             kinds: list[Type] = [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat]
         elif known.name == "copy_":
             kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
+        elif all(self.type_of(tensor) is None for tensor in call.tensors()):
+            kinds = [None] * len(flat)
         else:
             kinds = self._types(known, call, len(flat))
         made = self._constant(known, call.tensors())
