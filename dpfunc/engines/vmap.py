@@ -171,7 +171,7 @@ def vmap(chunk_size: int | None = None) -> Engine:
             )
         # An audit sees functions whose rule for vmap mixes rows; it cannot give a row the random numbers that it had.
         found = {name: Dense(grad) for name, grad in grads.items()}
-        return PerSample(losses_B, found, alone=bool(trace.draws))
+        return PerSample(losses_B, found, alone=bool(trace.draws), coarse=trace.coarse)
 
     return engine
 
