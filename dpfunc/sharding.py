@@ -56,6 +56,16 @@ def waited(tensor: Tensor) -> Tensor:
     return result
 
 
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself, once it is here: one that is on its way has no memory that operations could read unseen.
+
+    >>> import torch
+    >>> arrived(torch.ones(1))
+    tensor([1.])
+    """
+    return tensor if torch.compiler.is_compiling() else waited(tensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the local part of a DTensor, without history; any other tensor itself.
 

@@ -50,7 +50,7 @@ class Audits:
     def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False) -> int:
         """How many rows of this batch are computed alone; more where a tensor came from where no trace looks."""
         count = batch_size(batch)
-        if doubts:
+        if bool(of_all(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
             return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
         size = (count, *signature(batch))
         wanted = max(count // ROWS_IN, FIRST_ROWS if strange and not in_lockstep() else 0)
@@ -114,7 +114,8 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
     problem = ""
     try:
         problem = _compare(loss_fn, params, batch, credited, chosen)
-        if problem and not _repeats(loss_fn, params, batch, credited, chosen[0]):
+        anywhere = bool(of_all(torch.tensor([bool(problem)])))
+        if anywhere and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
             problem = "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
     except OtherDraws:
         problem = "alone it draws other random numbers" if credited.doubts else ""

@@ -12,12 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc.checks import one_of, shorten
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.isolation import check_isolated
-from dpfunc.engines.lockstep import of_all
+from dpfunc.engines.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.python_state import python_state, refuse_kept
+from dpfunc.engines.replicas import anywhere
 from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
+from dpfunc.sharding import is_dtensor
 from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
@@ -71,26 +73,28 @@ class Auto:
         """The gradients, by the fast engine if the step is proven."""
         if not batch_size(batch):
             return loop()(loss_fn, params, batch)
-        tried = self._tried.setdefault(loss_fn, {}).setdefault(signature(batch), Tried())
+        shapes = () if in_lockstep() else signature(batch)  # all processes must remember the same
+        tried = self._tried.setdefault(loss_fn, {}).setdefault(shapes, Tried())
         if tried.alone is not None and tried.failures >= PATIENCE:
             self._decide(loss_fn, Decision(tried.name, f"rows alone, since {tried.reason}"))
             return tried.alone(loss_fn, params, batch)
         before = python_state(loss_fn) if not tried.seen else 0
         result, reason = self._attempt(loss_fn, params, batch)
         read = self._engines[0].read(loss_fn)  # type: ignore[attr-defined]
-        if read and not tried.seen:
-            refuse_kept(loss_fn, before, read)
+        with refused_by_all():
+            if read and not tried.seen:
+                refuse_kept(loss_fn, before, read)
         tried.seen = True
         doubts = getattr(result, "doubts", ())
-        failed = bool(of_all(torch.tensor([result is None or bool(doubts)])))
-        if result is not None and not failed:
+        impossible, doubted = anywhere(torch.tensor([result is None, bool(doubts)]), params).tolist()
+        if result is not None and not impossible and not doubted:
             tried.failures = 0
             self._decide(loss_fn, Decision("bookkeeping", "the trace of each step shows that rows stay apart"))
             return result
         reason = reason or shorten(list(dict.fromkeys(doubts))) or "another process could not"
         if self.unproven == "refuse":
             refuse_unproven([reason])
-        if self.unproven == "audit" and result is not None and not bool(of_all(torch.tensor([result is None]))):
+        if self.unproven == "audit" and result is not None and not impossible:
             self._decide(loss_fn, Decision("bookkeeping", f"audited, not proven: {reason}", proven=False))
             return result
         tried.failures += 1
@@ -115,7 +119,8 @@ class Auto:
             result = vmap()(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
             name, reason = "loop", f"{reason}; vmap cannot: {str(error).splitlines()[0]}"
-        if result is None or not _equal_to_loop(loss_fn, params, batch):
+        impossible = bool(anywhere(torch.tensor([result is None]), params))
+        if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
             name, result = "loop", loop()(loss_fn, params, batch)
         tried.alone, tried.name, tried.reason = (vmap() if name == "vmap" else loop()), name, reason
         self._decide(loss_fn, Decision(name, f"rows alone, since {reason}"))
@@ -135,8 +140,8 @@ class Auto:
         try:
             prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)  # type: ignore[attr-defined]
         except (UnsupportedModel, RuntimeError) as error:
-            if self.unproven == "refuse":
-                raise
+            if self.unproven == "refuse" or any(is_dtensor(param) for param in params.values()):
+                raise  # vmap cannot do it either
             self._decide(
                 loss_fn, Decision("vmap", f"rows alone, since bookkeeping cannot: {str(error).splitlines()[0]}")
             )

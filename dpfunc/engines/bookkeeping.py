@@ -31,7 +31,7 @@ from dpfunc.engines.tracing.trace import Misplaced, Trace, following, unseen
 from dpfunc.engines.tracking import Tracked, Tracker, version
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
-from dpfunc.sharding import is_dtensor
+from dpfunc.sharding import arrived, is_dtensor
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -40,6 +40,7 @@ DEFAULT_BUDGET = 2**30
 
 def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
     """The rule's answer; its own operations are not looked at."""
+    grad, saved = arrived(grad), [arrived(tensor) for tensor in saved]
     with unseen(), exact(grad.device), torch.no_grad():
         grads = use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
         for argument in use.wanted:
@@ -158,7 +159,7 @@ def read_copies(tracked: Tracked, layout: Layout, trace: Trace | None, grad: Ten
     """The gradient of private copies."""
     if trace is not None:
         trace.credited(grad, layout, f"the gradient of parameter {tracked.name!r}")
-    grads_B = grad.movedim(layout.axis, 0)
+    grads_B = arrived(grad).movedim(layout.axis, 0)
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 
 
@@ -272,4 +273,5 @@ def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> Per
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)
-    return PerSample(losses_B.detach(), collect(tracker, params, uses))
+    losses_B = arrived(losses_B.detach())
+    return PerSample(losses_B, collect(tracker, params, uses))

@@ -95,6 +95,28 @@ def _depends(tensor: torch.Tensor) -> bool:
     return depends
 
 
+def communicates(func: object) -> bool:
+    """Whether an operation is a collective.
+
+    >>> communicates(torch.ops.aten.add.Tensor)
+    False
+    """
+    return _collective(func) is not None
+
+
+def check_own(func: object) -> None:
+    """An operation that communicates was called by torch's own wrappers.
+
+    Raises:
+        UnsupportedModel: by the loss.
+    """
+    name = _collective(func)
+    if name is not None:
+        module, line = _caller()
+        if _within(module, tuple(SPLITTING)) or not _within(module, OWN):
+            raise _refusal(name, module, line)
+
+
 @dataclass(eq=False)
 class Batched(TorchFunctionMode):
     """Refuses collectives of batched and of differentiated tensors. Those of others (frozen weights) pass."""
@@ -129,6 +151,14 @@ PRODUCTS = frozenset(
 )
 
 
+def note_meshes(func: object, args: Sequence[Any], meshes: list[Any]) -> None:
+    """Note on which meshes a layer is split that an operation computes."""
+    if getattr(func, "overloadpacket", None) in PRODUCTS:
+        for value in args:
+            if is_dtensor(value) and value.device_mesh not in meshes:
+                meshes.append(value.device_mesh)
+
+
 @dataclass(eq=False)
 class Listener(TorchDispatchMode):
     """Refuses collectives that are not torch's own, and notes on which meshes layers are split.
@@ -149,15 +179,8 @@ class Listener(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (whatever the operation returns)
-        name = _collective(func)
-        if name is not None:
-            module, line = _caller()
-            if _within(module, tuple(SPLITTING)) or not _within(module, OWN):
-                raise _refusal(name, module, line)
-        if getattr(func, "overloadpacket", None) in PRODUCTS:
-            for value in args:
-                if is_dtensor(value) and value.device_mesh not in self.meshes:
-                    self.meshes.append(value.device_mesh)
+        check_own(func)
+        note_meshes(func, args, self.meshes)
         return func(*args, **(kwargs or {}))
 
 

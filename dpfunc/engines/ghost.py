@@ -34,6 +34,7 @@ from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
 from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.sharding import arrived
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -239,6 +240,6 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
         check_depends(is_stood_in() or bool(meter.sq_norms or meter.kept))
         kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
-    losses_B = losses_B.detach()
+    losses_B = arrived(losses_B.detach())
     doubts, draws = tuple(trace.doubts), tuple(trace.draws)
     return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed, doubts, draws)

@@ -10,6 +10,7 @@ from torch import Tensor
 from dpfunc.engines.collecting import check_differentiable
 from dpfunc.engines.collectives import Listener, own_only
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
+from dpfunc.engines.lockstep import of_all, refused_by_all
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.python_state import python_state, refuse_kept, was_kept
 from dpfunc.engines.replicas import check_replicated
@@ -82,8 +83,9 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
         check_replicated(losses_B, grads_B, params, listener.meshes)
         result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
-        if reads or was_kept(loss_fn):
-            refuse_kept(loss_fn, before, next(iter(reads), ""))
+        if bool(of_all(torch.tensor([bool(reads) or was_kept(loss_fn)]))):
+            with refused_by_all():
+                refuse_kept(loss_fn, before, next(iter(reads), ""))
             if num_samples > 1 and not draws:
                 _check_repeats(engine, loss_fn, params, batch, result)
         return result

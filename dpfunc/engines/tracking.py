@@ -183,7 +183,12 @@ class Tracker(TorchFunctionMode):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         for value in values:
-            custom = isinstance(value, Tensor) and value.requires_grad and not value.is_leaf and id(value) not in self.tracked
+            custom = (
+                isinstance(value, Tensor)
+                and value.requires_grad
+                and not value.is_leaf
+                and id(value) not in self.tracked
+            )
             if custom and self.places.constant(value):
                 self.tracked[id(value)] = Tracked("a value of parameters", value)
 

@@ -174,8 +174,8 @@ def _of(forward):
     return lambda p, b: F.cross_entropy(forward(p, b["x"]).mean(1), b["y"], reduction="none")
 
 
-def late_use(engine, independent):
-    """A use that the first batch does not have: learnt by a process on its own, refused where others would wait."""
+def late_use(engine, independent, unproven):
+    """A use that the first batch does not have, in a loss that asks its batch: norms are those of rows alone."""
 
     def losses(params, batch):
         outputs = F.linear(batch, params["w"])
@@ -184,11 +184,14 @@ def late_use(engine, independent):
             outputs = outputs + torch.where(large_B1, batch @ params["w"].T, 0.0)
         return outputs.square().sum(1)
 
-    run, params = getattr(engines, engine)(), {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))}
+    run, params = (
+        getattr(engines, engine)(unproven=unproven),
+        {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))},
+    )
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     with in_company(dist.group.WORLD, independent=independent):
-        run(losses, params, batch).sq_norms()
         try:
+            run(losses, params, batch).sq_norms()
             found = run(losses, params, batch * 1000).sq_norms()["w"]
         except DPFuncError as error:
             return type(error).__name__, str(error)

@@ -61,10 +61,11 @@ def test_distributed_data_parallel_is_taken_off():
         assert all("Take its .module" in said for said in refused)
 
 
+@pytest.mark.parametrize("independent", [True, False])
 @pytest.mark.parametrize("engine", ["bookkeeping", "ghost"])
-def test_what_others_did_not_learn_is_refused(engine):
-    """Where processes share a model, one that learns a new layout would send what the others do not expect."""
-    assert run(2, "collective_jobs:late_use", engine, True) == [("norms", "")] * 2
-    for kind, said in run(2, "collective_jobs:late_use", engine, False):
+def test_a_use_that_comes_late_is_right_or_refused(engine, independent):
+    """Nothing is learnt from a first batch; that the loss asks its batch is a doubt, on all processes."""
+    assert run(2, "collective_jobs:late_use", engine, independent, "audit") == [("norms", "")] * 2
+    for kind, said in run(2, "collective_jobs:late_use", engine, independent, "refuse"):
         assert kind == "UnsupportedModel"
-        assert "occurs with this batch and not with the first one" in said
+        assert "of numbers of the batch" in said

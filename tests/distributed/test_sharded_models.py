@@ -128,7 +128,7 @@ def test_what_one_process_refuses_all_refuse(engine):
     [first], [second] = (found[0] for found in run(2, "fsdp_jobs:refused_on_one", engine))
     assert first[0] == second[0] == "UnsupportedModel"
     assert "Another process" in first[1]
-    assert "depends on the other samples" in second[1]
+    assert "depends on the other samples" in second[1] or "the samples of this batch do not influence" in second[1]
 
 
 @pytest.mark.parametrize("backward", [False, True])

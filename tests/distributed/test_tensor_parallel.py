@@ -67,7 +67,7 @@ REFUSED = [
     ("table", "bookkeeping", ["embedding of parameter 'embed.weight'", "(0)}"]),
     ("transposed", "bookkeeping", ["t of parameter 'weight'"]),
     ("scaled", "bookkeeping", ["mul of parameter 'scale'"]),
-    ("across records", "bookkeeping", ["sharded dimension 0"]),
+    ("across records", "bookkeeping", ["linear of parameter 'bias', 'weight'", "input (4, 4, 6) {tp: S(0)}"]),
     ("other records", "bookkeeping", ["Give all of them the same records"]),
     ("losses", "bookkeeping", ["a DTensor", "full_tensor()"]),
 ]

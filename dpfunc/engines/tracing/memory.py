@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.checks import shorten
 from dpfunc.engines.layout import Layout
+from dpfunc.engines.lockstep import refused_by_all
+from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.tracing.places import Key, Traced
-from dpfunc.engines.tracing.trace import Misplaced, Trace, part
+from dpfunc.engines.tracing.trace import Misplaced, Trace, part, unseen
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Unproven = Literal["audit", "vmap", "refuse"]
 """A step that is not proven: compare more rows with rows alone; compute all rows alone; or raise."""
@@ -27,6 +33,23 @@ class Result(Protocol):
 
     @property
     def doubts(self) -> tuple[str, ...]: ...
+
+    @property
+    def losses_B(self) -> Tensor: ...  # noqa: N802
+
+    def sq_norms(self) -> Mapping[str, Tensor]: ...
+
+
+def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
+    """Where layers are split: the losses, and the norms of what every process holds, are the same on all of them.
+
+    Raises:
+        UnsupportedModel: see `check_replicated`.
+    """
+    if meshes:
+        with unseen():
+            norms = {name: norms_B.sqrt() for name, norms_B in result.sq_norms().items()}
+            check_replicated(result.losses_B, norms, params, meshes)
 
 
 R = TypeVar("R", bound=Any)
@@ -43,13 +66,14 @@ def unproven_message(doubts: Sequence[str]) -> str:
 
 
 def refuse_unproven(doubts: Sequence[str]) -> None:
-    """A step with doubts is not released.
+    """A step with doubts is not released; also not by those who run in lockstep with one who has them.
 
     Raises:
         UnsupportedModel: naming them.
     """
-    if doubts:
-        raise UnsupportedModel(unproven_message(doubts))
+    with refused_by_all():
+        if doubts:
+            raise UnsupportedModel(unproven_message(doubts))
 
 
 @dataclass
@@ -85,6 +109,7 @@ class Memory:
         finally:
             if places.trace.reads:
                 self.reads.setdefault(loss_fn, f"{places.trace.reads[0]}, which may be kept")
+        check_norms(result, params, places.trace.meshes)
         kept = (self.reads[loss_fn],) if loss_fn in self.reads and not places.trace.reads else ()
         return replace(
             result,

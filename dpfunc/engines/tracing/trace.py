@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from dpfunc.engines.collectives import check_own, communicates, note_meshes
 from dpfunc.engines.draws import Draw, drawn, draws_numbers
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
-from dpfunc.engines.tracing.families import FAMILIES
+from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES
 from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, same_ids, same_slots, stored
 from dpfunc.errors import UnsupportedModel
@@ -73,7 +75,7 @@ class Known:
 
     Args:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
-            name, that it writes into. random: it draws random numbers.
+            name, that it writes into. random: it draws random numbers. exchange: it communicates.
     """
 
     kind: Kind
@@ -81,6 +83,7 @@ class Known:
     handler: Callable[[Call], Any] | None
     written: tuple[int | str, ...]
     random: bool = False
+    exchange: bool = False
 
 
 FILLED = frozenset(
@@ -142,6 +145,9 @@ ALIASES = frozenset(
         "as_strided_",
     ]
 )
+# Collectives of torch's own wrappers; those that only wait give their argument back.
+EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 # What keeps "true for all, so true for each" and "false for any, so false for each".
 AGREEING = frozenset(("all", "any", "clone", "_to_copy"))
 # Their results have the shape of their first argument, whatever they write into it.
@@ -231,7 +237,7 @@ def _look_up(func: Any) -> Known:  # noqa: ANN401
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     found = _kind_of(func, name, written)
-    return replace(found, random=draws_numbers(func))
+    return replace(found, random=draws_numbers(func), exchange=communicates(func))
 
 
 def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # noqa: ANN401
@@ -243,7 +249,9 @@ def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # 
         return Known(Kind.FILLED, name, None, written)
     if name in RANDOM:
         return Known(Kind.RANDOM, name, None, written)
-    if func.is_view or name in ALIASES:
+    if func.namespace in EXCHANGING and plain in EXCHANGES:
+        return Known(Kind.FAMILY, name, EXCHANGES[plain], written)
+    if func.is_view or name in ALIASES or (func.namespace in EXCHANGING and name in WAITING):
         return Known(Kind.VIEW, name, None, ())
     if own and plain in FAMILIES:
         return Known(Kind.FAMILY, name, FAMILIES[plain], written)
@@ -265,9 +273,29 @@ def _forget_freed() -> None:
         del _left[key]
 
 
+FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
+
+
 def part(tensor: Tensor) -> Tensor:
-    """The tensor itself, or this process's part of one that is split."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    """The tensor itself; this process's part of one that is split; the memory of one that is still on its way."""
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter or not has_own_dispatch(kind):
+        return tensor
+    if is_dtensor(tensor):
+        return part(tensor._local_tensor)
+    if kind.__module__ == FUNCTIONAL_COLLECTIVES:
+        return part(tensor.elem)  # type: ignore[attr-defined]
+    return tensor
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether tensors of a class have operations of their own, and perhaps no memory that can be followed."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined, no-any-return]
+
+
+def parts(values: Any) -> Any:  # noqa: ANN401  (arguments of an operation)
+    """Arguments or results with this process's part of each tensor that is split."""
+    return pytree.tree_map_only(Tensor, part, values)
 
 
 @dataclass(eq=False)
@@ -281,6 +309,7 @@ class Trace(TorchDispatchMode):
         strangers: memory that was not seen being made: parameters, constants of the loss.
         integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that
             depends on several samples. held: constants before they were written into.
+        meshes: on which layers are split that were computed.
     """
 
     num_samples: int
@@ -296,6 +325,7 @@ class Trace(TorchDispatchMode):
     integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=INTEGERS))
     shuffled: bool = False
     held: Tensor | None = None
+    meshes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -328,6 +358,8 @@ class Trace(TorchDispatchMode):
     def type_of(self, tensor: Tensor) -> Type:
         """The type of a tensor, from the memory that it lies in."""
         own = part(tensor)
+        if type(own) is not Tensor and has_own_dispatch(type(own)):
+            return Rows(WHOLE, 1) if self.alone else Mixed(f"a {type(own).__name__}, which is not followed")
         if own.layout is not torch.strided:
             return Rows(WHOLE, 1) if self.alone else Mixed("a tensor that is not strided, which is not followed")
         key = _key(own)
@@ -563,10 +595,18 @@ class Trace(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (whatever the operation returns)
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is not part of the loss
-            return self._followed(func, args, kwargs)
+            return self._followed(func, types, args, kwargs)
 
-    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401
+    def _followed(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         known = _known.get(func) or known_operation(func)
+        if known.exchange and not self.alone:  # who computes rows alone has a guard of its own
+            check_own(func)
         if known.written:
             self._refuse_writes(known, args, kwargs or {})
         before = self._before(known, args)
@@ -580,17 +620,53 @@ class Trace(TorchDispatchMode):
                     f"{known.name}, which failed for values of the batch: {str(error).splitlines()[0][:80]}"
                 )
             raise
-        if known.kind is Kind.VIEW:
-            self._copied(known, args, kwargs or {}, result)
-            return result
         if self.recording and known.random:
             self.draws[-1] = self.draws[-1].of(result)
-        call = Call(self, known.name, args if before is None else (before, *args[1:]), kwargs or {}, result)
-        if known.written:
+        if types:  # of tensors that are split over processes, the parts are followed
+            note_meshes(func, args, self.meshes)
+            self._type(known, *parts((args, kwargs or {}, result, before)), split=True)
+        else:
+            self._type(known, args, kwargs or {}, result, before)
+        return result
+
+    def _type(
+        self,
+        known: Known,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,  # noqa: ANN401
+        before: Tensor | None,
+        split: bool = False,
+    ) -> None:
+        if known.kind is Kind.VIEW:
+            self._copied(known, args, kwargs, result)
+            return
+        call = Call(self, known.name, args if before is None else (before, *args[1:]), kwargs, result)
+        if known.exchange and known.kind is Kind.UNKNOWN:
+            self._exchanged(known, call)
+        elif known.written:
             self._write(known, call, args)
         else:
             self._type_results(known, call)
-        return result
+        if split and not self.alone:
+            self._check_complete(known, call)
+
+    def _exchanged(self, known: Known, call: Call) -> None:
+        """A collective without an entry: what takes part in it, and depends on the batch, is mixed."""
+        tensors = [*call.tensors(), *tensors_of([call.out])]
+        if any(self.type_of(tensor) is not None for tensor in tensors):
+            for tensor in tensors:
+                self._note(part(tensor), Mixed(f"{known.name} over processes"))
+
+    def _check_complete(self, known: Known, call: Call) -> None:
+        """A split tensor that does not have all samples may be put together with others where nobody looks."""
+        for kind in map(self.type_of, call.tensors()):
+            if isinstance(kind, Rows) and (
+                kind.axis == WHOLE or kind.ids is not None or kind.count != self.num_samples
+            ):
+                for result in tensors_of([call.out]):
+                    self._note(part(result), Mixed(f"{known.name} of a split tensor with a part of the samples"))
+                return
 
     def _copied(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:  # noqa: ANN401
         """Views that are copies: of tensors of inference mode, `reshape` and `to` are operations of their own."""
@@ -782,6 +858,8 @@ class Trace(TorchDispatchMode):
             ]
         elif known.name == "copy_":
             kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
+        elif all(self.type_of(tensor) is None for tensor in call.tensors()):
+            kinds = [None] * len(flat)
         else:
             kinds = self._types(known, call, len(flat))
         made = self._constant(known, call.tensors())

@@ -7,8 +7,11 @@ in no table makes a step unproven, not wrong: see `call.assumed`.
 from __future__ import annotations
 
 from dpfunc.engines.tracing.call import Handler
-from dpfunc.engines.tracing.families import along, indexing, layers, products, reading, shaping
+from dpfunc.engines.tracing.families import along, exchanges, indexing, layers, products, reading, shaping
 
 FAMILIES: dict[str, Handler] = {
     **along.FAMILY, **indexing.FAMILY, **layers.FAMILY, **products.FAMILY, **reading.FAMILY, **shaping.FAMILY,
 }  # fmt: skip
+
+EXCHANGES: dict[str, Handler] = dict(exchanges.FAMILY)
+"""Collectives of torch's own wrappers, which are not ATen operations."""
