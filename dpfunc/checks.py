@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsFloat, SupportsIndex, cast
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc.errors import InvalidArgument
+
+Name = TypeVar("Name", bound=str)
 
 
 def fail(domain: str, name: str, value: object, hint: str = "") -> InvalidArgument:
@@ -73,12 +75,12 @@ def whole(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     return number
 
 
-def one_of(name: str, value: object, allowed: Iterable[str], hint: str = "") -> str:
+def one_of(name: str, value: object, allowed: Iterable[Name], hint: str = "") -> Name:
     """A string among the allowed ones."""
     names = list(allowed)
     if value not in names:
         raise fail(f"{name} to be one of {', '.join(map(repr, names))}", name, value, hint)
-    return str(value)
+    return names[names.index(value)]
 
 
 def shorten(names: Sequence[str], limit: int = 5) -> str:

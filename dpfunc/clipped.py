@@ -156,7 +156,7 @@ class ClippedGrad:
 
             def check(sq_norms: Mapping[str, Tensor]) -> None:
                 credited = credited_by(per_sample, sq_norms)
-                self._audits.drew = credited is not None and bool(credited.draws)
+                self._audits.note(credited)
                 if credited is not None:
                     wanted = self._audits.due(microbatch, credited.doubts, credited.strange)
                     rows = drawn_rows(key, batch_size(microbatch), wanted)
@@ -182,7 +182,7 @@ class ClippedGrad:
         """Losses and norms of some rows of a compiled step are those of the rows alone."""
         for row in drawn_rows(key, batch_size(microbatch), self._audits.due(microbatch, ())):
             single = loop()(self.loss_fn, params, rows(microbatch, row, row + 1))
-            alone = ({}, single.losses_B, parts.norms(single.sq_norms()))
+            alone: Clipped = ({}, single.losses_B, parts.norms(single.sq_norms()))
             _check_compiled(({}, result[1][row : row + 1], result[2][row : row + 1]), alone)
 
     def _chunk(self, params: Params, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
@@ -254,8 +254,8 @@ def _check_compiled(compiled: Clipped, eager: Clipped) -> None:
         if bool((torch.isfinite(one) != known).any()) or off > tolerance * scale + 1e-6:
             raise UnsupportedModel(
                 f"The compiled step gives other {what} than rows that are computed without compilation, by {off:.3g}: "
-                "samples that influence each other, or a fault of the compiler. Use compile=False. Nothing was released "
-                "and nothing was spent."
+                "samples that influence each other, or a fault of the compiler. Use compile=False. Nothing was "
+                "released and nothing was spent."
             )
 
 

@@ -260,8 +260,8 @@ def _policy(engine: str, unproven: Unproven | None) -> Unproven | None:
     one_of("unproven", unproven, UNPROVEN)
     if unproven == "vmap" and engine in ("bookkeeping", "ghost"):
         raise InvalidArgument(
-            f'Expected unproven="audit" or "refuse" with engine={engine!r}, got unproven="vmap". Use engine="auto", which '
-            "computes the rows of such a step alone."
+            f'Expected unproven="audit" or "refuse" with engine={engine!r}, got unproven="vmap". Use engine="auto", '
+            "which computes the rows of such a step alone."
         )
     return unproven
 

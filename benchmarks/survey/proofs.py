@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def proof(case: Case, limit: int = 60) -> Row:
-    """One step of `bookkeeping`: its doubts, or its error; in eval mode the largest difference of norms from the loop's."""
+    """One step of `bookkeeping`: doubts, or an error; in eval mode the largest difference of norms from the loop's."""
     row: Row = {"case": case.name, "field": case.field}
     try:
         with limited(limit), warnings.catch_warnings():
@@ -67,7 +67,8 @@ def page(rows: Iterable[Row]) -> str:
         "`python -m benchmarks.survey.proofs` writes this page. In all others `auto` computes rows alone, or refuses.",
         f"Largest relative difference of norms from single samples, in eval mode and where proven: {largest:.1g}.", "",
         "| field | cases | proven |", "| --- | --- | --- |", *counted,
-        f"| all | {len(rows)} | {sum(proven.values())} |", "", "## Not proven", "", "| case | reason |", "| --- | --- |", *rest, "",
+        f"| all | {len(rows)} | {sum(proven.values())} |", "",
+        "## Not proven", "", "| case | reason |", "| --- | --- |", *rest, "",
     ))  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Rows drawn at random are computed alone, and compared with what an engine credited to them, before anything is released.
+"""Rows drawn at random are computed alone, and compared with what an engine credited to them, before any release.
 
 A trace proves that nothing flows from one sample to another. It does not see what depends on the size of the batch as a
 Python number, or on random numbers of other libraries; and it believes the rules for per-sample gradients. The audit
@@ -46,6 +46,10 @@ class Audits:
     since: int = STEPS_IN
     drew: bool = False
     sizes: set[object] = field(default_factory=set)
+
+    def note(self, credited: Credited | None) -> None:
+        """Remember whether the step drew random numbers."""
+        self.drew = credited is not None and bool(credited.draws)
 
     def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False) -> int:
         """How many rows of this batch are computed alone; more where a tensor came from where no trace looks."""
@@ -129,12 +133,13 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
         )
         raise UnsupportedModel(
             f"A row of this batch was computed alone, and differs from what it has beside the others: "
-            f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on its place, "
-            "or on the size of the batch, or a rule gives a wrong gradient."
+            f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on its "
+            "place, or on the size of the batch, or a rule gives a wrong gradient."
             + doubts
             + " Likely causes: a mean over the "
             "tokens of the batch (divide by the sample's own number of tokens), a division by the size of the batch, "
-            "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was spent."
+            "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was "
+            "spent."
         )
 
 
@@ -175,7 +180,8 @@ def _compare_gradients(params: Params, credited: Credited, alone: Mapping[int, P
         given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
         finite = torch.isfinite(given).all(), torch.isfinite(torch.tensor(total))
         if bool(finite[0] != finite[1]):
-            return f"the gradient of row {row} is {'' if finite[1] else 'not '}finite alone, and beside the others it is{' not' if finite[1] else ''}"
+            alone_is, beside_is = ("", " not") if finite[1] else ("not ", "")
+            return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
         if not bool(finite[0]):
             continue
         largest = max(largest, total)

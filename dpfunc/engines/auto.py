@@ -14,6 +14,7 @@ from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.isolation import check_isolated
 from dpfunc.engines.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.loop import loop
+from dpfunc.engines.probe import take_probe
 from dpfunc.engines.python_state import python_state, refuse_kept
 from dpfunc.engines.replicas import anywhere
 from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
@@ -56,6 +57,22 @@ class Tried:
     name: str = ""
     reason: str = ""
 
+    def looked(self) -> None:
+        """A step was seen: what the loss keeps is known."""
+        self.seen = True
+
+    def proved(self) -> None:
+        """A step was proven."""
+        self.failures = 0
+
+    def failed(self) -> None:
+        """A step was not proven."""
+        self.failures += 1
+
+    def settle(self, alone: Engine, name: str, reason: str) -> None:
+        """From now on this engine computes rows alone."""
+        self.alone, self.name, self.reason = alone, name, reason
+
 
 @dataclass(frozen=True)
 class Auto:
@@ -84,11 +101,11 @@ class Auto:
         with refused_by_all():
             if read and not tried.seen:
                 refuse_kept(loss_fn, before, read)
-        tried.seen = True
+        tried.looked()
         doubts = getattr(result, "doubts", ())
         impossible, doubted = anywhere(torch.tensor([result is None, bool(doubts)]), params).tolist()
         if result is not None and not impossible and not doubted:
-            tried.failures = 0
+            tried.proved()
             self._decide(loss_fn, Decision("bookkeeping", "the trace of each step shows that rows stay apart"))
             return result
         reason = reason or shorten(list(dict.fromkeys(doubts))) or "another process could not"
@@ -97,7 +114,7 @@ class Auto:
         if self.unproven == "audit" and result is not None and not impossible:
             self._decide(loss_fn, Decision("bookkeeping", f"audited, not proven: {reason}", proven=False))
             return result
-        tried.failures += 1
+        tried.failed()
         return self._alone(loss_fn, params, batch, tried, reason)
 
     def _attempt(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
@@ -122,7 +139,7 @@ class Auto:
         impossible = bool(anywhere(torch.tensor([result is None]), params))
         if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
             name, result = "loop", loop()(loss_fn, params, batch)
-        tried.alone, tried.name, tried.reason = (vmap() if name == "vmap" else loop()), name, reason
+        tried.settle(vmap() if name == "vmap" else loop(), name, reason)
         self._decide(loss_fn, Decision(name, f"rows alone, since {reason}"))
         return result
 
@@ -156,8 +173,6 @@ class Auto:
 
 def _equal_to_loop(loss_fn: LossFn, params: Params, batch: Batch) -> bool:
     """Whether vmap gives what single samples give, on two rows of a loss without random numbers."""
-    from dpfunc.engines.probe import take_probe
-
     probe = take_probe(loss_fn, params, batch)
     return not probe.differing(loss_fn, vmap())
 

@@ -28,7 +28,8 @@ from dpfunc.engines.taps import Catch, as_it_is, leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Places, Remembered, Traced
 from dpfunc.engines.tracing.trace import Misplaced, Trace, following, unseen
-from dpfunc.engines.tracking import Tracked, Tracker, version
+from dpfunc.engines.tracked import Tracked, version
+from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import arrived, is_dtensor

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dpfunc.checks import shorten
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
-from dpfunc.engines.tracking import Tracked, Tracker, version
+from dpfunc.engines.tracked import Tracked, version
+from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends, check_losses
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import local
@@ -52,8 +53,8 @@ def collect(
     for target, derived in reversed(tuple(tracker.tracked.items())):
         if derived.used and version(derived.tensor) != derived.used[0]:
             raise UnsupportedModel(
-                f"The loss writes into a value computed from {derived.name!r}, or into a view of it, after it was used: "
-                'its gradient would be that of other values. Use out-of-place operations, or engine="loop".'
+                f"The loss writes into a value computed from {derived.name!r}, or into a view of it, after it was "
+                'used: its gradient would be that of other values. Use out-of-place operations, or engine="loop".'
             )
         if derived.name in params and params[derived.name] is derived.tensor:
             continue
@@ -102,5 +103,5 @@ def _backwards(derived: Tracked, total: PerSampleGrad, params: Mapping[str, Tens
         grads = taken(grads_B, True)
     except RuntimeError:  # an operation of a custom autograd.Function that has no batching rule
         rows = [taken(grad, False) for grad in grads_B.unbind(0)]
-        grads = [None if any(g is None for g in each) else torch.stack(each) for each in zip(*rows, strict=True)]  # type: ignore[arg-type]
+        grads = [None if any(g is None for g in each) else torch.stack(each) for each in zip(*rows, strict=True)]
     return {name: Dense(grad) for name, grad in zip(params, grads, strict=True) if grad is not None}

@@ -19,7 +19,7 @@ from dpfunc.rng import generator_state, with_generator_state
 
 
 def draws_numbers(func: Any) -> bool:  # noqa: ANN401  (an operation)
-    """Whether an operation draws random numbers. Fused attention carries the tag for its dropout, which is looked at."""
+    """Whether an operation draws random numbers. Fused attention has the tag for its dropout, which is looked at."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "attention" not in func._schema.name
 
 

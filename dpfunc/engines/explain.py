@@ -17,7 +17,8 @@ from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.tracing.places import Traced
 from dpfunc.engines.tracing.trace import Trace, following
-from dpfunc.engines.tracking import Tracked, Tracker
+from dpfunc.engines.tracked import Tracked
+from dpfunc.engines.tracking import Tracker
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.tree import batch_size

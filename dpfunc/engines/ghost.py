@@ -29,7 +29,8 @@ from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
 from dpfunc.engines.tracing.trace import Trace, following, unseen
-from dpfunc.engines.tracking import Tracked, Tracker
+from dpfunc.engines.tracked import Tracked
+from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256

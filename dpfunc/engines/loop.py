@@ -100,6 +100,6 @@ def _check_repeats(engine: LoopEngine, loss_fn: LossFn, params: Params, batch: B
     pairs += [(again.sq_norms()[name], norms_B[:1]) for name, norms_B in first.sq_norms().items()]
     if not all(bool(torch.isclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True).all()) for one, other in pairs):
         raise UnsupportedModel(
-            "The loss of a row, or its gradient, is another one after other rows were computed: it keeps Python numbers of "
-            "rows from call to call, or draws random numbers. Compute each loss from its own row alone."
+            "The loss of a row, or its gradient, is another one after other rows were computed: it keeps Python "
+            "numbers of rows from call to call, or draws random numbers. Compute each loss from its own row alone."
         )

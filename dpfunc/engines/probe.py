@@ -1,4 +1,4 @@
-"""Compares an engine with single samples on a few rows, with shaken parameters, before it is used in place of another."""
+"""Compares an engine with single samples on a few rows, with shaken parameters, before it is used for another."""
 
 from __future__ import annotations
 

@@ -95,9 +95,9 @@ def refuse_kept(loss_fn: object, before: int, read: str) -> None:
         _keeping[loss_fn] = read
     if loss_fn in _keeping:
         raise UnsupportedModel(
-            f"The loss gives numbers of its rows to Python ({_keeping[loss_fn]}), and what it keeps from call to call has changed (a "
-            "list, an attribute, a cache): records of one row or step would reach the gradients of another. Keep nothing, "
-            "or compute without Python numbers."
+            f"The loss gives numbers of its rows to Python ({_keeping[loss_fn]}), and what it keeps from call to call "
+            "has changed (a list, an attribute, a cache): records of one row or step would reach the gradients of "
+            "another. Keep nothing, or compute without Python numbers."
         )
 
 

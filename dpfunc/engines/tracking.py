@@ -10,14 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.overrides import TorchFunctionMode
 
 from dpfunc.checks import shorten
+from dpfunc.engines.functions import (
+    CHECKING,
+    CONVERTING,
+    HOOKS,
+    NESTED,
+    RESHAPING,
+    TRANSPOSING,
+    WATCHED,
+    kind_of,
+    name_of,
+    writes,
+)
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, RULES
 from dpfunc.engines.rules.composite import opened
@@ -27,79 +38,10 @@ from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.sharded import check_use, unsupported
 from dpfunc.engines.taps import catch_any, leaf, watched
 from dpfunc.engines.tracing.places import Key, Places, Unplaced
-from dpfunc.engines.tracing.python_values import READING, SIZES
+from dpfunc.engines.tracing.python_values import SIZES
+from dpfunc.engines.tracked import Recorder, Tracked, no_rule, tensors_in, version
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor, local
-
-NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
-HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
-CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
-CONVERTING = frozenset((Tensor.to, Tensor.type_as))
-WATCHED = CHECKING | READING | SIZES
-# The gradient of what these give is that of their argument, in another order or shape.
-TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
-RESHAPING = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in (
-        "view",
-        "reshape",
-        "flatten",
-        "squeeze",
-        "unsqueeze",
-        "to",
-        "type",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-    )
-    if hasattr(owner, name)
-)
-
-
-@dataclass(frozen=True)
-class Tracked:
-    """A parameter, or a value computed from parameters alone. The tensor requires a gradient.
-
-    Args:
-        name: of the parameter. tensor: the value. parent: the identity of the tensor of which this one is the
-            transpose or a reshaping.
-    """
-
-    name: str
-    tensor: Tensor
-    parent: int | None = None
-    transposed: bool = False
-    used: list[int] = field(default_factory=list)
-    """Version of the tensor at each use: what is written into after it was used gives other gradients."""
-
-
-class Recorder(Protocol):
-    """What an engine does with uses."""
-
-    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """A use by a rule; returns the output that the model goes on with."""
-        ...
-
-    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
-        """A leaf that holds a private copy of a parameter for each sample, on the axis of a layout."""
-        ...
-
-    def derived(self, sources: Sequence[Tracked]) -> None:
-        """A value is computed from these."""
-        ...
-
-
-def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among arguments, also inside of lists and tuples."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, Tensor))
-    return found
 
 
 @dataclass(eq=False)
@@ -155,8 +97,8 @@ class Tracker(TorchFunctionMode):
         found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
         if func in HOOKS and id(args[0]) in self.tracked:
             raise UnsupportedModel(
-                f"The loss puts a hook on {shorten([found[0].name])}, or on a value computed from it, which would not see "
-                'per-sample gradients. Change the loss instead of the gradient, or use engine="loop".'
+                f"The loss puts a hook on {shorten([found[0].name])}, or on a value computed from it, which would not "
+                'see per-sample gradients. Change the loss instead of the gradient, or use engine="loop".'
             )
         if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and fills(*args):
             with self:  # the values are the same wherever the mask is true
@@ -179,7 +121,7 @@ class Tracker(TorchFunctionMode):
         return self._use(func, args, kwargs, tensors, found)
 
     def _find_unseen(self, values: Iterable[Any]) -> None:
-        """Values of parameters alone that no torch function shows: of a custom autograd.Function, or written into zeros."""
+        """Values of parameters alone that no torch function shows: of a custom Function, or written into zeros."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         for value in values:
@@ -212,7 +154,7 @@ class Tracker(TorchFunctionMode):
         if func in SIZES:
             self.places.measured(args[0])
         else:
-            self.places.taken(_name(func), args[0], result)
+            self.places.taken(name_of(func), args[0], result)
         return result
 
     def _may_write(
@@ -242,7 +184,7 @@ class Tracker(TorchFunctionMode):
         result = func(*args, **kwargs)
         name, before = found[0].name, len(self.tracked)
         if is_dtensor(result) and result.requires_grad and id(result) not in self.tracked:
-            raise unsupported(_name(func), {"input": found[0].tensor}, {"input": name})
+            raise unsupported(name_of(func), {"input": found[0].tensor}, {"input": name})
         if isinstance(result, Tensor) and func in TRANSPOSING | RESHAPING and id(result) not in self.tracked:
             parent = id(found[0].tensor)
             if result.requires_grad and (func in RESHAPING or result.ndim == 2):
@@ -262,7 +204,7 @@ class Tracker(TorchFunctionMode):
         tensors: Sequence[Tensor],
         found: Sequence[Tracked],
     ) -> Any:  # noqa: ANN401
-        key = (found[0].name, _kind(func), tuple(tensor.ndim for tensor in tensors))
+        key = (found[0].name, kind_of(func), tuple(tensor.ndim for tensor in tensors))
         others = [tensor for tensor in tensors if id(tensor) not in self.tracked]
         guess: Layout | None = None
         if func not in EXPANDING and self.places.shared(key, others):
@@ -280,7 +222,7 @@ class Tracker(TorchFunctionMode):
             return self._derive(func, args, kwargs, found)
         except Unplaced:
             canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
-            self.canaries[f"{found[0].name} (in {_name(func)})"] = canary
+            self.canaries[f"{found[0].name} (in {name_of(func)})"] = canary
             return watched(self._plainly(func, args, kwargs).clone(), catch_any, [canary])
 
     def _guess(
@@ -345,7 +287,7 @@ class Tracker(TorchFunctionMode):
         guess: Layout | None,
     ) -> Tensor:
         if any(is_dtensor(tracked.tensor) for tracked in found):
-            raise unsupported(_name(func), {f.name: f.tensor for f in found}, {f.name: f.name for f in found})
+            raise unsupported(name_of(func), {f.name: f.tensor for f in found}, {f.name: f.name for f in found})
         output = self._shape(func, args, kwargs)
         layout = guess or self._layout(func, args, kwargs, found, key, output)
         if layout is None:
@@ -353,7 +295,7 @@ class Tracker(TorchFunctionMode):
         by: dict[int, Tensor] = {}
         for tracked in found:
             leaf, aligned, axis = copies_for(
-                tracked.name, _name(func), tracked.tensor, output, layout, self.num_samples
+                tracked.name, name_of(func), tracked.tensor, output, layout, self.num_samples
             )
             if func in EXPANDING and not torch.compiler.is_compiling():
                 leaf = leaf.detach().contiguous().requires_grad_()  # memory of its own, which the trace can follow
@@ -416,12 +358,12 @@ class Tracker(TorchFunctionMode):
         if not usable or len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
             raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
         output = self._plainly(func, args, kwargs)
-        check_use(func, _name(func), bound, wanted, output)
+        check_use(func, name_of(func), bound, wanted, output)
         shapes = {argument: local(bound[argument]).shape for argument in wanted}
         targets = {argument: id(bound[argument]) for argument in wanted}
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
         layout = guess or self.places.of(key, output)
-        use = Use(rule, _name(func), self.num_samples, wanted, targets, shapes, layout, options, local(output).shape)
+        use = Use(rule, name_of(func), self.num_samples, wanted, targets, shapes, layout, options, local(output).shape)
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
         return self.recorder.use(use, output, tensors)
 
@@ -435,48 +377,3 @@ def fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
 def expanded_mask(target: Tensor, mask: Tensor) -> Tensor:
     """A mask of the leading axes, beside all axes."""
     return mask.reshape(*mask.shape, *[1] * (target.ndim - mask.ndim))
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", str(func))
-
-
-# `x + b`, `b + x`, `x += b` and `torch.add` are one kind: compiled code calls them by other names.
-KINDS = {
-    form.format(kind): kind
-    for kind in ("add", "sub", "mul", "truediv", "matmul")
-    for form in ("__{}__", "__r{}__", "__i{}__", "{}_")
-}
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written into; 0 where dynamo traces."""
-    return 0 if torch.compiler.is_compiling() else tensor._version
-
-
-def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes into its first argument."""
-    return _name(func) in IN_PLACE or kwargs.get("inplace") is True or func is Tensor.__setitem__
-
-
-IN_PLACE = (
-    frozenset(name for name in dir(Tensor) if name in KINDS or (name.endswith("_") and not name.endswith("__")))
-    - frozenset(f"__{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
-    - frozenset(f"__r{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
-    - {"requires_grad_"}
-)
-
-
-def _kind(func: Callable[..., Any]) -> str:
-    name = _name(func)
-    return KINDS.get(name, name)
-
-
-def no_rule(func: Callable[..., Any], tensors: Sequence[Tensor], found: Sequence[Tracked]) -> UnsupportedModel:
-    """An error that names the parameter, the operation, the shapes and the way out."""
-    names = ", ".join(f"{tracked.name!r} {tuple(tracked.tensor.shape)}" for tracked in found)
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-    return UnsupportedModel(
-        f"No rule gives per-sample gradients for {_name(func)} of parameter {names}; its tensors have shapes {shapes}. "
-        'Use engine="vmap" or "loop", leave the parameter out, or add a rule with dpfunc.engines.register_rule.'
-    )

@@ -49,7 +49,7 @@ TRANSLATIONS = {
 
 
 class NoData(TorchFunctionMode):
-    """Refuses what would put a tensor of vmap into a module: `param.data = ...`, as `module.to()` does, ends the process."""
+    """Refuses what would put a tensor of vmap into a module: `param.data = ...`, as in `module.to()`, is fatal."""
 
     def __torch_function__(
         self,
@@ -60,8 +60,8 @@ class NoData(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401  (whatever the function returns)
         if func is Tensor.data.__set__ and torch._C._functorch.is_functorch_wrapped_tensor(args[1]):  # type: ignore[attr-defined]
             raise UnsupportedModel(
-                "The loss writes into the data of a parameter (module.to() inside of its forward pass), which vmap cannot "
-                'do. Use engine="bookkeeping" or "loop".'
+                "The loss writes into the data of a parameter (module.to() inside of its forward pass), which vmap "
+                'cannot do. Use engine="bookkeeping" or "loop".'
             )
         return func(*args, **(kwargs or {}))
 

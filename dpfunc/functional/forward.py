@@ -149,7 +149,8 @@ def put_back(module: nn.Module) -> Iterator[None]:
             for name in set(attributes) - names:
                 if name in own or name in held:
                     del attributes[name]
-            for place, before in ((parameters, own), (buffers, held)):
+            tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ((parameters, own), (buffers, held))
+            for place, before in tables:
                 if place.keys() != before.keys() or any(place[name] is not value for name, value in before.items()):
                     place.clear()
                     place.update(before)

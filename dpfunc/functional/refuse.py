@@ -78,8 +78,8 @@ def refuse_outliers(module: nn.Module) -> None:
     layers = [name for name, part in module.named_modules() if type(part).__name__ == "Linear8bitLt"]
     if layers:
         raise UnsupportedModel(
-            f"The LLM.int8 layers {shorten(layers)} choose outlier columns over the whole batch, so samples influence each "
-            "other. Load the model with 4 bits (NF4) or in bfloat16."
+            f"The LLM.int8 layers {shorten(layers)} choose outlier columns over the whole batch, so samples influence "
+            "each other. Load the model with 4 bits (NF4) or in bfloat16."
         )
 
 

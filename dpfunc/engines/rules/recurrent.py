@@ -117,7 +117,8 @@ def pad_packed(
     pack = packing(sizes, data.device)
     rows_TBd = pack.padded(data.flatten(1) if data.ndim > 1 else data[:, None])
     mask_TB1 = pack.followed(rows_TBd).mask_TB1
-    x_TBd = torch.where(mask_TB1, rows_TBd, padding_value).unflatten(2, data.shape[1:] or (1,))
+    x_TBd = torch.where(mask_TB1, rows_TBd, padding_value)
+    x_TBd = x_TBd.unflatten(2, data.shape[1:] or (1,))  # type: ignore[no-untyped-call]
     x_TBd = x_TBd if data.ndim > 1 else x_TBd.squeeze(2)
     doubt = (
         "" if _total_is_given() else "pad_packed_sequence without total_length: the longest sample decides the shape"
@@ -130,7 +131,7 @@ def pad_packed(
 def pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """torch's `_pack_padded_sequence`, by one index_select, whose gradient is one operation."""
     with torch.no_grad(), torch._C.DisableTorchFunction():  # checks the lengths
-        sizes: Tensor = torch._C._VariableFunctions._pack_padded_sequence(input, lengths, batch_first)[1]  # type: ignore[attr-defined]
+        sizes: Tensor = torch._C._VariableFunctions._pack_padded_sequence(input, lengths, batch_first)[1]
     x_TBd = ordered(input.transpose(0, 1) if batch_first else input, 1, changed=False)
     data_Nd = packing(sizes, input.device).packed(x_TBd)
     trace = current_trace()
@@ -318,8 +319,8 @@ RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_relu: taken_apart(RELU),
 }
 PADDING: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch._C._VariableFunctions._pad_packed_sequence: pad_packed,  # type: ignore[attr-defined]
-    torch._C._VariableFunctions._pack_padded_sequence: pack_padded,  # type: ignore[attr-defined]
+    torch._C._VariableFunctions._pad_packed_sequence: pad_packed,
+    torch._C._VariableFunctions._pack_padded_sequence: pack_padded,
 }
 CELLS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm_cell: _lstm_cell,

@@ -1,0 +1,66 @@
+"""Tables of torch functions that a tracker treats apart: what reads, checks, converts, transposes, writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+from dpfunc.engines.tracing.python_values import READING, SIZES
+
+NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
+HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
+CONVERTING = frozenset((Tensor.to, Tensor.type_as))
+WATCHED = CHECKING | READING | SIZES
+# The gradient of what these give is that of their argument, in another order or shape.
+TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
+RESHAPING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "view",
+        "reshape",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "to",
+        "type",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+    )
+    if hasattr(owner, name)
+)
+# `x + b`, `b + x`, `x += b` and `torch.add` are one kind: compiled code calls them by other names.
+KINDS = {
+    form.format(kind): kind
+    for kind in ("add", "sub", "mul", "truediv", "matmul")
+    for form in ("__{}__", "__r{}__", "__i{}__", "{}_")
+}
+IN_PLACE = (
+    frozenset(name for name in dir(Tensor) if name in KINDS or (name.endswith("_") and not name.endswith("__")))
+    - frozenset(f"__{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
+    - frozenset(f"__r{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
+    - {"requires_grad_"}
+)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a function, for messages and tables."""
+    return getattr(func, "__name__", str(func))
+
+
+def kind_of(func: Callable[..., Any]) -> str:
+    """The name of what a function does, in all forms that it is called by."""
+    name = name_of(func)
+    return KINDS.get(name, name)
+
+
+def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into its first argument."""
+    return name_of(func) in IN_PLACE or kwargs.get("inplace") is True or func is Tensor.__setitem__
