@@ -11,7 +11,7 @@ from torch import Tensor
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, alike, same_ids, uniform
 
 Type = Rows | Mixed | None
-"""What a tensor depends on: one sample a row, several samples, or no sample at all."""
+"""The samples that a tensor depends on: one sample a row, several samples, or no sample at all."""
 
 
 class Types(Protocol):
@@ -48,7 +48,7 @@ class Call(NamedTuple):
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     def type_of(self, tensor: Tensor) -> Type:
-        """What a tensor depends on."""
+        """The type of a tensor."""
         return self.types.type_of(tensor)
 
     def tensors(self) -> list[Tensor]:
@@ -62,6 +62,10 @@ class Call(NamedTuple):
 
 Handler = Callable[[Call], Any]
 """A call -> the type of its result, or a list with one for each tensor that it returns."""
+
+
+Single = Callable[[Call], Type]
+"""A call -> the type of its only result, or of each of them."""
 
 
 def tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:

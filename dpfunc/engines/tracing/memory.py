@@ -14,8 +14,10 @@ from dpfunc.checks import shorten
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.lockstep import refused_by_all
 from dpfunc.engines.replicas import check_replicated
+from dpfunc.engines.tracing.credit import Misplaced
+from dpfunc.engines.tracing.entries import part
 from dpfunc.engines.tracing.places import Key, Traced
-from dpfunc.engines.tracing.trace import Misplaced, Trace, part, unseen
+from dpfunc.engines.tracing.trace import Trace, unseen
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -29,13 +31,13 @@ UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
 
 
 class Result(Protocol):
-    """What an engine returns."""
+    """The return value of an engine."""
 
     @property
     def doubts(self) -> tuple[str, ...]: ...
 
     @property
-    def losses_B(self) -> Tensor: ...  # noqa: N802
+    def losses_B(self) -> Tensor: ...
 
     def sq_norms(self) -> Mapping[str, Tensor]: ...
 
@@ -58,10 +60,11 @@ R = TypeVar("R", bound=Any)
 def unproven_message(doubts: Sequence[str]) -> str:
     """The doubts in words, and what usually causes them."""
     return (
-        f"It cannot be shown that the samples of this batch do not influence each other: {shorten(list(dict.fromkeys(doubts)))}."
-        " Likely causes: a statistic of the batch (BatchNorm in training mode, a mean over the tokens of the batch, "
-        "in-batch negatives), routing or sorting over the whole batch, Python numbers taken from tensors. Compute each "
-        'loss from its own row alone; or use engine="vmap" or "loop", which compute each row alone.'
+        "It cannot be shown that the samples of this batch do not influence each other: "
+        f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in training mode, "
+        "a mean over the tokens of the batch, in-batch negatives), routing or sorting over the whole batch, Python "
+        "numbers taken from tensors. Compute each loss from its own row alone; "
+        'or use engine="vmap" or "loop", which compute each row alone.'
     )
 
 
@@ -78,7 +81,7 @@ def refuse_unproven(doubts: Sequence[str]) -> None:
 
 @dataclass
 class Memory:
-    """What was seen of loss functions.
+    """Observations of loss functions.
 
     Nothing here is trusted: each step checks what it uses of it.
 
@@ -119,21 +122,12 @@ class Memory:
         )
 
     def _strange(self, loss_fn: LossFn, params: Params, trace: Trace) -> bool:
-        """Whether a tensor came from where the trace does not look (another thread, another library), unlike before."""
+        """True if a tensor came from where the trace does not look (another thread, another library), unlike before."""
         known = self.outside.get(loss_fn)
         own = {part(param).untyped_storage()._cdata for param in params.values()}
         seen = {key: reference for key, reference in trace.strangers.items() if key not in own}
         self.outside[loss_fn] = {**(known or {}), **seen}
-        return known is not None and any(key not in known or known[key].expired() for key in seen)
-
-    @staticmethod
-    def _without(wrong: set[Key], num_samples: int, compute: Callable[[Traced], R]) -> R | None:
-        """The step without some expansions over the samples; None if it is not proven either."""
-        try:
-            result = compute(Traced(Trace(num_samples, recording=True), wrong))
-        except UnsupportedModel:
-            return None
-        return None if result.doubts else result
+        return known is not None and any(key not in known or _freed(known[key]) for key in seen)
 
     def recalled(self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable) -> dict[Key, Layout | None]:
         """Where the samples are in each use, by one traced step that is proven.
@@ -150,6 +144,10 @@ class Memory:
                 "apart. Use compile=False."
             )
         return places.known
+
+
+def _freed(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 class _Traceable(Protocol):

@@ -29,7 +29,7 @@ class Places(Protocol):
     """Who knows where the samples are."""
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
-        """Whether what a use has beside parameters depends on no sample."""
+        """True if what a use has beside parameters depends on no sample."""
         ...
 
     def of(self, key: Key, output: Tensor) -> Layout:
@@ -49,7 +49,7 @@ class Places(Protocol):
         ...
 
     def constant(self, value: Tensor) -> bool:
-        """Whether a tensor depends on no sample."""
+        """True if a tensor depends on no sample."""
         ...
 
     def copied(self, leaf: Tensor, axis: int) -> None:
@@ -101,9 +101,10 @@ class Traced:
         for axis, size in enumerate(after):
             own = axis - (len(after) - len(before))  # an axis of the parameter itself is none of the samples
             if size == count and (axis == 0 or private) and not (own >= 0 and before[own] == size and not private):
-                if (key, axis) not in self.wrong:
-                    self._say(key, Layout(axis))
-                    return Layout(axis, guess=(key, axis))
+                if (key, axis) in self.wrong:
+                    continue
+                self._say(key, Layout(axis))
+                return Layout(axis, guess=(key, axis))
         self._say(key, None)
         return None
 
@@ -226,6 +227,7 @@ class Remembered:
     def _recalled(self, key: Key) -> Layout | None:
         if key not in self.known:
             raise UnsupportedModel(
-                f"{key[1]} of parameter {key[0]!r} occurs when the step is compiled, and did not before. Use compile=False."
+                f"{key[1]} of parameter {key[0]!r} occurs when the step is compiled, and did not before. "
+                "Use compile=False."
             )
         return self.known[key]

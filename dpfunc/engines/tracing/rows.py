@@ -1,4 +1,4 @@
-"""Which sample each number in memory belongs to: the type that tracing carries through a step.
+"""The sample that each number in memory belongs to: the type that tracing carries through a step.
 
 A tensor that depends on the batch has one axis whose positions belong to samples, in rows: an axis of
 `pre * count * post` positions runs through `count` rows of `post` positions each, `pre` times over. Row r belongs to
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     """
 
     axis: int
-    count: int
+    count: int  # type: ignore[assignment]
     pre: int = 1
     post: int = 1
     ids: Tensor | None = None
@@ -69,7 +69,7 @@ class Mixed(NamedTuple):
 
 @dataclass(slots=True)
 class Stored:
-    """Rows in memory; see the module. Bytes from the beginning of the storage; `end` is where the last row ends, or 0."""
+    """Rows in memory; see the module. Bytes from the start of the storage; `end` is where the last row ends, or 0."""
 
     base: int
     step: int
@@ -83,7 +83,7 @@ class Stored:
 
 
 def same_ids(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two rows lists name the same samples."""
+    """True if two rows lists name the same samples."""
     if one is other:
         return True
     if one is None or other is None:
@@ -92,7 +92,7 @@ def same_ids(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def same_slots(one: Rows, other: Rows) -> bool:
-    """Whether the rows of two tensors had the same places before their order was changed.
+    """True if the rows of two tensors had the same places before their order was changed.
 
     Where one tells `of` places apart and the other a multiple of them, the first repeats each of its places.
     """
@@ -120,15 +120,15 @@ def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, a
 
 
 def slots_of(rows: Rows, num_samples: int) -> tuple[Tensor, int]:
-    """What tells the positions along the axis of ordinary rows apart: their samples where each has one, or the places."""
+    """The labels of positions along the axis of ordinary rows: their samples where each has one, or the places."""
     ids = spread(rows)
-    if len(ids) == num_samples and len(ids.unique()) == num_samples:
+    if len(ids) == num_samples and len(ids.unique()) == num_samples:  # type: ignore[no-untyped-call]
         return ids, num_samples
     return torch.arange(len(ids)), len(ids)
 
 
 def alike(one: Rows, other: Rows) -> bool:
-    """Whether two tensors have the same rows, wherever their axes are."""
+    """True if two tensors have the same rows, wherever their axes are."""
     return (
         one.count == other.count
         and one.pre == other.pre
@@ -152,7 +152,7 @@ def stored(rows: Rows, tensor: Tensor) -> Stored:
     if rows.axis == WHOLE:
         return Stored(0, 1 << 62, 1, rows.ids, rows.doubt, 0, rows.ragged)
     step = tensor.stride(rows.axis) * rows.post * size
-    place = tensor.storage_offset() * size
+    place = int(tensor.storage_offset()) * size
     return Stored(place, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged, rows.slots, rows.of)
 
 
@@ -222,7 +222,7 @@ def _located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
 def reach(tensor: Tensor) -> int:
     """Where the last number of a tensor ends, in bytes of its storage."""
     last = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
 def _chosen(memory: Stored, first: int, step: int, rows: int, num_samples: int) -> Tensor | None:
@@ -259,7 +259,7 @@ def gathered(ids: Tensor, axis: int, num_samples: int, doubt: str) -> Rows:
 
 
 def uniform(tensor: Tensor, rows: Rows, axis: int) -> bool:
-    """Whether a tensor that does not depend on the batch is the same for every row along an axis.
+    """True if a tensor that does not depend on the batch is the same for every row along an axis.
 
     Where it is not, a sample would be treated by its position in the batch, which others move.
     """

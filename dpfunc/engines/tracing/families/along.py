@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
+from dpfunc.engines.tracing.call import Call, Handler, Single, Type, broadcast, combined
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, shuffled, slots_of, spread
 
 
@@ -24,7 +24,7 @@ def reduced(kind: Type, ndim: int, axes: Sequence[int], keepdim: bool, mixed: Mi
     return kind if keepdim else kind.moved(kind.axis - sum(axis < kind.axis for axis in axes))
 
 
-def reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None) -> Handler:
+def reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None) -> Single:
     """A reduction of the first argument over the axes that the argument `dim` names, all if it is not given."""
 
     def handler(call: Call) -> Type:
@@ -56,7 +56,7 @@ def truth(agrees: bool) -> Handler:
     return reduction(agrees=agrees)
 
 
-def along(*dims: int, names: Sequence[str] = ("dim", "dims"), default: int | None = None, tensors: int = 1) -> Handler:
+def along(*dims: int, names: Sequence[str] = ("dim", "dims"), default: int | None = None, tensors: int = 1) -> Single:
     """An operation on its first tensors that combines the positions of the axes in an argument and keeps the shape."""
 
     def handler(call: Call) -> Type:
@@ -165,8 +165,8 @@ def selecting(handler: Handler) -> Handler:
 _SOFTMAX_BACKWARD = along(2, tensors=2)
 FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
-        ("sum", "mean", "nansum", "nanmean", "amax", "amin", "argmax", "argmin", "logsumexp", "count_nonzero", "var", "std",
-         "var_mean", "std_mean"),
+        ("sum", "mean", "nansum", "nanmean", "amax", "amin", "argmax", "argmin", "logsumexp", "count_nonzero", "var",
+         "std", "var_mean", "std_mean"),
         reduction(),
     ),
     **dict.fromkeys(("mode", "nanmedian"), selecting(reduction())),
@@ -197,8 +197,9 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "triu": last_axes(2),
     **dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), along(1)),
     **dict.fromkeys(
-        ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_det", "linalg_matrix_exp",
-         "_linalg_slogdet", "linalg_eig", "linalg_lu_factor_ex", "cholesky_inverse", "_cholesky_solve_helper"),
+        ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_det",
+         "linalg_matrix_exp", "_linalg_slogdet", "linalg_eig", "linalg_lu_factor_ex", "cholesky_inverse",
+         "_cholesky_solve_helper"),
         last_axes(2),
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Layers and losses that torch has as one operation: convolutions, norms, attention, pools, losses, recurrent layers."""
+"""Layers that torch has as one operation: convolutions, norms, attention, pools, recurrent layers, losses."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def convolved(call: Call, data: Tensor, weight: Tensor, others: Sequence[Tensor]
             doubt = doubt or (weights.doubt if weights is not None else "")
         post = call.out.shape[1] // kind.count if isinstance(call.out, Tensor) else kind.post
         return kind._replace(post=post, doubt=doubt)
-    return combined(call, [Aligned(data, lambda axis: axis, lambda axis: axis), *(_nowhere(t) for t in (weight, *others))],
-                    range(1, 8))  # fmt: skip
+    operands = [Aligned(data, lambda axis: axis, lambda axis: axis), *(_nowhere(t) for t in (weight, *others))]
+    return combined(call, operands, range(1, 8))
 
 
 def _nowhere(tensor: Tensor) -> Aligned:
@@ -119,7 +119,7 @@ def channelwise(tensor: Tensor) -> Aligned:
 
 
 def batch_norm(call: Call) -> list[Type]:
-    """`(input, weight, bias, running_mean, running_var, training, ...)`: with fixed statistics, or over each channel."""
+    """`(input, weight, bias, running_mean, running_var, training, ...)`: fixed statistics, or those of each channel."""
     input = call.args[0]
     fixed = all(isinstance(value, Tensor) for value in call.args[3:5])
     training = call.name == "_batch_norm_with_update" or not fixed or any(value is True for value in call.args[5:6])
@@ -273,9 +273,9 @@ def recurrent_backward(call: Call) -> list[Type]:
 
 _POOLS = (
     "max_pool{}_with_indices", "avg_pool{}", "_adaptive_avg_pool{}", "adaptive_avg_pool{}", "adaptive_max_pool{}",
-    "fractional_max_pool{}", "max_unpool{}", "max_pool{}", "mkldnn_max_pool{}", "upsample_nearest{}", "upsample_linear{}",
-    "upsample_bilinear{}", "upsample_bicubic{}", "upsample_trilinear{}", "_upsample_bilinear{}_aa", "_upsample_bicubic{}_aa",
-    "_upsample_nearest_exact{}", "reflection_pad{}", "replication_pad{}",
+    "fractional_max_pool{}", "max_unpool{}", "max_pool{}", "mkldnn_max_pool{}", "upsample_nearest{}",
+    "upsample_linear{}", "upsample_bilinear{}", "upsample_bicubic{}", "upsample_trilinear{}", "_upsample_bilinear{}_aa",
+    "_upsample_bicubic{}_aa", "_upsample_nearest_exact{}", "reflection_pad{}", "replication_pad{}",
 )  # fmt: skip
 
 
@@ -289,8 +289,9 @@ def _pools() -> dict[str, Handler]:
 
 
 _ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
 _LOSSES = {
     "mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
@@ -321,8 +322,8 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "_ctc_loss": ctc_loss,
     "_ctc_loss_backward": ctc_loss_backward,
     **dict.fromkeys(
-        ("im2col", "col2im", "grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward",
-         "affine_grid_generator", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
+        ("im2col", "col2im", "grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward",
+         "grid_sampler_3d_backward", "affine_grid_generator", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
         first_axis,
     ),
     "native_dropout": dropout,
@@ -331,9 +332,10 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
         ("_prelu_kernel", "_prelu_kernel_backward", "hardtanh_backward", "leaky_relu_backward", "softplus_backward",
          "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward", "rrelu_with_noise", "where", "masked_fill",
-         "polar", "complex", "copy", "copysign", "fmax", "fmin", "heaviside", "hardsigmoid_backward", "hardswish_backward",
-         "mish_backward", "hardshrink_backward", "softshrink_backward", "huber_loss_backward", "clamp_backward", "nan_to_num",
-         "isclose", "xlogy", "special_entr", "floor_divide", "hardswish", "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
+         "polar", "complex", "copy", "copysign", "fmax", "fmin", "heaviside", "hardsigmoid_backward",
+         "hardswish_backward", "mish_backward", "hardshrink_backward", "softshrink_backward", "huber_loss_backward",
+         "clamp_backward", "nan_to_num", "isclose", "xlogy", "special_entr", "floor_divide", "hardswish",
+         "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
         lambda call: combined(call, [broadcast(t, _ndim(call)) for t in call.tensors()]),
     ),
 }  # fmt: skip

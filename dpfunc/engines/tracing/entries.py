@@ -1,0 +1,77 @@
+"""Entries of memories: what a trace notes of each, and by which key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.utils import _pytree as pytree
+
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored
+from dpfunc.sharding import is_dtensor
+
+
+class Constant(Enum):
+    """Memory made in this step that does not depend on the batch."""
+
+    EQUAL = "all numbers are the same"
+    RANDOM = "random numbers, each with the same law"
+    ANY = "anything else"
+
+
+Entry = Stored | Mixed | Constant
+
+# What the batches of earlier steps left in memory that is still in use; weak references, no result depends on them.
+LEFT: dict[int, StorageWeakRef] = {}
+FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
+
+
+def forget_freed() -> None:
+    """Drop what earlier steps left and nobody uses any more."""
+    freed = [key for key, reference in LEFT.items() if reference.expired()]  # type: ignore[no-untyped-call]
+    for key in freed:
+        del LEFT[key]
+
+
+def part(tensor: Tensor) -> Tensor:
+    """The tensor itself; this process's part of one that is split; the memory of one that is still on its way."""
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter or not has_own_dispatch(kind):
+        return tensor
+    if is_dtensor(tensor):
+        return part(tensor._local_tensor)
+    if kind.__module__ == FUNCTIONAL_COLLECTIVES:
+        return part(tensor.elem)  # type: ignore[attr-defined]
+    return tensor
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """True if tensors of a class have operations of their own, and perhaps no memory that can be followed."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def parts(values: Any) -> Any:  # noqa: ANN401  (arguments of an operation)
+    """Arguments or results with this process's part of each tensor that is split."""
+    return pytree.tree_map_only(Tensor, part, values)
+
+
+def key_of(tensor: Tensor) -> int:
+    """The key of the memory of a tensor, 0 where it has no single one."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def fits(kind: Rows, tensor: Tensor) -> bool:
+    """True if a tensor has the shape that its rows say."""
+    if kind.axis == WHOLE:
+        return True
+    return kind.axis < tensor.ndim and tensor.shape[kind.axis] == kind.pre * kind.count * kind.post
+
+
+def doubted(entry: Stored, reason: str) -> Stored:
+    """The same rows, assumed and not proven."""
+    return replace(entry, doubt=entry.doubt or reason)

@@ -1,0 +1,202 @@
+"""Writing at lists of positions: each sample into its own rows, or all rows into another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Handler, Type, combined, leading
+from dpfunc.engines.tracing.families.positions import (
+    Positions,
+    all_once,
+    doubt_of,
+    equally_often,
+    expanded_masks,
+    kept_axis,
+    place_of,
+    same_rows,
+)
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, shuffled, slots_of, spread
+
+
+def index_put(call: Call) -> Type:
+    """`self[i, j, ...] = values`, or `+=`."""
+    self, indices, values = call.args[:3]
+    mask = indices[0]
+    filled = (
+        len(indices) == 1 and mask is not None and mask.dtype == torch.bool and values.ndim <= self.ndim - mask.ndim
+    )
+    if filled and call.type_of(values) is None:  # the same values wherever the mask is true
+        return combined(call, [leading(self), leading(mask)])
+    return written(call, self, expanded_masks(call, indices), values)
+
+
+def index_add(call: Call) -> Type:
+    """`self[..., index, ...] += source`, for whole slices; index_copy writes instead."""
+    self: Tensor = call.args[0]
+    (axis,) = axes_of(call.arg(1, "dim"), self.ndim)
+    positions = Positions(call.arg(2, "index"), call.type_of(call.arg(2, "index")))
+    return written(call, self, [*[None] * axis, positions], call.arg(3, "source"))
+
+
+def written(call: Call, self: Tensor, indices: Sequence[Positions | None], values: Tensor) -> Type:
+    """The rows of a tensor after values were written at positions."""
+    kind, incoming = call.type_of(self), call.type_of(values)
+    if isinstance(kind, Mixed):
+        return kind
+    start, width, taken = place_of(indices, self.ndim)
+    out_ndim = self.ndim - len(taken) + width
+    shift = out_ndim - values.ndim
+    rows = incoming if isinstance(incoming, Rows) else None
+    doubt = incoming.reason if isinstance(incoming, Mixed) else rows.doubt if rows is not None else ""
+    if rows is not None and rows.axis != WHOLE:
+        rows = rows.moved(rows.axis + shift)
+        if not start <= rows.axis < start + width:  # an axis that is not indexed
+            before = rows.axis if rows.axis < start else rows.axis - width
+            own = [axis for axis in range(self.ndim) if axis not in taken][before]
+            if any(item is not None and item.kind is not None for item in indices):
+                return call.mixed("at positions of samples")
+            here = rows.moved(own)
+            if kind is not None and (kind.axis != own or not same_rows(kind, here)):
+                return call.mixed()
+            if kind is None and not call.types.uniform(self, here, own):
+                doubt = doubt or "a tensor whose values differ between places in the batch"
+            return here.doubted(doubt) if doubt else here
+        rows = rows.moved(rows.axis - start)
+    back = put_back(call, self, kind, indices, rows, doubt) if rows is not None else None
+    if back is not None:
+        return back
+    if (rows is not None and rows.slots is not None) or (kind is not None and kind.slots is not None):
+        return call.mixed("in an order that depends on several samples")
+    for item in indices:  # what is written where may be decided by the samples' positions alone
+        if item is not None and isinstance(item.kind, Rows):
+            here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)
+            if rows is None:
+                rows = here
+            elif here.axis != rows.axis or not same_rows(here, rows):
+                return call.mixed("at positions of different samples")
+            doubt = doubt or item.kind.doubt
+        elif item is not None and isinstance(item.kind, Mixed):
+            doubt = doubt or doubt_of(item)
+    if rows is None and kind is not None:
+        axis = -1 if kind.axis == WHOLE or kind.axis in taken else kept_axis(kind.axis, start, width, taken) - shift
+        same = kind.axis in taken and bool((values == values.reshape(-1)[:1]).all())
+        if kind.axis != WHOLE and not same and (kind.axis in taken or not call.types.uniform(values, kind, axis)):
+            doubt = doubt or "constants written at places in the batch"
+        return kind.doubted(doubt) if doubt else kind
+    if rows is None:
+        return Mixed(doubt) if doubt else None
+    if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
+        doubt = doubt or "values that differ between places in the batch"
+    return _placed(call, self, kind, indices, rows, width, doubt)
+
+
+def put_back(
+    call: Call, self: Tensor, kind: Rows | None, indices: Sequence[Positions | None], rows: Rows, doubt: str
+) -> Type:
+    """All rows, written or added at positions that several samples decide; None if that is not the case."""
+    axis = next(place for place, item in enumerate(indices) if item is not None)
+    item, length = indices[axis], self.shape[axis]
+    if item is None or len([i for i in indices if i is not None]) > 1 or item.values.ndim != 1 or rows.axis != 0:
+        return None
+    if rows.slots is None and not isinstance(item.kind, Mixed):
+        return None
+    values, ids, count = item.values.cpu(), spread(rows), call.types.num_samples
+    if len(values) != len(ids) or doubt or not equally_often(values, length):
+        return None
+    if rows.slots is not None:  # back to where they were: fixed places, whatever the order was
+        if rows.of % length or not torch.equal(rows.slots // (rows.of // length), values):
+            return call.mixed("at other places than where rows were")
+        if len(values) != length and not _adds(call):
+            return call.mixed("several at one place")
+        found = gathered(torch.empty(length, dtype=torch.int64).index_put((values,), ids), axis, count, "")
+        whole = bool((spread(found)[values] == ids).all())
+        return (
+            found if whole and (kind is None or same_rows(kind, found)) else call.mixed("at positions of other samples")
+        )
+    if len(values) != length or kind is not None:
+        return None
+    slots, of = slots_of(rows, count)
+    inverse = torch.empty(length, dtype=torch.int64).index_put((values,), torch.arange(length))
+    return shuffled(ids[inverse], axis, slots[inverse], of, count, False)
+
+
+def _adds(call: Call) -> bool:
+    return "add" in call.name or call.arg(3, "accumulate", False) is True
+
+
+def _placed(
+    call: Call, self: Tensor, kind: Rows | None, indices: Sequence[Positions | None], rows: Rows, width: int, doubt: str
+) -> Type:
+    """Rows written at positions of their own samples, on some indexed axis."""
+    samples = spread(rows) if rows.axis != WHOLE else rows.ids
+    if samples is None:
+        samples = torch.zeros(1, dtype=torch.int64)
+    found: list[Type] = []
+    for axis, item in enumerate(indices):
+        if item is None or (kind is not None and kind.axis not in (axis, WHOLE)):
+            continue
+        own = kind if kind is not None else _own(call, self, axis, item, samples, rows, width)
+        if own is None or own.axis != axis:
+            continue
+        target = spread(own)[item.values.cpu()]
+        shape = [1] * width
+        if rows.axis != WHOLE:
+            shape[rows.axis] = len(samples)
+        wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
+        if bool((target == wanted).all()):
+            problem = doubt or doubt_of(item) or _others(call, indices, item, rows, width)
+            if kind is None and not call.types.uniform(self, own, axis):
+                problem = problem or "a tensor whose values differ between places in the batch"
+            found.append(own.doubted(problem) if problem else own)
+    return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
+
+
+def _others(call: Call, indices: Sequence[Positions | None], own: Positions, rows: Rows, width: int) -> str:
+    """Why positions on the other axes may depend on other samples, or on the place of a row; empty if they do not."""
+    for item in indices:
+        if item is None or item is own:
+            continue
+        if isinstance(item.kind, Mixed):
+            return f"positions from {item.kind.reason}"
+        if item.kind is not None or rows.axis == WHOLE:
+            continue
+        if not call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim)):
+            return "positions that differ between places in the batch"
+    return ""
+
+
+def _own(call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, rows: Rows, width: int) -> Rows | None:
+    """Rows of a tensor of constants, from the first samples that are written at positions of an axis."""
+    count, length = call.types.num_samples, self.shape[axis]
+    flat = item.values.reshape(-1).cpu()
+    own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
+    if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and all_once(flat, length):
+        return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
+    shape = [1] * width
+    if rows.axis != WHOLE:
+        shape[rows.axis] = len(samples)
+    wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
+    values = item.values.cpu()
+    if item.kind is None:  # fixed positions: each must be of one sample
+        owner = torch.full((length,), -1)
+        owner[values] = wanted.expand(values.shape)
+        period = len(samples.unique())  # type: ignore[no-untyped-call]
+        if bool((owner < 0).any()) and length % period == 0:  # places that are left out are as those beside them
+            owner = owner.view(-1, period).amax(0).repeat(length // period)
+        if bool((owner >= 0).all()) and bool((owner[values] == wanted).all()):
+            return gathered(owner, axis, count, "")
+    if length % count:
+        return None
+    other = length // count
+    if bool((values // other == wanted).all()):
+        return Rows(axis, count, 1, other)
+    return Rows(axis, count, other, 1) if bool((values % count == wanted).all()) else None
+
+
+FAMILY: dict[str, Handler] = {
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), index_put),
+    **dict.fromkeys(("index_add", "index_copy"), index_add),
+}

@@ -1,0 +1,66 @@
+"""Places that a mask selects, in the order of the batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, gathered, spread
+
+
+def nonzero(call: Call) -> Type:
+    """The coordinates of what is not zero, (N, ndim): each of the sample that it is found in."""
+    input: Tensor = call.args[0]
+    kind = call.type_of(input)
+    if isinstance(kind, Mixed):
+        return kind._replace(shaped=True)
+    if kind is None or kind.axis == WHOLE:
+        return kind and kind._replace(ragged=True)
+    ids = spread(kind)[call.out[:, kind.axis].cpu()]
+    return gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True)
+
+
+def masked_scatter(call: Call) -> Type:
+    """`self[mask] = source`, in order: each sample must have as many places as its own source has numbers."""
+    self, mask, source = call.args[:3]
+    kind, filled = call.type_of(self), call.type_of(source)
+    if isinstance(kind, Mixed) or isinstance(filled, Mixed):
+        return kind if isinstance(kind, Mixed) else filled
+    if call.type_of(mask) is None and kind is None and filled is None:
+        return None
+    mask_rows = combined(call, [broadcast(self, self.ndim), broadcast(mask, self.ndim)])
+    if (
+        filled is None
+        or not isinstance(mask_rows, Rows)
+        or mask_rows.axis != 0
+        or mask_rows.ids is not None
+        or mask_rows.pre != 1
+    ):
+        return call.mixed("in the order of the batch")
+    if not isinstance(filled, Rows) or filled.axis != 0 or filled.ids is not None or filled.pre != 1:
+        return call.mixed("in the order of the batch")
+    places_B = mask.expand_as(self).reshape(call.types.num_samples, -1).sum(1)
+    if not bool((places_B == source.numel() // call.types.num_samples).all()):
+        return mask_rows.doubted("masked_scatter with counts that differ between samples")
+    return mask_rows.doubted(filled.doubt) if filled.doubt else mask_rows
+
+
+def masked_scatter_backward(call: Call) -> Type:
+    """`(grad, mask, sizes)`: the gradient of the source."""
+    grad, mask, sizes = call.args[:3]
+    kind = combined(call, [broadcast(grad, grad.ndim), broadcast(mask, grad.ndim)])
+    if not isinstance(kind, Rows) or kind.axis != 0 or kind.ids is not None or kind.pre != 1:
+        return kind if isinstance(kind, Mixed) else call.mixed()
+    count = call.types.num_samples
+    places_B = mask.expand_as(grad).reshape(count, -1).sum(1)
+    wanted = call.out.numel() // count
+    if sizes[0] % count or not bool((places_B == wanted).all()):
+        return call.mixed("with counts that differ between samples")
+    return Rows(0, count, 1, sizes[0] // count, doubt=kind.doubt)
+
+
+FAMILY: dict[str, Handler] = {
+    "nonzero": nonzero,
+    "masked_scatter": masked_scatter,
+    "masked_scatter_backward": masked_scatter_backward,
+}

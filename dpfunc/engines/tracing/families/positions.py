@@ -1,0 +1,94 @@
+"""Positions on the axes of a tensor: their values, and what they depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Type
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, gathered, same_ids, same_slots, spread
+
+
+class Positions(NamedTuple):
+    """Positions on one axis: the values, and what they depend on."""
+
+    values: Tensor
+    kind: Type
+
+
+def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positions | None]:
+    """Masks as lists of positions, one an axis."""
+    found: list[Positions | None] = []
+    for index in indices:
+        if index is None:
+            found.append(None)
+        elif index.dtype in (torch.bool, torch.uint8):
+            kind = call.type_of(index)
+            places = index.nonzero()
+            if isinstance(kind, Rows) and kind.axis != WHOLE:
+                kind = gathered(spread(kind)[places[:, kind.axis].cpu()], 0, call.types.num_samples, kind.doubt)
+                kind = kind._replace(ragged=True)
+            found.extend(Positions(places[:, axis], kind) for axis in range(index.ndim))
+        else:
+            found.append(Positions(index, call.type_of(index)))
+    return found
+
+
+def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
+    """The axis along which the samples of positions change, and the sample at each place of it."""
+    changing = [
+        axis for axis in range(target.ndim)
+        if target.shape[axis] > 1 and not bool((target == target.narrow(axis, 0, 1)).all())
+    ]  # fmt: skip
+    if len(changing) > 1 or not target.numel():
+        return None
+    axis = changing[0] if changing else WHOLE
+    if axis == WHOLE:
+        return WHOLE, target.reshape(-1)[:1]
+    others = [0] * target.ndim
+    line = target[tuple(slice(None) if k == axis else others[k] for k in range(target.ndim))]
+    return axis, line
+
+
+def doubt_of(positions: Positions) -> str:
+    """Why positions on the axis of the samples may depend on other samples; empty if they do not.
+
+    Positions that several samples decide are looked at before, in `reordered` and `put_back`.
+    """
+    if isinstance(positions.kind, Mixed):
+        return f"positions from {positions.kind.reason}"
+    return positions.kind.doubt if isinstance(positions.kind, Rows) else ""
+
+
+def all_once(flat: Tensor, length: int) -> bool:
+    """True if positions are a permutation."""
+    return bool((flat.sort().values == torch.arange(length, device=flat.device)).all())
+
+
+def equally_often(values: Tensor, length: int) -> bool:
+    """True if positions are all of `length`, each as often."""
+    if not length or not len(values) or len(values) % length:
+        return False
+    return bool((values.sort().values == torch.arange(length).repeat_interleave(len(values) // length)).all())
+
+
+def place_of(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, list[int]]:
+    """Where the common axes of the positions begin in the result, how many they are, and the axes that are indexed."""
+    taken = [axis for axis, index in enumerate(indices) if index is not None]
+    width = max(index.values.ndim for index in indices if index is not None)
+    adjacent = taken == list(range(taken[0], taken[-1] + 1))
+    return (taken[0] if adjacent else 0), width, taken
+
+
+def kept_axis(axis: int, start: int, width: int, taken: Sequence[int]) -> int:
+    """Where an axis that is not indexed is in the result."""
+    before = sum(other < axis for other in taken)
+    return axis - before + (width if axis - before >= start else 0)
+
+
+def same_rows(one: Rows, other: Rows) -> bool:
+    """True if positions of two axes belong to the same samples, in the same order."""
+    return same_ids(spread(one), spread(other)) and same_slots(one, other)

@@ -1,0 +1,124 @@
+"""Operations of ATen: what is known of each before its arguments are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from dpfunc.engines.collectives import communicates
+from dpfunc.engines.draws import draws_numbers
+from dpfunc.engines.tracing.call import Call
+from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES
+
+
+class Kind(Enum):
+    """The state of knowledge of an operation before its arguments are known."""
+
+    VIEW = 0
+    POINTWISE = 1
+    FAMILY = 2
+    UNKNOWN = 3
+    FILLED = 4
+    RANDOM = 5
+
+
+@dataclass(frozen=True)
+class Known:
+    """An operation.
+
+    Args:
+        kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
+            name, that it writes into. random: it draws random numbers. exchange: it communicates.
+    """
+
+    kind: Kind
+    name: str
+    handler: Callable[[Call], Any] | None
+    written: tuple[int | str, ...]
+    random: bool = False
+    exchange: bool = False
+
+
+FILLED = frozenset((
+    "zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones",
+    "new_full", "new_empty", "scalar_tensor", "empty_strided", "new_empty_strided", "_efficientzerotensor", "fill_",
+    "zero_", "empty_permuted",
+))  # fmt: skip
+RANDOM = frozenset((
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_",
+    "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli", "normal",
+))  # fmt: skip
+ALIASES = frozenset((
+    "_unsafe_view", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "detach", "detach_", "alias", "set_",
+    "resize_", "_conj", "_neg_view", "as_strided_",
+))  # fmt: skip
+# Collectives of torch's own wrappers; those that only wait give their argument back.
+EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
+# What keeps "true for all, so true for each" and "false for any, so false for each".
+AGREEING = frozenset(("all", "any", "clone", "_to_copy"))
+# Their results have the shape of their first argument, whatever they write into it.
+PLACING = frozenset((
+    "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add",
+    "scatter_reduce", "masked_scatter", "slice_scatter", "select_scatter",
+))  # fmt: skip
+# They write statistics into arguments 3 and 4, which their schema does not say.
+WRITING_STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+# Families that know what to do with rows in an order that depends on several samples.
+ORDERED = frozenset((
+    "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy",
+    "index_select", "sort", "_pack_padded_sequence", "_pack_padded_sequence_backward",
+))  # fmt: skip
+COPYING = frozenset(("clone", "_to_copy", "contiguous"))
+
+_known: dict[Any, Known] = {}
+
+
+def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
+    """Look up an operation, once."""
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = _look_up(func)
+    return found
+
+
+def _look_up(func: Any) -> Known:  # noqa: ANN401
+    if not isinstance(func, torch._ops.OpOverload):
+        return Known(Kind.UNKNOWN, str(func), None, ())
+    schema, name = func._schema, func._schema.name.rpartition("::")[2]
+    arguments = schema.arguments
+    written = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    found = _kind_of(func, name, written)
+    return replace(found, random=draws_numbers(func), exchange=communicates(func))
+
+
+def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # noqa: ANN401
+    own = func.namespace in ("aten", "prims")
+    plain = name.rstrip("_") if not name.startswith("__") else name
+    if name == "lift_fresh":  # a tensor made of Python numbers
+        return Known(Kind.UNKNOWN, name, None, ())
+    if name in FILLED:
+        return Known(Kind.FILLED, name, None, written)
+    if name in RANDOM:
+        return Known(Kind.RANDOM, name, None, written)
+    if func.namespace in EXCHANGING and plain in EXCHANGES:
+        return Known(Kind.FAMILY, name, EXCHANGES[plain], written)
+    if func.is_view or name in ALIASES or (func.namespace in EXCHANGING and name in WAITING):
+        return Known(Kind.VIEW, name, None, ())
+    if own and plain in FAMILIES:
+        return Known(Kind.FAMILY, name, FAMILIES[plain], written)
+    pointwise = torch.Tag.pointwise in func.tags
+    if not pointwise and own:
+        packet = getattr(torch.ops.aten, plain, None)
+        pointwise = packet is not None and any(
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        )
+    return Known(Kind.POINTWISE if pointwise else Kind.UNKNOWN, name, None, written)

@@ -1,0 +1,156 @@
+"""Results of operations: their types, from those of the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
+from dpfunc.engines.tracing.entries import Constant, key_of, part
+from dpfunc.engines.tracing.operations import AGREEING, COPYING, ORDERED, PLACING, WRITING_STATISTICS, Kind, Known
+from dpfunc.engines.tracing.readers import DRAWING, listed, reader
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
+
+if TYPE_CHECKING:
+    from dpfunc.engines.tracing.trace import Trace
+
+
+def type_results(trace: Trace, known: Known, call: Call) -> None:
+    results = list(call.out) if isinstance(call.out, (list, tuple)) else [call.out]
+    if known.kind is Kind.FILLED or known.kind is Kind.RANDOM:
+        kind: Type = None
+        entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
+        if known.name in ("bernoulli", "normal"):
+            kind = _pointwise(trace, call)
+            entry = Constant.RANDOM if _lawful(trace, call.tensors()) else Constant.ANY
+        elif trace.ragged:  # how many there are depends on values
+            same = (tensor for tensor in call.tensors() if tensor.shape == results[0].shape)
+            kind = next((kind for kind in map(partial(_shaped, trace), same) if kind is not None), None)
+        for result in tensors_of(results):
+            trace.store(result, kind, entry)
+        return
+    inputs = call.tensors()
+    if all(trace.type_of(tensor) is None for tensor in inputs):
+        constant = constant_of(trace, known, inputs)
+        for result in tensors_of(results):
+            if key_of(part(result)) not in trace.entries:
+                trace.note(part(result), constant)
+        return
+    kinds = types_of(trace, known, call, len(results))
+    for result, kind in zip(results, kinds, strict=True):
+        if isinstance(result, Tensor):
+            trace.store(result, kind, Constant.ANY)
+    if known.name in WRITING_STATISTICS and call.args[5] is True:
+        for statistic in tensors_of(call.args[3:5]):
+            if key_of(part(statistic)) in trace.entries:
+                trace.note(part(statistic), Mixed(f"statistics of {known.name}"))
+
+
+def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:
+    if trace.alone and known.name not in ("_local_scalar_dense", "equal"):
+        return [Rows(WHOLE, 1) if _whole(trace, call) else Mixed(known.name)] * count
+    if known.kind is Kind.POINTWISE:
+        kind: Any = _pointwise(trace, call)
+    elif known.handler is not None:
+        kind = known.handler(call)
+    else:
+        kind = assumed(call, f"{known.name}, which is not in the table of operations")
+    kinds = kind if isinstance(kind, list) else [kind] * count
+    if trace.ragged and known.name.rstrip("_") not in PLACING and any(map(partial(_shaped, trace), call.tensors())):
+        kinds = [found._replace(shaped=True) if isinstance(found, Mixed) else found and found._replace(ragged=True)
+                 for found in kinds]  # fmt: skip
+    if known.name not in AGREEING:
+        kinds = [found._replace(agrees=None) if isinstance(found, Mixed) and found.agrees is not None else found
+                 for found in kinds]  # fmt: skip
+    if trace.shuffled and known.name.rstrip("_") not in ORDERED:
+        kinds = _still_shuffled(trace, call, kinds)
+    return kinds if len(kinds) == count else (kinds + [Mixed(known.name)] * count)[:count]
+
+
+def _shaped(trace: Trace, tensor: Tensor) -> Type:
+    """The type of a tensor whose shape depends on values."""
+    entry = trace.entries.get(key_of(part(tensor)))
+    kind = entry[1] if entry is not None and isinstance(entry[1], Mixed) else trace.type_of(tensor)
+    return kind if (kind.ragged if isinstance(kind, Rows) else kind is not None and kind.shaped) else None
+
+
+def _lawful(trace: Trace, inputs: Sequence[Tensor]) -> bool:
+    """True if numbers drawn with these parameters all have the same law."""
+    entries = [trace.entries.get(key_of(part(tensor))) for tensor in inputs if tensor.numel() > 1]
+    return all(entry is not None and entry[1] in (Constant.EQUAL, Constant.RANDOM) for entry in entries)
+
+
+def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constant:
+    """Elementwise functions of equal, and of equally random, numbers are such again."""
+    if known.name in ("lift_fresh", "lift_fresh_copy"):  # made of Python or NumPy numbers
+        module, _, name = reader()
+        return Constant.RANDOM if listed(DRAWING, module, name) else Constant.ANY
+    if known.kind is not Kind.POINTWISE and known.name not in COPYING:
+        return Constant.ANY
+    found = [trace.entries.get(key_of(part(tensor))) for tensor in inputs if tensor.numel() > 1]
+    kinds = [entry[1] if entry is not None else Constant.ANY for entry in found]
+    if any(kind is not Constant.EQUAL and kind is not Constant.RANDOM for kind in kinds):
+        return Constant.ANY
+    return Constant.RANDOM if Constant.RANDOM in kinds else Constant.EQUAL
+
+
+def _still_shuffled(trace: Trace, call: Call, kinds: list[Type]) -> list[Type]:
+    """An operation that does not say that its result is in another order than its arguments were has a doubt."""
+    given = (trace.type_of(tensor) for tensor in call.tensors())
+    if all(not isinstance(kind, Rows) or kind.slots is None for kind in given):
+        return kinds
+    reason = f"{call.name} of rows whose order depends on several samples"
+    return [kind.doubted(reason) if isinstance(kind, Rows) and kind.slots is None else kind for kind in kinds]
+
+
+def _whole(trace: Trace, call: Call) -> bool:
+    """Of a row alone: nothing reaches over its own memory."""
+    return not any(isinstance(trace.type_of(tensor), Mixed) for tensor in call.tensors())
+
+
+def _pointwise(trace: Trace, call: Call) -> Type:
+    out = call.out if isinstance(call.out, Tensor) else next(iter(tensors_of([call.out])))
+    kind = combined(call, [broadcast(tensor, out.ndim) for tensor in call.tensors()])
+    if call.name == "add" and isinstance(kind, Rows) and kind.doubt and not out.is_floating_point():
+        for tensor in call.tensors():  # places of the samples' own, to which those of the samples are added
+            own = trace.type_of(tensor)
+            if isinstance(own, Rows) and not own.doubt and own.axis == 0:
+                trace.remember(tensor)
+    return kind
+
+
+def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:  # noqa: ANN401
+    """Views that are copies: of tensors of inference mode, `reshape` and `to` are operations of their own."""
+    if (
+        isinstance(results, Tensor)
+        and args
+        and isinstance(args[0], Tensor)
+        and key_of(part(results)) == key_of(part(args[0]))
+    ):
+        return
+    inputs = list(tensors_of((*args, *kwargs.values())))
+    for result in tensors_of([results]):
+        if not any(key_of(part(result)) == key_of(part(tensor)) for tensor in inputs):
+            kind = trace.type_of(inputs[0]) if inputs else None
+            moved = kind is not None and result.shape != inputs[0].shape
+            trace.store(result, Mixed(f"{known.name}, which copies") if moved else kind, Constant.ANY)
+
+
+def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
+    """A collective without an entry: what takes part in it, and depends on the batch, is mixed."""
+    tensors = [*call.tensors(), *tensors_of([call.out])]
+    if any(trace.type_of(tensor) is not None for tensor in tensors):
+        for tensor in tensors:
+            trace.note(part(tensor), Mixed(f"{known.name} over processes"))
+
+
+def check_complete(trace: Trace, known: Known, call: Call) -> None:
+    """A split tensor that does not have all samples may be put together with others where nobody looks."""
+    for kind in map(trace.type_of, call.tensors()):
+        if isinstance(kind, Rows) and (kind.axis == WHOLE or kind.ids is not None or kind.count != trace.num_samples):
+            for result in tensors_of([call.out]):
+                trace.note(part(result), Mixed(f"{known.name} of a split tensor with a part of the samples"))
+            return

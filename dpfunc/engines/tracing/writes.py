@@ -1,0 +1,185 @@
+"""Writes in place: what they do to the type of a memory, and those that are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.tracing import rows as rows_module
+from dpfunc.engines.tracing.call import Call, Type, broadcast, combined, tensors_of
+from dpfunc.engines.tracing.entries import Constant, Entry, doubted, fits, key_of, part
+from dpfunc.engines.tracing.operations import Kind, Known
+from dpfunc.engines.tracing.results import constant_of, types_of
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, stored
+from dpfunc.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from dpfunc.engines.tracing.trace import Trace
+
+
+def before(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
+    """The numbers of a tensor of constants before those of the batch are computed into it.
+
+    They are kept until it is known on which axis the samples are: then they must be the same for each.
+    """
+    if 0 not in known.written or known.kind is not Kind.POINTWISE or not isinstance(args[0], Tensor) or trace.alone:
+        return None
+    entry = trace.entries.get(key_of(part(args[0])))
+    if entry is None or entry[1] is not Constant.ANY or all(trace.type_of(t) is None for t in tensors_of(args[1:])):
+        return None
+    own = part(args[0]).detach()
+    numbers = own.new_empty(0).set_(own.untyped_storage().clone())  # type: ignore[no-untyped-call]
+    trace.hold(numbers)
+    held = numbers.as_strided(own.shape, own.stride(), own.storage_offset())
+    trace.note(held, Constant.ANY)
+    return held
+
+
+def _was_uniform(trace: Trace, made: Stored) -> bool:
+    """True if each row of this memory was the same before the last write."""
+    held = trace.let_go()
+    if held is None:
+        return False
+    numbers = held.view(torch.uint8)[made.base :]
+    if len(numbers) != made.step * made.count:
+        return False
+    rows = numbers.view(made.count, made.step)
+    return bool((rows == rows[:1]).all())
+
+
+def refuse_writes(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before anything is written: into the caller's batch, or values of the batch into memory from outside."""
+    for place in known.written:
+        given = args[place] if isinstance(place, int) and place < len(args) else kwargs.get(str(place))
+        for target in tensors_of([given]):
+            own = part(target)
+            if own.layout is not torch.strided or not own.numel():
+                continue
+            found = trace.entries.get(key_of(own))
+            if found is not None and isinstance(found[1], Stored) and found[1].end:
+                raise UnsupportedModel(
+                    f"The loss writes into a tensor of its batch ({known.name}), which others share. Clone it first."
+                )
+            if found is None:
+                _refuse_outside(trace, known, target, args, kwargs)
+
+
+def _refuse_outside(trace: Trace, known: Known, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    trace.type_of(target)  # refuses what an earlier step has left
+    if any(trace.type_of(tensor) is not None for tensor in tensors_of((*args, *kwargs.values()))):
+        raise UnsupportedModel(
+            f"The loss writes values of the batch ({known.name}) into a tensor {tuple(target.shape)} that was made "
+            "outside of it (a buffer, a memory bank, a codebook): records of one step would reach the gradients "
+            "of the next. Use out-of-place operations, model.eval(), or replace the layer."
+        )
+
+
+def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None:
+    targets = [args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
+    flat = list(tensors_of(targets))
+    if known.kind in (Kind.FILLED, Kind.RANDOM):
+        given = [tensor for tensor in call.tensors() if not any(tensor is target for target in flat)]
+        kinds: list[Type] = [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat]
+    elif known.name == "copy_":
+        kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
+    elif all(trace.type_of(tensor) is None for tensor in call.tensors()):
+        kinds = [None] * len(flat)
+    else:
+        kinds = types_of(trace, known, call, len(flat))
+    made = constant_of(trace, known, call.tensors())
+    for target, kind in zip(flat, kinds, strict=True):
+        _overwrite(trace, part(target), kind, known, made)
+    for result in tensors_of([call.out]):
+        if not any(result is target for target in flat) and key_of(part(result)) not in trace.entries:
+            trace.store(result, kinds[0], Constant.ANY)
+
+
+def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Constant) -> None:
+    key = key_of(target)
+    known_entry = trace.entries.get(key)
+    if known_entry is None and kind is None:
+        return
+    entry = Constant.ANY if known_entry is None else known_entry[1]
+    if isinstance(kind, Rows) and not fits(kind, target):
+        kind = Mixed("a result of another shape than was expected")
+    if trace.alone and isinstance(kind, Rows) and not isinstance(entry, Mixed):
+        trace.note(target, stored(kind, target))
+        return
+    whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+    if (isinstance(entry, Stored) and entry.ragged) or (isinstance(entry, Mixed) and entry.shaped):
+        if whole and kind is None:  # its shape still depends on values
+            return
+        kind = _shaped_by(trace, target, entry, kind)
+    if kind is None:
+        _overwrite_by_constant(trace, target, entry, known, whole, made)
+    elif isinstance(kind, Mixed):
+        trace.note(target, kind if whole or not isinstance(entry, Stored) else doubted(entry, kind.reason))
+    else:
+        trace.note(target, _joined(trace, target, kind, entry, whole))
+
+
+def _shaped_by(trace: Trace, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
+    """The type of what is written into a tensor whose shape depends on values: its own rows, or it is mixed."""
+    if isinstance(kind, Mixed):
+        return kind._replace(shaped=True)
+    there = located(entry, target, trace.num_samples) if isinstance(entry, Stored) else None
+    if kind is None or (there is not None and there.axis == kind.axis and rows_module.alike(there, kind)):
+        return kind
+    return Mixed("a write into a tensor whose shape depends on values of the batch", shaped=True)
+
+
+def _overwrite_by_constant(
+    trace: Trace, target: Tensor, entry: Entry, known: Known, whole: bool, made: Constant
+) -> None:
+    if isinstance(entry, Constant):
+        kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, made)
+        trace.note(target, kept if whole else Constant.ANY)
+    elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
+        trace.note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
+    elif isinstance(entry, Stored) and not trace.alone:
+        there = located(entry, target, trace.num_samples)
+        if there is not None and there.doubt:
+            trace.note(target, doubted(entry, there.doubt))
+            return
+        every = there is not None and there.count == entry.count and (there.axis != WHOLE or entry.count == 1)
+        drawn = known.kind is Kind.FILLED or known.kind is Kind.RANDOM or made is not Constant.ANY
+        if not every or there is None or not (drawn or rows_module.uniform(target, there, there.axis)):
+            trace.note(target, doubted(entry, "a write of constants that differ between places in the batch"))
+
+
+def _joined(trace: Trace, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:
+    """The entry of the memory of a tensor after rows were written into it."""
+    if trace.alone:
+        return entry if isinstance(entry, Mixed) else stored(Rows(WHOLE, 1), target)
+    if isinstance(entry, Mixed):
+        return stored(kind, target) if whole else entry
+    if isinstance(entry, Constant):
+        made = stored(kind, target) if whole else _beginning(trace, target, kind)
+        if made is None:
+            return Mixed("a write into a part of a tensor")
+        if not whole and entry is not Constant.EQUAL and not _was_uniform(trace, made):
+            return doubted(made, "a write into a tensor whose other values differ between positions")
+        return made
+    there = located(entry, target, trace.num_samples)
+    if there is None or there.axis != kind.axis or not rows_module.alike(there, kind):
+        return stored(kind, target) if whole else Mixed("a write over other samples")
+    return doubted(entry, kind.doubt) if kind.doubt else entry
+
+
+def _beginning(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:
+    """Rows of all of a tensor, from those of the first part that is written."""
+    whole = target._base if target._base is not None else target
+    if kind.axis != WHOLE and kind.ids is None and kind.count == trace.num_samples:
+        return replace(stored(kind, target), base=int(whole.storage_offset()) * whole.element_size())
+    ids = rows_module.spread(kind) if kind.axis != WHOLE else kind.ids
+    for axis, length in enumerate(whole.shape):  # one sample, or some: the axis on which they lie at their places
+        if length != trace.num_samples or ids is None:
+            continue
+        made = stored(Rows(axis, length, doubt=kind.doubt), whole)
+        there = located(made, target, trace.num_samples)
+        if there is not None and there.axis == kind.axis and rows_module.alike(there, kind):
+            return made
+    return None
