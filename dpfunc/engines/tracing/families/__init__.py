@@ -9,23 +9,45 @@ from __future__ import annotations
 from dpfunc.engines.tracing.call import Handler
 from dpfunc.engines.tracing.families import (
     along,
+    attention,
+    convolutions,
     exchanges,
     indexing_read,
     indexing_write,
     layers,
     lookups,
+    losses,
     masks,
+    norms,
     packed,
+    pools,
     products,
     reading,
+    recurrent,
     shaping,
     tables,
 )
 
-FAMILIES: dict[str, Handler] = {
-    **along.FAMILY, **indexing_read.FAMILY, **indexing_write.FAMILY, **layers.FAMILY, **lookups.FAMILY, **masks.FAMILY,
-    **packed.FAMILY, **products.FAMILY, **reading.FAMILY, **shaping.FAMILY, **tables.FAMILY,
-}  # fmt: skip
+_TABLES = (
+    along,
+    attention,
+    convolutions,
+    indexing_read,
+    indexing_write,
+    layers,
+    lookups,
+    losses,
+    masks,
+    norms,
+    packed,
+    pools,
+    products,
+    reading,
+    recurrent,
+    shaping,
+    tables,
+)
+FAMILIES: dict[str, Handler] = {name: handler for family in _TABLES for name, handler in family.FAMILY.items()}
 
 EXCHANGES: dict[str, Handler] = dict(exchanges.FAMILY)
 """Collectives of torch's own wrappers, which are not ATen operations."""

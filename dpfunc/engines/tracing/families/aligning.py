@@ -1,0 +1,18 @@
+"""Tensors beside the samples: on axis 0 of all, or on no axis."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Aligned, Call, Type, combined, leading
+
+
+def first_axis(call: Call) -> Type:
+    """Tensors whose samples are on axis 0; everything else is combined."""
+    tensors = [tensor for tensor in call.tensors() if tensor.ndim]
+    return combined(call, [leading(tensor) for tensor in tensors], range(1, 16))
+
+
+def nowhere(tensor: Tensor) -> Aligned:
+    """A tensor that has no axis of samples."""
+    return Aligned(tensor, lambda axis: -1, lambda axis: -1)

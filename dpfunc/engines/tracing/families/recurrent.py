@@ -1,0 +1,48 @@
+"""Recurrent layers that are one operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, combined
+from dpfunc.engines.tracing.families.aligning import nowhere
+from dpfunc.engines.tracing.rows import Rows
+
+
+def _time_first(tensor: Tensor) -> Aligned:
+    """(T, B, d) or (B, d)."""
+    return Aligned(tensor, lambda axis: axis + (tensor.ndim == 2), lambda axis: axis - (tensor.ndim == 2))
+
+
+def recurrent(call: Call) -> list[Type]:
+    """A whole layer over (T, B, d), with its states; the workspace is opaque, and only goes to the backward pass."""
+    states = [call.args[0], *call.args[5:7]]
+    operands = [_time_first(t) for t in states] + [nowhere(t) for t in call.args[1:5] if isinstance(t, Tensor)]
+    kind = combined(call, operands, (0, 2))
+    return [_as_time_first(kind, value) for value in call.out[:-1]] + [None]
+
+
+def _as_time_first(kind: Any, value: object) -> Type:  # noqa: ANN401
+    if isinstance(kind, Rows) and isinstance(value, Tensor) and value.ndim == 2:
+        return kind.moved(0)
+    return kind  # type: ignore[no-any-return]
+
+
+def recurrent_backward(call: Call) -> list[Type]:
+    """Gradients of inputs, four weights, and two states."""
+    tensors = [v for v in call.args if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2]
+    weights = [v for v in call.args[1:5] if isinstance(v, Tensor)]
+    own = [t for t in tensors if not any(t is weight for weight in weights)]
+    kind = combined(call, [_time_first(t) for t in own], (0, 2))
+    mixed = call.mixed("gradient of weights")
+    return [
+        mixed if 1 <= place <= 4 else _as_time_first(kind, value) for place, value in enumerate(call.out)
+    ]  # fmt: skip
+
+
+FAMILY: dict[str, Handler] = {
+    "mkldnn_rnn_layer": recurrent,
+    "mkldnn_rnn_layer_backward": recurrent_backward,
+}  # fmt: skip
