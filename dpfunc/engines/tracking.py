@@ -243,7 +243,9 @@ class Tracker(TorchFunctionMode):
             before: tuple[int, ...] = ()
         else:
             after = tuple(self._shape(func, args, kwargs))
-            before = max((tuple(tracked.tensor.shape) for tracked in found), key=len)
+            shapes = [tuple(tracked.tensor.shape) for tracked in found]
+            longest = max(len(shape) for shape in shapes)  # dynamo does not know max(..., key=len)
+            before = next(shape for shape in shapes if len(shape) == longest)
         return self.places.guessed(key, before, after, private)
 
     def _by_rule(
