@@ -20,6 +20,7 @@ from dpfunc.engines.isolation import COARSE, tolerance_of
 from dpfunc.engines.lockstep import in_lockstep, of_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample
+from dpfunc.engines.replicas import anywhere
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed
 from dpfunc.tree import batch_size, rows, signature
@@ -118,14 +119,14 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
     problem = ""
     try:
         problem = _compare(loss_fn, params, batch, credited, chosen)
-        anywhere = bool(of_all(torch.tensor([bool(problem)])))
-        if anywhere and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
+        seen = bool(anywhere(torch.tensor([bool(problem)]), params))
+        if seen and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
             problem = "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
     except OtherDraws:
         problem = "alone it draws other random numbers" if credited.doubts else ""
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
-    if bool(of_all(torch.tensor([bool(problem)]))):
+    if bool(anywhere(torch.tensor([bool(problem)]), params)):
         doubts = (
             f" The trace doubts the step as well: {shorten(list(dict.fromkeys(credited.doubts)))}."
             if credited.doubts

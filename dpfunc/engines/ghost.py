@@ -28,7 +28,7 @@ from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
-from dpfunc.engines.tracing.trace import Trace, following, unseen
+from dpfunc.engines.tracing.trace import Trace, following, unfollowed, unseen
 from dpfunc.engines.tracked import Tracked
 from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends
@@ -86,15 +86,18 @@ class Meter:
         if self.factors is not None and not single:
             return (None,)
         grads = form_grads(use, names, grad, saved)
+        totals: dict[str, Tensor] = {}
         with unseen(), exact(grad.device), torch.no_grad():
             for argument, target in use.targets.items():
                 if argument in single and self.factors is None:
                     self.sq_norms[self.params[target]] = grads[argument].sq_norms()
                 elif argument in single and self.factors is not None:
                     name = self.params[target]
-                    self.sums[name] = reduced(name, grads[argument].weighted_sum(self.factors[name]))
+                    totals[name] = grads[argument].weighted_sum(self.factors[name])
                 elif self.factors is None:
                     self.kept.setdefault(target, []).append(grads[argument])
+        with unfollowed(), torch.no_grad():  # may communicate
+            self.sums.update({name: reduced(name, total) for name, total in totals.items()})
         return (None,)
 
     def _single(self, target: int) -> bool:

@@ -215,7 +215,10 @@ class Tracker(TorchFunctionMode):
             if guess is None:
                 return self._derive(func, args, kwargs, found)
         try:
-            return self._by_rule(func, args, kwargs, tensors, found, key, guess)
+            result = self._by_rule(func, args, kwargs, tensors, found, key, guess)
+            if guess is not None and not self.places.assigned(result, guess):
+                raise no_rule(func, tensors, found)
+            return result
         except UnsupportedModel:
             if guess is None or any(tensor.requires_grad for tensor in others):
                 raise

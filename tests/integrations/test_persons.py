@@ -95,9 +95,9 @@ def test_T7_engines_agree_on_persons(engine, name):
         assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-9), param
 
 
-@pytest.mark.parametrize(("name", "taken"), [("BERT", "bookkeeping"), ("GPT-2", "bookkeeping"), ("torch", "vmap")])
+@pytest.mark.parametrize(("name", "taken"), [("BERT", "bookkeeping"), ("GPT-2", "bookkeeping"), ("torch", "bookkeeping")])
 def test_T7_auto_takes_the_fast_engine(name, taken):
-    """But where positions come before rows on a merged axis, (T * B * K, d), samples are told apart by vmap only."""
+    """Also where positions come before rows on a merged axis, (T * B * K, d)."""
     forward, params, persons, texts = build(name)
     loss_fn = partial(mean_over_texts(MODELS[name][1]), forward)
     engine = auto()

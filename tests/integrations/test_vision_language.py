@@ -91,16 +91,15 @@ def test_L8_parity(processor, name, layout, side):
     assert auto.decision(case.loss_fn).engine == "bookkeeping"
 
 
-def test_L8_what_the_fast_engine_cannot_do_goes_to_the_loop(processor):
-    """All parameters, those without a gradient included, and several images a sample: no rule can be derived."""
+def test_L8_all_parameters_and_several_images(processor):
+    """All parameters, those without a gradient included, and several images a sample."""
     forward, params = functionalize(model_of())
     images, counts = LAYOUTS["up to two"]
     case = Case(answer_loss(forward), params, batch_of(processor, images, counts))
     auto = engines.auto()
     assert max(differences(auto, case, truth_of(case)).values()) < 1e-5
-    assert auto.decision(case.loss_fn).engine == "loop"
-    with pytest.raises(UnsupportedModel, match="no gradient flows there"):
-        engines.bookkeeping()(case.loss_fn, case.params, case.batch)
+    assert auto.decision(case.loss_fn).engine == "bookkeeping"
+    assert auto.decision(case.loss_fn).proven
 
 
 def test_L8_vmap_refuses_clearly(processor):

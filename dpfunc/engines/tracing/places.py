@@ -56,6 +56,10 @@ class Places(Protocol):
         """A leaf holds a private copy of a parameter for each sample on an axis."""
         ...
 
+    def assigned(self, result: Tensor, layout: Layout) -> bool:
+        """Whether the result of a guessed use is the same for each sample; then it has their rows from here on."""
+        ...
+
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A tensor was given to Python."""
         ...
@@ -105,6 +109,10 @@ class Traced:
                     continue
                 self._say(key, Layout(axis))
                 return Layout(axis, guess=(key, axis))
+        first = after[0] if len(after) > len(before) else 0
+        if first > count and first % count == 0 and (key, 0) not in self.wrong:  # several rows a sample
+            self._say(key, Layout(0, 1, first // count))
+            return Layout(0, 1, first // count, guess=(key, 0))
         self._say(key, None)
         return None
 
@@ -147,6 +155,10 @@ class Traced:
     def copied(self, leaf: Tensor, axis: int) -> None:
         """Its memory has the rows of the samples from here on."""
         self.trace.copied(leaf, axis)
+
+    def assigned(self, result: Tensor, layout: Layout) -> bool:
+        """By its values."""
+        return self.trace.assigned(result, Rows(layout.axis, self.trace.num_samples, layout.pre, layout.post))
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """A doubt, if the tensor depends on the batch."""
@@ -213,6 +225,10 @@ class Remembered:
 
     def copied(self, leaf: Tensor, axis: int) -> None:
         """Nothing to do."""
+
+    def assigned(self, result: Tensor, layout: Layout) -> bool:
+        """As it was."""
+        return True
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
         """dynamo does not compile that."""

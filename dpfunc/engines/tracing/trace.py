@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from dpfunc.engines.collectives import check_own, note_meshes
 from dpfunc.engines.draws import Draw, drawn
@@ -244,6 +244,13 @@ class Trace(TorchDispatchMode):
         held, self.held = self.held, None
         return held
 
+    def assigned(self, result: Tensor, rows: Rows) -> bool:
+        """A new tensor that is the same for each sample gets their rows; false if it is not the same."""
+        same = self.uniform(result, rows, rows.axis)
+        if same and self.type_of(result) is None:
+            self.note(part(result), stored(rows, part(result)))
+        return same
+
     def copied(self, leaf: Tensor, axis: int) -> None:
         """A new tensor has one row for each sample on an axis."""
         own = part(leaf)
@@ -366,6 +373,13 @@ def unseen() -> Iterator[None]:
         yield
         return
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+@contextmanager
+def unfollowed() -> Iterator[None]:
+    """Inside, the engine's own operations are not followed, also those on tensors that are split over processes."""
+    with _disable_current_modes():
         yield
 
 

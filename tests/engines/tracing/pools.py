@@ -592,7 +592,7 @@ def pooled(m: Any, x: Tensor) -> Any:
 
 def drawn(m: Any, x: Tensor) -> Any:
     kind = m.kind(x)
-    if isinstance(kind, Rows) and (kind.ids is not None or kind.ranked):
+    if isinstance(kind, Rows) and (kind.ids is not None or kind.slots is not None):
         raise ValueError("random numbers of each place go to samples by their order, with the same law")
     seed = m.rng.randrange(1 << 20)
     return seeded(seed, m.rng.choice([
