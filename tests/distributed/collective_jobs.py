@@ -184,7 +184,10 @@ def late_use(engine, independent, unproven):
             outputs = outputs + torch.where(large_B1, batch @ params["w"].T, 0.0)
         return outputs.square().sum(1)
 
-    run, params = getattr(engines, engine)(unproven=unproven), {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))}
+    run, params = (
+        getattr(engines, engine)(unproven=unproven),
+        {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))},
+    )
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     with in_company(dist.group.WORLD, independent=independent):
         try:

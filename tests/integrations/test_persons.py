@@ -95,7 +95,9 @@ def test_T7_engines_agree_on_persons(engine, name):
         assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-9), param
 
 
-@pytest.mark.parametrize(("name", "taken"), [("BERT", "bookkeeping"), ("GPT-2", "bookkeeping"), ("torch", "bookkeeping")])
+@pytest.mark.parametrize(
+    ("name", "taken"), [("BERT", "bookkeeping"), ("GPT-2", "bookkeeping"), ("torch", "bookkeeping")]
+)
 def test_T7_auto_takes_the_fast_engine(name, taken):
     """Also where positions come before rows on a merged axis, (T * B * K, d)."""
     forward, params, persons, texts = build(name)
