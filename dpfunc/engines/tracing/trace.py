@@ -1,8 +1,7 @@
 """Follows through every operation of a step, forward and backward, which sample each number depends on.
 
-A TorchDispatchMode: it sees what runs below torch's Python functions, also inside of custom autograd functions, of
-hooks and of functions of torch that are made of others. A step in which the loss of each sample, and each gradient that
-is credited to it, has rows without a doubt is proven: nothing of one sample has reached what is credited to another.
+A TorchDispatchMode sees what runs below torch's functions, in custom autograd functions and hooks too. A step in which
+each loss, and each gradient that is credited, has rows without a doubt is proven: samples did not reach each other.
 """
 
 from __future__ import annotations
@@ -93,22 +92,22 @@ class Trace(TorchDispatchMode):
             own = part(leaf)
             if not own.numel():
                 continue
-            if self.alone:
-                place = int(own.storage_offset()) * own.element_size()
-                self.note(own, Stored(place, 1 << 62, 1, None, "", reach(own)))
-                continue
-            if own.stride(0) == 0:
+            if own.stride(0) == 0 and not self.alone:
                 self.doubts.append("a batch whose rows share their memory")
                 continue
-            self.note(own, replace(stored(Rows(0, self.num_samples), own), end=reach(own)))
+            made = replace(stored(Rows(WHOLE if self.alone else 0, self.num_samples), own), end=reach(own))
+            made.base = int(own.storage_offset()) * own.element_size()
+            held = self.entries.get(key_of(own), (None, None))[1]
+            if isinstance(held, Stored):  # columns of one tensor
+                self.doubts += ["a batch whose tensors share memory in different ways"] * (held.step != made.step)
+                made = replace(made, base=min(held.base, made.base), end=max(held.end, made.end))
+            self.note(own, made)
 
     def end(self) -> None:
         """Note what is left of the batch in memory: a later step must not use it."""
         for key, (reference, entry) in self.entries.items():
             if not isinstance(entry, Constant) and not reference.expired():  # type: ignore[no-untyped-call]
                 LEFT[key] = reference
-
-    # -- what tensors depend on
 
     def type_of(self, tensor: Tensor) -> Type:
         """The type of a tensor, from the memory that it lies in."""
@@ -257,10 +256,6 @@ class Trace(TorchDispatchMode):
         if own.numel():
             self.note(own, stored(Rows(axis, self.num_samples), own))
 
-    def equal_rows(self, tensor: Tensor) -> None:
-        """Declare that a new tensor is the same for each sample."""
-        self.note(tensor, Constant.EQUAL)
-
     def note(self, tensor: Tensor, entry: Entry) -> None:
         """Write down what the memory of a tensor depends on."""
         if tensor.layout is not torch.strided:
@@ -272,8 +267,6 @@ class Trace(TorchDispatchMode):
             self.entries[key] = StorageWeakRef(storage), entry  # type: ignore[no-untyped-call]
         else:
             self.entries[key] = known[0], entry
-
-    # -- the mode
 
     def __torch_dispatch__(
         self,
@@ -362,8 +355,7 @@ class Trace(TorchDispatchMode):
 
 def current_trace() -> Trace | None:
     """The trace around the caller, if there is one."""
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Trace)]
-    return modes[-1] if modes else None
+    return next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Trace)), None)
 
 
 @contextmanager
