@@ -129,11 +129,6 @@ def renorm(call: Call) -> Type:
     return combined(call, [broadcast(input, input.ndim)], [axis for axis in range(input.ndim) if axis != kept])
 
 
-def logsumexp_like(call: Call) -> Type:
-    """Reductions whose axes are the argument after the first."""
-    return reduction()(call)
-
-
 def vector_norm(call: Call) -> Type:
     """`linalg_vector_norm(x, ord, dim, keepdim)` and `norm(x, p, dim, keepdim)`."""
     return reduction(2, 3)(call)
