@@ -58,6 +58,7 @@ ALIASES = frozenset((
 ))  # fmt: skip
 # Collectives of torch's own wrappers; those that only wait give their argument back.
 EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+RECEIVING = frozenset(("scatter_", "recv_", "recv_any_source_"))
 WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 # What keeps "true for all, so true for each" and "false for any, so false for each".
 AGREEING = frozenset(("all", "any", "clone", "_to_copy"))

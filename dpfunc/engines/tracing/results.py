@@ -10,7 +10,16 @@ from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
 from dpfunc.engines.tracing.entries import Constant, key_of, part
-from dpfunc.engines.tracing.operations import AGREEING, COPYING, ORDERED, PLACING, WRITING_STATISTICS, Kind, Known
+from dpfunc.engines.tracing.operations import (
+    AGREEING,
+    COPYING,
+    ORDERED,
+    PLACING,
+    RECEIVING,
+    WRITING_STATISTICS,
+    Kind,
+    Known,
+)
 from dpfunc.engines.tracing.readers import DRAWING, listed, reader
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
 
@@ -140,9 +149,12 @@ def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[
 
 
 def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
-    """A collective without an entry: what takes part in it, and depends on the batch, is mixed."""
+    """A collective without an entry: what takes part in it, and depends on the batch, is mixed.
+
+    What is only received has no tensor here that says what it depends on: mixed.
+    """
     tensors = [*call.tensors(), *tensors_of([call.out])]
-    if any(trace.type_of(tensor) is not None for tensor in tensors):
+    if known.name in RECEIVING or any(trace.type_of(tensor) is not None for tensor in tensors):
         for tensor in tensors:
             trace.note(part(tensor), Mixed(f"{known.name} over processes"))
 

@@ -95,8 +95,9 @@ class Trace(TorchDispatchMode):
             if own.stride(0) == 0 and not self.alone:
                 self.doubts.append("a batch whose rows share their memory")
                 continue
-            made = replace(stored(Rows(WHOLE if self.alone else 0, self.num_samples), own), end=reach(own))
-            made.base = int(own.storage_offset()) * own.element_size()
+            start = int(own.storage_offset()) * own.element_size()
+            rows = Rows(WHOLE if self.alone else 0, self.num_samples)
+            made = replace(stored(rows, own), base=start, end=reach(own))
             held = self.entries.get(key_of(own), (None, None))[1]
             if isinstance(held, Stored):  # columns of one tensor
                 self.doubts += ["a batch whose tensors share memory in different ways"] * (held.step != made.step)
