@@ -159,6 +159,8 @@ def stored(rows: Rows, tensor: Tensor) -> Stored:
 def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
     """Rows of any tensor in this memory; a part of rows whose order depends on several samples has a doubt."""
     found = _located(memory, tensor, num_samples)
+    if found is not None and memory.ragged and memory.count > 1 and found.count < memory.count:
+        return found.doubted("a part of rows whose number depends on values of the batch")
     if memory.slots is None or found is None:
         return found
     if found.axis == WHOLE or found.count != memory.count or found.pre > 1 or found.post > 1:

@@ -16,6 +16,7 @@ from dpfunc.engines.tracing.call import Call, Handler, Type
 from dpfunc.engines.tracing.families.positions import (
     Positions,
     doubt_of,
+    doubt_of_counts,
     equally_often,
     expanded_masks,
     kept_axis,
@@ -81,7 +82,7 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     ordered = reordered(call, self, kind, on_samples, ids, start)
     if ordered is not None:
         return ordered if len(given) == 1 else ordered.doubted("several lists of positions in a changed order")
-    doubt = kind.doubt or doubt_of(on_samples)
+    doubt = kind.doubt or doubt_of(on_samples) or doubt_of_counts(kind, on_samples, self.shape[kind.axis])
     if kind.slots is not None:
         doubt = doubt or "positions of samples among rows whose order depends on several samples"
     rows = Rows(WHOLE, 1, ids=ids) if place == WHOLE else gathered(ids, place, call.types.num_samples, "")

@@ -12,6 +12,7 @@ from dpfunc.engines.tracing.families.positions import (
     Positions,
     all_once,
     doubt_of,
+    doubt_of_counts,
     equally_often,
     expanded_masks,
     kept_axis,
@@ -82,7 +83,7 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
             doubt = doubt or doubt_of(item)
     if rows is None and kind is not None:
         axis = -1 if kind.axis == WHOLE or kind.axis in taken else kept_axis(kind.axis, start, width, taken) - shift
-        same = kind.axis in taken and bool((values == values.reshape(-1)[:1]).all())
+        same = kind.axis in taken and _alike_everywhere(self, kind, indices, values)
         if kind.axis != WHOLE and not same and (kind.axis in taken or not call.types.uniform(values, kind, axis)):
             doubt = doubt or "constants written at places in the batch"
         return kind.doubted(doubt) if doubt else kind
@@ -123,6 +124,15 @@ def put_back(
     return shuffled(ids[inverse], axis, slots[inverse], of, count, False)
 
 
+def _alike_everywhere(self: Tensor, kind: Rows, indices: Sequence[Positions | None], values: Tensor) -> bool:
+    """True if the same constants are written for each row: at positions of its own, or at all positions."""
+    item = indices[kind.axis]
+    if item is None or not bool((values == values.reshape(-1)[:1]).all()):
+        return False
+    everywhere = item.values.ndim == 1 and equally_often(item.values.cpu(), self.shape[kind.axis])
+    return isinstance(item.kind, Rows) or everywhere
+
+
 def _adds(call: Call) -> bool:
     return "add" in call.name or call.arg(3, "accumulate", False) is True
 
@@ -147,7 +157,8 @@ def _placed(
             shape[rows.axis] = len(samples)
         wanted = samples.reshape(shape) if rows.axis != WHOLE else samples
         if bool((target == wanted).all()):
-            problem = doubt or doubt_of(item) or _others(call, indices, item, rows, width)
+            problem = doubt or doubt_of(item) or doubt_of_counts(own, item, self.shape[axis])
+            problem = problem or _others(call, indices, item, rows, width)
             if kind is None and not call.types.uniform(self, own, axis):
                 problem = problem or "a tensor whose values differ between places in the batch"
             found.append(own.doubted(problem) if problem else own)

@@ -75,6 +75,13 @@ def equally_often(values: Tensor, length: int) -> bool:
     return bool((values.sort().values == torch.arange(length).repeat_interleave(len(values) // length)).all())
 
 
+def doubt_of_counts(rows: Rows, positions: Positions, length: int) -> str:
+    """Why fixed positions mean other samples where the samples before have other numbers of rows; empty if not so."""
+    if not rows.ragged or positions.kind is not None or len(positions.values.unique()) == length:  # type: ignore[no-untyped-call]
+        return ""
+    return "fixed positions among rows whose number depends on values of the batch"
+
+
 def place_of(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, list[int]]:
     """Where the common axes of the positions begin in the result, how many they are, and the axes that are indexed."""
     taken = [axis for axis, index in enumerate(indices) if index is not None]
