@@ -19,6 +19,7 @@ from dpfunc.engines.collecting import check_differentiable, collect, refuse_esca
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
+from dpfunc.engines.modes import unseen
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
@@ -27,7 +28,7 @@ from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.taps import Catch, as_it_is, leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Places, Remembered, Traced
-from dpfunc.engines.tracing.trace import Misplaced, Trace, following, unseen
+from dpfunc.engines.tracing.trace import Misplaced, Trace, following
 from dpfunc.engines.tracked import Tracked, version
 from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends

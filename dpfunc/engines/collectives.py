@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpfunc.engines.modes import DispatchMode
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
 
@@ -160,7 +160,7 @@ def note_meshes(func: object, args: Sequence[Any], meshes: list[Any]) -> None:
 
 
 @dataclass(eq=False)
-class Listener(TorchDispatchMode):
+class Listener(DispatchMode):
     """Refuses collectives that are not torch's own, and notes on which meshes layers are split.
 
     Args:

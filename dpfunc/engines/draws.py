@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpfunc.engines.modes import DispatchMode
 from dpfunc.rng import generator_state, with_generator_state
 
 
@@ -65,7 +65,7 @@ class OtherDraws(Exception):
     """The row alone draws other numbers than it drew with the others; never leaves the engines."""
 
 
-class Replayed(TorchDispatchMode):
+class Replayed(DispatchMode):
     """Gives row `row` of `num_samples` the numbers that it had among the others, in the order of the draws."""
 
     def __init__(self, draws: Sequence[Draw], row: int, num_samples: int) -> None:

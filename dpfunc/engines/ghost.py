@@ -20,6 +20,7 @@ from dpfunc.engines.draws import Draw
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
+from dpfunc.engines.modes import unfollowed, unseen
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
@@ -28,7 +29,7 @@ from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
-from dpfunc.engines.tracing.trace import Trace, following, unfollowed, unseen
+from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.engines.tracked import Tracked
 from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from dpfunc.engines.modes import unseen
 from dpfunc.engines.sharded import placed, wanted_of, whole_of
 from dpfunc.sharding import is_dtensor
 
@@ -78,7 +79,8 @@ def _caught_whole(catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]) -> tupl
 
 def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A leaf of any shape without memory."""
-    return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_()
+    with unseen():
+        return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_()
 
 
 def catch_any(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -35,6 +35,7 @@ class Call(NamedTuple):
 
     Args:
         types: of tensors. name: of the operation. args, kwargs: as given. out: what it returned.
+        inputs: the tensors among the arguments. kinds: their types, by identity.
     """
 
     types: Types
@@ -42,6 +43,23 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
+    inputs: list[Tensor]
+    kinds: dict[int, Type]
+
+    @staticmethod
+    def of(types: Types, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call:  # noqa: ANN401
+        """An operation that was called."""
+        inputs: list[Tensor] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                inputs.append(value)
+            elif isinstance(value, (list, tuple)):
+                inputs.extend(tensors_of(value))
+        return Call(types, name, args, kwargs, out, inputs, {id(tensor): types.type_of(tensor) for tensor in inputs})
+
+    def constant(self) -> bool:
+        """True if no argument depends on the batch."""
+        return all(kind is None for kind in self.kinds.values())
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:  # noqa: ANN401  (any argument)
         """An argument by position or name."""
@@ -49,11 +67,12 @@ class Call(NamedTuple):
 
     def type_of(self, tensor: Tensor) -> Type:
         """The type of a tensor."""
-        return self.types.type_of(tensor)
+        key = id(tensor)
+        return self.kinds[key] if key in self.kinds else self.types.type_of(tensor)
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
-        return list(tensors_of((*self.args, *self.kwargs.values())))
+        return self.inputs
 
     def mixed(self, why: str = "") -> Mixed:
         """The result depends on several samples."""
@@ -115,10 +134,11 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
         rows with a doubt where that is probable and not proven; Mixed otherwise.
     """
     found: Rows | None = None
-    doubt = ""
+    doubt, constants = "", []
     for operand in operands:
         kind = call.type_of(operand.tensor)
         if kind is None:
+            constants.append(operand)
             continue
         if isinstance(kind, Mixed):
             doubt = doubt or kind.reason
@@ -127,21 +147,19 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
         place = WHOLE if kind.axis == WHOLE else operand.axis_of(kind.axis)
         if kind.axis != WHOLE and (place < 0 or place in forbidden):
             return call.mixed()
-        here = kind._replace(axis=place, doubt="")
         if found is None:
-            found = here
-        elif found.axis != place or not alike(found, here):
+            found = kind if place == kind.axis else kind.moved(place)
+        elif found.axis != place or not alike(found, kind):
             return call.mixed("of different samples")
-        elif here.of > found.of:
-            found = here
+        elif kind.of > found.of:
+            found = kind.moved(place)
     if found is None:
         return Mixed(doubt) if doubt else None
-    for operand in operands:
-        if found.axis == WHOLE or call.type_of(operand.tensor) is not None:
-            continue
-        if not call.types.uniform(operand.tensor, found, operand.axis_in(found.axis)):
-            doubt = doubt or f"{call.name} (with values that differ between positions of the batch)"
-    return found.doubted(doubt) if doubt else found
+    if found.axis != WHOLE:
+        for operand in constants:
+            if not call.types.uniform(operand.tensor, found, operand.axis_in(found.axis)):
+                doubt = doubt or f"{call.name} (with values that differ between positions of the batch)"
+    return found if found.doubt == doubt else found._replace(doubt=doubt)
 
 
 def assumed(call: Call, reason: str) -> list[Type]:

@@ -13,11 +13,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc.checks import shorten
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.lockstep import refused_by_all
+from dpfunc.engines.modes import unseen
 from dpfunc.engines.replicas import check_replicated
 from dpfunc.engines.tracing.credit import Misplaced
 from dpfunc.engines.tracing.entries import part
 from dpfunc.engines.tracing.places import Key, Traced
-from dpfunc.engines.tracing.trace import Trace, unseen
+from dpfunc.engines.tracing.trace import Trace
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 

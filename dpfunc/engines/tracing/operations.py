@@ -32,7 +32,8 @@ class Known:
 
     Args:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
-            name, that it writes into. random: it draws random numbers. exchange: it communicates.
+            name, that it writes into. random: it draws random numbers. exchange: it communicates. shares: its results
+            lie in the memory of its argument, always: nothing is to be noted.
     """
 
     kind: Kind
@@ -41,6 +42,7 @@ class Known:
     written: tuple[int | str, ...]
     random: bool = False
     exchange: bool = False
+    shares: bool = False
 
 
 FILLED = frozenset((
@@ -98,7 +100,14 @@ def _look_up(func: Any) -> Known:  # noqa: ANN401
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     found = _kind_of(func, name, written)
-    return replace(found, random=draws_numbers(func), exchange=communicates(func))
+    exchange = communicates(func)
+    shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
+    return replace(found, random=draws_numbers(func), exchange=exchange, shares=shares)
+
+
+def _composite(func: Any) -> bool:  # noqa: ANN401
+    """True if an operation is made of others, as `reshape` and `to`, which may copy."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # noqa: ANN401

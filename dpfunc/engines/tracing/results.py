@@ -41,9 +41,8 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
         for result in tensors_of(results):
             trace.store(result, kind, entry)
         return
-    inputs = call.tensors()
-    if all(trace.type_of(tensor) is None for tensor in inputs):
-        constant = constant_of(trace, known, inputs)
+    if call.constant():
+        constant = constant_of(trace, known, call.inputs)
         for result in tensors_of(results):
             if key_of(part(result)) not in trace.entries:
                 trace.note(part(result), constant)
@@ -117,7 +116,7 @@ def _still_shuffled(trace: Trace, call: Call, kinds: list[Type]) -> list[Type]:
 
 def _whole(trace: Trace, call: Call) -> bool:
     """Of a row alone: nothing reaches over its own memory."""
-    return not any(isinstance(trace.type_of(tensor), Mixed) for tensor in call.tensors())
+    return not any(isinstance(kind, Mixed) for kind in call.kinds.values())
 
 
 def _pointwise(trace: Trace, call: Call) -> Type:

@@ -11,6 +11,7 @@ views needs a rule; an alias cannot be lost sight of.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from torch import Tensor
 
 WHOLE = -1
 """The axis of a tensor all of which belongs to one row."""
+ALL_OF_IT = 1 << 62
+"""The bytes of a row where all of a memory belongs to it."""
 
 
 class Rows(NamedTuple):
@@ -51,7 +54,7 @@ class Rows(NamedTuple):
 
     def moved(self, axis: int) -> Rows:
         """The same rows on another axis."""
-        return self._replace(axis=axis)
+        return Rows(axis, *self[1:])
 
 
 class Mixed(NamedTuple):
@@ -150,42 +153,62 @@ def stored(rows: Rows, tensor: Tensor) -> Stored:
     """Rows of a tensor that owns its memory, as they lie there."""
     size = tensor.element_size()
     if rows.axis == WHOLE:
-        return Stored(0, 1 << 62, 1, rows.ids, rows.doubt, 0, rows.ragged)
+        return Stored(0, ALL_OF_IT, 1, rows.ids, rows.doubt, 0, rows.ragged)
     step = tensor.stride(rows.axis) * rows.post * size
     place = int(tensor.storage_offset()) * size
     return Stored(place, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged, rows.slots, rows.of)
 
 
 def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
-    """Rows of any tensor in this memory; a part of rows whose order depends on several samples has a doubt."""
-    found = _located(memory, tensor, num_samples)
-    if found is not None and memory.ragged and memory.count > 1 and found.count < memory.count:
+    """Rows of any tensor in this memory; None where its axes run across rows in no regular way.
+
+    A part of rows whose order, or whose number, depends on several samples has a doubt.
+    """
+    offset = tensor.storage_offset() * tensor.element_size() - memory.base
+    if offset < 0 or memory.step <= 0:  # before the rows; or rows that share their memory
+        return None
+    if memory.end and reach(tensor) > memory.end:
+        return None
+    if memory.step == ALL_OF_IT:
+        return Rows(WHOLE, 1, ids=memory.ids, doubt=memory.doubt, ragged=memory.ragged)
+    place = _place(memory.step, memory.count, offset, tensor.element_size(), tensor.shape, tensor.stride())
+    if place is None:
+        return None
+    ids = memory.ids
+    if place.count != memory.count or place.axis == WHOLE:
+        ids = _chosen(memory, place, num_samples)
+    found = Rows(place.axis, place.count, place.pre, place.post, ids, memory.doubt, memory.ragged)
+    if memory.ragged and memory.count > 1 and found.count < memory.count:
         return found.doubted("a part of rows whose number depends on values of the batch")
-    if memory.slots is None or found is None:
+    if memory.slots is None:
         return found
     if found.axis == WHOLE or found.count != memory.count or found.pre > 1 or found.post > 1:
         return found.doubted("a part of rows whose order depends on several samples")
     return found._replace(slots=memory.slots, of=memory.of)
 
 
-def _located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
-    """Rows of any tensor in this memory; None where its axes run across rows in no regular way.
+class Place(NamedTuple):
+    """The rows that a view shows: the axis they lie along, the first one, the step from one to the next."""
 
-    The inverse of `stored`, for all views: axes are taken by rising stride. Those that stay within a block are of one
-    row; one axis may run over rows; those that skip whole periods of all rows are free.
+    axis: int
+    count: int  # type: ignore[assignment]
+    pre: int
+    post: int
+    first: int
+    step: int
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _place(
+    step: int, count: int, offset: int, size: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Place | None:
+    """The inverse of `stored`, for all views: axes are taken by rising stride. A step has the same views each time.
+
+    Axes that stay within a block are of one row; one axis may run over rows; those that skip whole periods of all rows
+    are free. `step`, `offset` and `size` are bytes.
     """
-    size = tensor.element_size()
-    step, count = memory.step, memory.count
-    offset = tensor.storage_offset() * size - memory.base
-    if offset < 0 or step <= 0:  # before the rows; or rows that share their memory
-        return None
-    if memory.end and reach(tensor) > memory.end:
-        return None
     first, inner = (offset // step) % count, offset % step
-    found: tuple[int, int, int, int, int] | None = None  # axis, stride in rows, number of rows, pre, post
-    strides, shape = tensor.stride(), tensor.shape
-    if count == 1 and memory.step == 1 << 62:
-        return Rows(WHOLE, 1, ids=memory.ids, doubt=memory.doubt, ragged=memory.ragged)
+    found: Place | None = None
     period = step * count
     for stride, length, axis in sorted(zip(strides, shape, range(len(shape)), strict=True)):
         jump = stride * size
@@ -208,15 +231,8 @@ def _located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
             if first or stride_in_rows != 1 or rows % count:
                 return None
             pre, rows = rows // count, count
-        found = axis, stride_in_rows, rows, pre, post
-    if found is None:
-        ids = _chosen(memory, first, 1, 1, num_samples)
-        return Rows(WHOLE, 1, ids=ids, doubt=memory.doubt, ragged=memory.ragged)
-    axis, stride_in_rows, rows, pre, post = found
-    if rows == count:  # first is 0 and the stride is 1
-        return Rows(axis, rows, pre, post, memory.ids, memory.doubt, memory.ragged)
-    ids = _chosen(memory, first, stride_in_rows, rows, num_samples)
-    return Rows(axis, rows, pre, post, ids, memory.doubt, memory.ragged)
+        found = Place(axis, rows, pre, post, first, stride_in_rows)
+    return Place(WHOLE, 1, 1, 1, first, 1) if found is None else found
 
 
 def reach(tensor: Tensor) -> int:
@@ -225,10 +241,10 @@ def reach(tensor: Tensor) -> int:
     return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
-def _chosen(memory: Stored, first: int, step: int, rows: int, num_samples: int) -> Tensor | None:
+def _chosen(memory: Stored, place: Place, num_samples: int) -> Tensor | None:
     ids = torch.arange(memory.count) if memory.ids is None else memory.ids
-    chosen = ids[first : first + step * (rows - 1) + 1 : step]
-    return normal(chosen, num_samples) if rows == num_samples else chosen
+    chosen = ids[place.first : place.first + place.step * (place.count - 1) + 1 : place.step]
+    return normal(chosen, num_samples) if place.count == num_samples else chosen
 
 
 def spread(rows: Rows) -> Tensor:

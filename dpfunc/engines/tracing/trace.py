@@ -1,6 +1,6 @@
 """Follows through every operation of a step, forward and backward, which sample each number depends on.
 
-A TorchDispatchMode sees what runs below torch's functions, in custom autograd functions and hooks too. A step in which
+A dispatch mode sees what runs below torch's functions, in custom autograd functions and hooks too. A step in which
 each loss, and each gradient that is credited, has rows without a doubt is proven: samples did not reach each other.
 """
 
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dpfunc.engines.collectives import check_own, note_meshes
 from dpfunc.engines.draws import Draw, drawn
 from dpfunc.engines.layout import Layout
+from dpfunc.engines.modes import DispatchMode, unseen
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
@@ -45,14 +47,14 @@ from dpfunc.engines.tracing.writes import before, refuse_writes, write
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch
 
-__all__ = ["Misplaced", "Trace", "current_trace", "following", "kept_apart", "unseen"]
+__all__ = ["Misplaced", "Trace", "current_trace", "following", "kept_apart"]
 
 INTEGERS = 8
 COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
 
 @dataclass(eq=False)
-class Trace(TorchDispatchMode):
+class Trace(DispatchMode):
     """The mode, for one forward and backward pass over one batch.
 
     Args:
@@ -276,17 +278,21 @@ class Trace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (whatever the operation returns)
+        known = known_operation(func)
+        types = [kind for kind in types if kind is not Tensor and kind is not Parameter] if types else types
+        if known.shares and not types and not self.ragged:
+            return func(*args, **kwargs) if kwargs else func(*args)
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is not part of the loss
-            return self._followed(func, types, args, kwargs)
+            return self._followed(known, func, types, args, kwargs)
 
     def _followed(
         self,
+        known: Known,
         func: Any,  # noqa: ANN401
         types: Sequence[type],
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:  # noqa: ANN401
-        known = known_operation(func)
         if known.exchange and not self.alone:  # who computes rows alone has a guard of its own
             check_own(func)
         if known.written:
@@ -325,7 +331,7 @@ class Trace(TorchDispatchMode):
         if known.kind is Kind.VIEW:
             type_copies(self, known, args, kwargs, result)
             return
-        call = Call(self, known.name, args if held is None else (held, *args[1:]), kwargs, result)
+        call = Call.of(self, known.name, args if held is None else (held, *args[1:]), kwargs, result)
         if known.exchange and known.kind is Kind.UNKNOWN:
             type_exchanged(self, known, call)
         elif known.written:
@@ -357,23 +363,6 @@ class Trace(TorchDispatchMode):
 def current_trace() -> Trace | None:
     """The trace around the caller, if there is one."""
     return next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Trace)), None)
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, the engine's own operations on plain tensors are not followed."""
-    if torch.compiler.is_compiling():
-        yield
-        return
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        yield
-
-
-@contextmanager
-def unfollowed() -> Iterator[None]:
-    """Inside, the engine's own operations are not followed, also those on tensors that are split over processes."""
-    with _disable_current_modes():
-        yield
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None
         kinds: list[Type] = [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat]
     elif known.name == "copy_":
         kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
-    elif all(trace.type_of(tensor) is None for tensor in call.tensors()):
+    elif call.constant():
         kinds = [None] * len(flat)
     else:
         kinds = types_of(trace, known, call, len(flat))

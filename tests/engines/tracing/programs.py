@@ -15,8 +15,9 @@ import pools
 import torch
 from torch import Tensor
 
+from dpfunc.engines.modes import unseen
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
-from dpfunc.engines.tracing.trace import Trace, following, unseen
+from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel
 
 LARGEST, DEEPEST = 600, 5
