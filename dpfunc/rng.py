@@ -133,9 +133,9 @@ def torch_seed(key: Key, *, accelerators: bool = True) -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if accelerators and torch.cuda.is_available() else []
     seed = int.from_bytes(key.secret[:8], "little") >> 1
     with torch.random.fork_rng(devices=devices):
-        if accelerators:
+        if accelerators and torch.accelerator.is_available():
             torch.manual_seed(seed)
-        else:
+        else:  # torch.manual_seed would note where it was called, for each kind of accelerator that is not there
             torch.default_generator.manual_seed(seed)
         yield
 
