@@ -54,6 +54,7 @@ test-slow: $(VENV)/vision downloads
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/noise_cost.py
 	$(BIN)/python -m benchmarks.engines
+	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.survey

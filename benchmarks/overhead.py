@@ -1,0 +1,127 @@
+"""What trust costs, in one process: `python -m benchmarks.overhead`.
+
+Each round takes, in turn: a step without privacy; a step of `bookkeeping` with its trace; the same step without one; a
+row computed alone, as audits do. The two steps of `bookkeeping` must give the same norms first. `first` is the first
+step of a new `clipped_grad`, with its audits, where torch has run the model before. All are medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import dpfunc
+from benchmarks.engines import report
+from benchmarks.engines.__main__ import check_cases
+from benchmarks.engines.cases import ALL_CASES
+from benchmarks.engines.contestants import ours, plain
+from dpfunc.engines.audit import ROWS_IN, STEPS_IN
+from dpfunc.engines.bookkeeping import Book, bookkeeping, keep_books
+from dpfunc.engines.loop import loop
+from dpfunc.engines.tracing.places import Remembered
+from dpfunc.tree import rows
+
+RESULT = Path(__file__).parent / "results" / "overhead.json"
+BUDGET = 1 << 30
+
+
+def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
+    """Seconds of each kind of step of one case, and the ratios."""
+    problem = ALL_CASES[name].problem(quick=quick)
+    forward, params = dpfunc.functionalize(problem.module)
+    batch = (problem.inputs, problem.targets)
+
+    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> torch.Tensor:
+        inputs, targets = batch
+        return problem.losses(forward(params, inputs), targets)
+
+    engine = bookkeeping(BUDGET)
+    known = Remembered(engine._memory.recalled(loss_fn, params, batch, engine))
+
+    def untraced() -> Any:  # noqa: ANN401
+        """As a compiled step does: the places are those of an earlier trace, and nothing is followed."""
+        with mock.patch.object(sys.modules[keep_books.__module__], "following", return_value=nullcontext()):
+            return keep_books(loss_fn, params, batch, known, Book(BUDGET))
+
+    check_parity(engine(loss_fn, params, batch).sq_norms(), untraced().sq_norms(), name)
+    row = rows(batch, 0, 1)
+    first = statistics.median(seconds(ours(problem, "bookkeeping", "none").step) for _ in range(3))
+    kinds: dict[str, Callable[[], object]] = {
+        "plain": plain(problem.copy()).step,
+        "traced": lambda: engine(loss_fn, params, batch),
+        "untraced": untraced,
+        "row alone": lambda: loop()(loss_fn, params, row),
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind, step in kinds.items():
+            times[kind].append(seconds(step))
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    audited = max(problem.batch_size // ROWS_IN, 1 / STEPS_IN)
+    pairs = [traced / untraced - 1 for traced, untraced in zip(times["traced"], times["untraced"], strict=True)]
+    return {
+        "batch_size": problem.batch_size,
+        "rounds": rounds,
+        "seconds": {kind: round(value, 6) for kind, value in median.items()},
+        "best_seconds": {kind: round(min(values), 6) for kind, values in times.items()},
+        "typing": round(statistics.median(pairs), 4),
+        "typing_best": round(min(times["traced"]) / min(times["untraced"]) - 1, 4),
+        "audited_rows_a_step": audited,
+        "audits": round(audited * median["row alone"] / median["traced"], 4),
+        "first": round(first / median["traced"], 2),
+    }
+
+
+def check_parity(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], name: str) -> None:
+    """Both give the same norms."""
+    for param, value in one.items():
+        if not torch.allclose(value, other[param], rtol=1e-3, atol=1e-8):
+            raise RuntimeError(f"{name}: the norms of {param} differ with and without a trace.")
+
+
+def seconds(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def table(cases: dict[str, Any]) -> Table:
+    """One line a case."""
+    shown = Table("case", "plain ms", "traced ms", "untraced ms", "typing %", "of best %", "audits %", "first / later")
+    for name, case in cases.items():
+        numbers = [case["seconds"][kind] * 1e3 for kind in ("plain", "traced", "untraced")]
+        shares = [case[kind] * 100 for kind in ("typing", "typing_best", "audits")]
+        shown.add_row(name, *(f"{value:.1f}" for value in (*numbers, *shares)), f"{case['first']:.1f}")
+    return shown
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option("--cases", default="all", callback=check_cases, help="Names with commas, or all.", show_default=True)
+@click.option("--rounds", default=11, type=click.IntRange(1), show_default=True)
+@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
+@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+def main(cases: list[str], rounds: int, quick: bool, out: Path) -> None:
+    """Measure, print and write."""
+    console = Console()
+    found = {name: measure(name, rounds, quick) for name in track(cases, "Cases", console=Console(stderr=True))}
+    console.print(table(found))
+    result = {"machine": report.machine(torch.get_num_threads(), "cpu"), "quick": quick, "cases": found}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"Written to {out}")
+
+
+if __name__ == "__main__":
+    main()
