@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from dpfunc.engines.audit import Audits
+from dpfunc.engines.audit import STEPS_IN, Audits
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "audit_power.json"
 SIZES = (32, 256, 1024, 8192)
 SHARES = ("one row", 0.01, 0.1, 1.0)
-STEPS = (1, 21, 100, 1000)
+STEPS = (1, STEPS_IN, 100, 1000)
 WANTED = 0.99
 MOST = 10**6
 DOUBTS = {"proven": (), "audit": ("a doubt",)}
