@@ -70,9 +70,8 @@ def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:
     if trace.ragged and known.name.rstrip("_") not in PLACING and any(map(partial(_shaped, trace), call.tensors())):
         kinds = [found._replace(shaped=True) if isinstance(found, Mixed) else found and found._replace(ragged=True)
                  for found in kinds]  # fmt: skip
-    if known.name not in AGREEING:
-        kinds = [found._replace(agrees=None) if isinstance(found, Mixed) and found.agrees is not None else found
-                 for found in kinds]  # fmt: skip
+    if any(type(found) is Mixed and found.agrees is not None for found in kinds) and known.name not in AGREEING:
+        kinds = [found._replace(agrees=None) if isinstance(found, Mixed) else found for found in kinds]
     if trace.shuffled and known.name.rstrip("_") not in ORDERED:
         kinds = _still_shuffled(trace, call, kinds)
     return kinds if len(kinds) == count else (kinds + [Mixed(known.name)] * count)[:count]

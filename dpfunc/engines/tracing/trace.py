@@ -295,9 +295,10 @@ class Trace(DispatchMode):
     ) -> Any:  # noqa: ANN401
         if known.exchange and not self.alone:  # who computes rows alone has a guard of its own
             check_own(func)
+        held = None
         if known.written:
             refuse_writes(self, known, args, kwargs or {})
-        held = before(self, known, args)
+            held = before(self, known, args)
         if self.recording and known.random:
             self.draws.append(drawn(func, args, kwargs or {}))
         try:
