@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow downloads check bench clean
+.PHONY: help demo test test-slow downloads check bench house clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -58,6 +58,9 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.survey
+
+house: $(VENV)/dev
+	$(BIN)/python tools/house.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,27 @@
+"""The script that counts what a reader of the source meets."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from pathlib import Path
+
+house = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "house.py"))
+
+
+def test_complexity_counts_branches_of_a_function_alone():
+    source = "def f(x):\n    if x and x > 1:\n        return [y for y in x if y]\n    def g(z):\n        if z:\n            pass\n"
+    tree = ast.parse(source)
+    assert [house["complexity"](function) for function in house["functions"](tree)] == [5, 2]
+
+
+def test_names_that_a_module_defines():
+    tree = ast.parse("A = 1\n_B = 2\nc: int = 3\ndef f(): pass\nclass D:\n    e = 1\n")
+    assert house["defined"](tree) == {"A", "c", "f", "D"}
+
+
+def test_the_way_of_a_batch_begins_in_the_step():
+    way = house["way_of_a_batch"]()
+    assert "step.py" in way[:2]
+    assert "engines/bookkeeping.py" in way
+    assert int(house["numbers"](way)["files on the way of a batch, after the first step"]) == len(way)
