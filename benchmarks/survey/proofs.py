@@ -18,6 +18,7 @@ from benchmarks.survey.case import Case
 from benchmarks.survey.measure import FILES, OutOfTime, adapted_layers, functions, limited, prepared, repeatable, seed
 from benchmarks.survey.runner import ROOT
 from dpfunc import engines
+from dpfunc.errors import DPFuncError
 
 OUT, PAGE = ROOT / "benchmarks/results/survey_proofs.json", ROOT / "docs/survey_proofs.md"
 Row = dict[str, Any]
@@ -26,6 +27,7 @@ Row = dict[str, Any]
 def proof(case: Case, limit: int = 60) -> Row:
     """One step of `bookkeeping`: doubts, or an error; in eval mode the largest difference of norms from the loop's."""
     row: Row = {"case": case.name, "field": case.field}
+    loss_fn = None
     try:
         with limited(limit), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -37,13 +39,41 @@ def proof(case: Case, limit: int = 60) -> Row:
             seed()
             result = engines.bookkeeping(unproven="audit")(loss_fn, params, subject.batch)
             row["doubts"] = list(dict.fromkeys(result.doubts))[:1]
+            if result.doubts:
+                row["cannot"] = impossible(loss_fn, params, subject.batch)
             if not subject.module.training and repeatable(loss_fn, params, subject.batch):
                 row["parity"] = difference(result.sq_norms(), engines.loop()(loss_fn, params, subject.batch).sq_norms())
     except OutOfTime:
         row["error"] = f"took more than {limit} s"
     except Exception as error:  # noqa: BLE001  (any error of a model or of an engine is a finding)
-        row["error"] = f"{type(error).__name__}: {FILES.sub('...', str(error)).splitlines()[0][:300]}"
+        row["error"] = told(error)
+        if loss_fn is None:  # refused for each engine
+            row["cannot"] = row["error"]
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                row["cannot"] = impossible(loss_fn, params, subject.batch)
     return row
+
+
+def told(error: Exception) -> str:
+    """The first line of an error, without paths."""
+    return f"{type(error).__name__}: {FILES.sub('...', str(error)).splitlines()[0][:300]}"
+
+
+def impossible(loss_fn: Any, params: Mapping[str, torch.Tensor], batch: Any) -> str:  # noqa: ANN401
+    """Why no engine can prove a case: rows alone are refused, or have other losses than together; empty if it can."""
+    try:
+        alone_B = engines.loop()(loss_fn, params, batch).losses_B
+        if not repeatable(loss_fn, params, batch):
+            return ""
+        together_B = loss_fn(params, batch).detach()
+    except DPFuncError as error:
+        return told(error)
+    except Exception:  # noqa: BLE001  (of the model)
+        return ""
+    off_B = (alone_B - together_B).abs() / alone_B.abs().clamp(min=1e-6)
+    return f"a row alone has another loss, by {float(off_B.max()):.1g}" if bool((off_B > 1e-3).any()) else ""
 
 
 def difference(found: Mapping[str, torch.Tensor], single: Mapping[str, torch.Tensor]) -> float:
@@ -57,19 +87,28 @@ def page(rows: Iterable[Row]) -> str:
     """Counts of each field, and what is not proven."""
     rows = list(rows)
     cases, proven = Counter(row["field"] for row in rows), Counter(row["field"] for row in rows if is_proven(row))
-    counted = [f"| {field} | {cases[field]} | {proven[field]} |" for field in sorted(cases)]
-    rest = [f"| {row['case']} | {(row.get('error') or row['doubts'][0])[:160].replace('|', '/')} |" for row in rows
-            if not is_proven(row)]  # fmt: skip
+    cannot = Counter(row["field"] for row in rows if row.get("cannot"))
+    counted = [counts(field, cases[field], proven[field], cannot[field]) for field in sorted(cases)]
+    rest = [f"| {row['case']} | {'no' if row.get('cannot') else 'yes'} | "
+            f"{(row.get('cannot') or row.get('error') or row['doubts'][0])[:160].replace('|', '/')} |"
+            for row in rows if not is_proven(row)]  # fmt: skip
     largest = max(row.get("parity", 0.0) for row in rows if is_proven(row))
     return "\n".join((
         "# Proven steps", "",
         f"One step of `bookkeeping` for each of the {len(rows)} cases of [the survey](survey.md), without times.",
         "`python -m benchmarks.survey.proofs` writes this page. In all others `auto` computes rows alone, or refuses.",
         f"Largest relative difference of norms from single samples, in eval mode and where proven: {largest:.1g}.", "",
-        "| field | cases | proven |", "| --- | --- | --- |", *counted,
-        f"| all | {len(rows)} | {sum(proven.values())} |", "",
-        "## Not proven", "", "| case | reason |", "| --- | --- |", *rest, "",
+        "A case *cannot be* proven if each engine refuses it (BatchNorm in training mode), or if its rows have other",
+        "losses alone than together (contrastive losses, means over the batch).", "",
+        "| field | cases | proven | cannot be | share of those that can |", "| --- | --- | --- | --- | --- |", *counted,
+        counts("all", len(rows), proven.total(), cannot.total()), "",
+        "## Not proven", "", "| case | can be | reason |", "| --- | --- | --- |", *rest, "",
     ))  # fmt: skip
+
+
+def counts(field: str, cases: int, proven: int, cannot: int) -> str:
+    """A line of the table."""
+    return f"| {field} | {cases} | {proven} | {cannot} | {100 * proven / max(1, cases - cannot):.1f} % |"
 
 
 def is_proven(row: Row) -> bool:

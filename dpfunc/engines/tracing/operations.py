@@ -63,7 +63,7 @@ EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtens
 RECEIVING = frozenset(("scatter_", "recv_", "recv_any_source_"))
 WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 # What keeps "true for all, so true for each" and "false for any, so false for each".
-AGREEING = frozenset(("all", "any", "clone", "_to_copy"))
+AGREEING = frozenset(("all", "any", "_is_all_true", "_is_any_true", "clone", "_to_copy"))
 # Their results have the shape of their first argument, whatever they write into it.
 PLACING = frozenset((
     "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add",
