@@ -283,3 +283,18 @@ def equality_of_shapes_and_values(p, b):
 def tensor_as_an_index(p, b):
     where = int(b["y"].sum(1).argmax())
     return squares(features(p, b) + b["y"][where].detach())
+
+
+@statistic
+def default_of_the_batch_for_some_rows(p, b):
+    """Scales of time series: rows without observations take the mean of the batch."""
+    h = features(p, b)
+    own = h.sum(1, keepdim=True)
+    return squares(h * torch.where(own > 0, own, own.mean(0)))
+
+
+@statistic
+def default_of_the_batch_for_all_rows(p, b):
+    h = features(p, b)
+    own = h.abs().mean(1, keepdim=True)
+    return squares(h * torch.where(own < 0, own, own.mean(0)))

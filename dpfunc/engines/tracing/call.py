@@ -29,6 +29,10 @@ class Types(Protocol):
 
     def taken(self, what: str, value: Tensor, result: object) -> None: ...
 
+    def look_at(self, condition: Tensor) -> None: ...
+
+    def looked_at(self, condition: Tensor) -> bool: ...
+
 
 class Call(NamedTuple):
     """An operation and its result.

@@ -66,7 +66,7 @@ class Trace(DispatchMode):
         strangers: memory that was not seen being made: parameters, constants of the loss.
         integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that
             depends on several samples. held: constants before they were written into.
-        meshes: on which layers are split that were computed.
+        meshes: on which layers are split that were computed. conditions: memory of those whose values were looked at.
     """
 
     num_samples: int
@@ -83,6 +83,7 @@ class Trace(DispatchMode):
     shuffled: bool = False
     held: Tensor | None = None
     meshes: list[Any] = field(default_factory=list)
+    conditions: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -176,6 +177,14 @@ class Trace(DispatchMode):
         if not listed(TRUSTED, module, name) and not listed(DRAWING, module, name):
             self.reads.append(f"{what} of numbers of the batch, in {module} line {line}")
             self.doubts.append(self.reads[-1])
+
+    def look_at(self, condition: Tensor) -> None:
+        """Remember a condition whose values decided what a result depends on; the backward pass has it again."""
+        self.conditions.add(key_of(part(condition)))
+
+    def looked_at(self, condition: Tensor) -> bool:
+        """True if the values of a condition, or of another in its memory, were looked at."""
+        return key_of(part(condition)) in self.conditions
 
     def measured(self, value: Tensor) -> None:
         """The shape of a tensor was looked at, which may follow from values of the batch."""

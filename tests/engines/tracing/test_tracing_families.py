@@ -39,6 +39,8 @@ TABLE = [
     ("topk", lambda x: x.topk(2, 1).values, "BTd", 0),
     ("topk of samples", lambda x: x.topk(2, 0).values, "BTd", MIXED),
     ("kthvalue", lambda x: x.kthvalue(2, 2).values, "TBd", 1),
+    ("a default of the batch that no row needs", lambda x: torch.where(x.abs() >= 0, x, x.mean(0)), "BTd", 0),
+    ("a default of the batch that all rows take", lambda x: torch.where(x.abs() >= 0, x.mean(0), x), "BTd", MIXED),
     ("flip", lambda x: x.flip(1), "BTd", 0),
     ("flip of samples", lambda x: x.flip(0), "BTd", MIXED),
     ("roll", lambda x: x.roll(1, 2), "TBd", 1),

@@ -10,6 +10,7 @@ from dpfunc.engines.tracing.call import Handler
 from dpfunc.engines.tracing.families import (
     along,
     attention,
+    choices,
     convolutions,
     exchanges,
     indexing_read,
@@ -31,6 +32,7 @@ from dpfunc.engines.tracing.families import (
 _TABLES = (
     along,
     attention,
+    choices,
     convolutions,
     indexing_read,
     indexing_write,

@@ -29,7 +29,7 @@ FAMILY: dict[str, Handler] = {
     "native_dropout": dropout,
     **dict.fromkeys(
         ("_prelu_kernel", "_prelu_kernel_backward", "hardtanh_backward", "leaky_relu_backward", "softplus_backward",
-         "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward", "rrelu_with_noise", "where", "masked_fill",
+         "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward", "rrelu_with_noise", "masked_fill",
          "polar", "complex", "copy", "copysign", "fmax", "fmin", "heaviside", "hardsigmoid_backward",
          "hardswish_backward", "mish_backward", "hardshrink_backward", "softshrink_backward", "huber_loss_backward",
          "clamp_backward", "nan_to_num", "isclose", "xlogy", "special_entr", "floor_divide", "hardswish",

@@ -1,0 +1,37 @@
+"""A choice between two tensors: where it is the same for all samples, only one of them counts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
+from dpfunc.engines.tracing.rows import Mixed, Rows
+
+
+def where(call: Call) -> Type:
+    """`where(condition, one, other)`.
+
+    A condition of the samples' own that is true for all of them is true for each alone, so that the other tensor, which
+    may be a mean over the batch for samples without data, reaches nobody. Its gradient is then zero: the same condition
+    is looked at again in the backward pass.
+    """
+    if len(call.inputs) < 3:  # the others are numbers
+        return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
+    condition, one, other = call.inputs
+    kind = call.type_of(condition)
+    unsure = isinstance(call.type_of(one), Mixed) or isinstance(call.type_of(other), Mixed)
+    if (unsure or call.types.looked_at(condition)) and (kind is None or (isinstance(kind, Rows) and not kind.doubt)):
+        call.types.look_at(condition)
+        if bool(condition.all()):
+            return chosen(call, one)
+        if not bool(condition.any()):
+            return chosen(call, other)
+    return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
+
+
+def chosen(call: Call, tensor: Tensor) -> Type:
+    """The type of a tensor that is broadcast to the result."""
+    return combined(call, [broadcast(tensor, call.out.ndim)])
+
+
+FAMILY: dict[str, Handler] = {"where": where}
