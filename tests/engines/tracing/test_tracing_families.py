@@ -41,6 +41,7 @@ TABLE = [
     ("kthvalue", lambda x: x.kthvalue(2, 2).values, "TBd", 1),
     ("a default of the batch that no row needs", lambda x: torch.where(x.abs() >= 0, x, x.mean(0)), "BTd", 0),
     ("a default of the batch that all rows take", lambda x: torch.where(x.abs() >= 0, x.mean(0), x), "BTd", MIXED),
+    ("a table of equal rows", lambda x: torch.ones(3, 6)[torch.arange(3)[:, None], x.argsort(1)[:, :2]], "Bd", 0),
     ("flip", lambda x: x.flip(1), "BTd", 0),
     ("flip of samples", lambda x: x.flip(0), "BTd", MIXED),
     ("roll", lambda x: x.roll(1, 2), "TBd", 1),

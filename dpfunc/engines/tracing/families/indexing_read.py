@@ -70,7 +70,7 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
         )
         return kind if same else call.mixed()
     if kind is None or kind.axis not in taken:
-        return _beside(call, kind, given, start, width, taken)
+        return _beside(call, self, kind, given, start, width, taken)
     on_samples = indices[kind.axis]
     if on_samples is None:
         return call.mixed()
@@ -132,7 +132,7 @@ def _disagrees(call: Call, item: Positions, rows: Rows, width: int, on_samples: 
 
 
 def _beside(
-    call: Call, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]
+    call: Call, self: Tensor, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]
 ) -> Type:
     """Positions on axes without samples: of a constant table, or the same for each sample."""
     rows: Rows | None = None
@@ -153,10 +153,13 @@ def _beside(
         return moved.doubted(doubt) if doubt else moved
     if rows is None:
         return Mixed(doubt) if doubt else None
-    for item in given:
+    for item, axis in zip(given, taken, strict=True):
         if item.kind is not None or rows.axis == WHOLE:
             continue
-        if not call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim)):
+        uniform = call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim))
+        if not uniform and not bool(
+            (self == self.narrow(axis, 0, 1)).all()
+        ):  # of a table of equal rows each is the same
             doubt = doubt or "positions that differ between places in the batch"
     moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
     return moved._replace(doubt=doubt)
