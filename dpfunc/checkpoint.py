@@ -1,4 +1,4 @@
-"""Checkpoints: params, optimizer, state and plan in one directory that is there whole or not at all."""
+"""Checkpoints: params, optimizer, state and plan in one directory, which is complete or absent."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def load(
     The state that comes back repeats the steps after the checkpoint bit for bit, on the same data, at no cost; its
     ledger counts all steps in the journal, so that epsilon never shrinks.
 
-    Without a journal nobody knows which steps were released after the checkpoint. With `without_journal="new_key"` the
+    Without a journal it is unknown which steps were released after the checkpoint. With `without_journal="new_key"` the
     run goes on with a new key, so that no noise is used twice, and pays for each step that it takes. Steps that were
     released after this checkpoint are not in its ledger: if there were any, do not go on from here, but begin a new run
     whose ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger). Save the run with the new key into another
@@ -180,7 +180,7 @@ def load(
     Raises:
         CheckpointError: none there, damaged, or of another run; the difference is shown. No journal, or one that lacks
             steps which the checkpoint has, or lines which it had when the checkpoint was saved.
-        InvalidArgument: journal and without_journal="new_key" together.
+        InvalidArgument: both journal and without_journal="new_key".
 
     Guarantees:
         tests/test_checkpoint.py: the resumed run is bit-identical (test_resume_is_bit_identical) and epsilon never

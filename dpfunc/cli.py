@@ -32,10 +32,10 @@ method_option = click.option(
 
 
 class Group(click.Group):
-    """Errors of dpfunc are answers, not tracebacks: message on stderr, exit code 1. Misuse of options is 2."""
+    """Command group that prints errors of dpfunc on stderr without a traceback. Exit code 1; misuse of options is 2."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's own)
-        """Run the command."""
+        """Run the command; turn an error of dpfunc into a click error."""
         try:
             return super().invoke(ctx)
         except DPFuncError as error:
@@ -73,7 +73,7 @@ def sampling(
 
 
 def sampling_options(command: Any) -> Any:  # noqa: ANN401  (a decorator)
-    """The options that `sampling` takes."""
+    """Decorate a command with the options that `sampling` takes."""
     for option in reversed(
         [
             click.option("--sampling-prob", "-q", type=float, help="Probability of a record to be in a batch."),
@@ -118,7 +118,7 @@ def epsilon(
     sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
     epochs: float | None, noise_multiplier: float, delta: float, adjacency: Adjacency, method: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """What a run costs.
+    """Compute the privacy cost (epsilon) of a run.
 
     Example: dpfunc epsilon -n 60000 -b 256 --epochs 60 --sigma 1.1 --delta 1e-5
     """
@@ -175,7 +175,7 @@ def warn_about_delta(delta: float, dataset_size: int | None) -> None:
 def requirements(
     dataset_size: int, batch_size: int, epochs: float, target_epsilon: float, delta: float | None, as_json: bool
 ) -> None:
-    """What a budget means for a training plan: steps, noise, batch size, and how to read epsilon and delta."""
+    """Translate a budget into a training plan: steps, noise, batch size, and how to read epsilon and delta."""
     need = accounting.privacy_requirements(
         dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, target_epsilon=target_epsilon, delta=delta
     )
@@ -203,7 +203,7 @@ def requirements(
 
 
 def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
+    """Print rows as a table with its title on the left."""
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
@@ -212,11 +212,11 @@ def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
 
 @main.group()
 def ledger() -> None:
-    """Ledgers and journals of runs."""
+    """Inspect the ledgers and journals of runs."""
 
 
 def read_ledger(path: Path) -> Ledger:
-    """The ledger in a file.
+    """Read a ledger from its JSON file.
 
     Raises:
         InvalidArgument: there is something else in it, or a ledger that cannot be read.
@@ -241,7 +241,7 @@ def read_ledger(path: Path) -> Ledger:
 @method_option
 @json_option
 def show_ledger(path: Path, delta: float, method: str, as_json: bool) -> None:
-    """What a ledger (.json) or a journal (.jsonl) has spent."""
+    """Compute the privacy cost (epsilon) of a ledger (.json) or a journal (.jsonl)."""
     spent = journal_ledger(path) if path.suffix == ".jsonl" else read_ledger(path)
     guarantee = accounting.epsilon(spent, delta, method)
     if as_json:

@@ -27,7 +27,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Without a warning that tells the user nothing: peft calls what transformers has renamed."""
+    """Suppress a warning that the user can do nothing about: peft calls a name that transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         yield
@@ -35,7 +35,7 @@ def without_noise() -> Iterator[None]:
 
 @contextmanager
 def keys_of_the_file() -> Iterator[None]:
-    """Errors with the words that the user has written, not those of the library.
+    """Report errors with the keys that the user has written, instead of the names of the library.
 
     Raises:
         ClickException: for every error of dpfunc.
@@ -56,7 +56,7 @@ def keys_of_the_file() -> Iterator[None]:
 
 @contextmanager
 def interruptible(job: Any, ranks: Any) -> Iterator[None]:  # noqa: ANN401  (a Job and Ranks, imported late)
-    """After Ctrl-C the process that writes says what the run has spent; click then ends the command as ever."""
+    """After Ctrl-C, print the privacy cost of the run on the process that writes; click then ends the command."""
     from dpfunc.integrations.train_job import interrupted
 
     try:
@@ -69,7 +69,7 @@ def interruptible(job: Any, ranks: Any) -> Iterator[None]:  # noqa: ANN401  (a J
 
 @contextmanager
 def processes() -> Iterator[Any]:
-    """The processes of this run under torchrun, or None; one that was left alone says so, and ends.
+    """Yield the processes of this run under torchrun, or None. A process that loses the others ends with an error.
 
     Raises:
         ClickException: another process ended, or did not answer in time.

@@ -1,4 +1,4 @@
-"""A write-ahead ledger: each step is on disk before its gradients are seen, so that a crash loses no accounting."""
+"""A write-ahead ledger: each step is on disk before its gradients are returned, so that a crash loses no accounting."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Taken(NamedTuple):
 
 @dataclass
 class Seen:
-    """How far a journal was read, and what each step in it released."""
+    """Position up to which a journal was read, and the digest of the release of each step."""
 
     at: Position = field(default_factory=Position)
     releases: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def read(self, file: BinaryIO, path: Path) -> None:
-        """Read the lines that are new, or all of another file, and compare the end with what was noted."""
+        """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
         same = resumes(file, self.at)
         position, lines = follow(file, path, self.at if same else Position())
         check_end(path, position)
@@ -67,10 +67,10 @@ class Journal:
         path: the file; made with its folders when missing, appended to otherwise. One process of a run writes it.
         plan: the plan of the run.
 
-    A line that was cut off by a crash is a step whose gradients nobody saw; it is removed before the next one.
+    A line left incomplete by a crash is a step whose gradients were never returned; it is removed before the next one.
     It holds public facts only: step numbers, events, a digest of what was released, and a fingerprint of the run's key.
     Each line holds a digest of the line before it, and a small file beside the journal (`.head`) says which line is the
-    last: keep the two together. Several runs may share one journal.
+    last: copy and move the two files as a pair. Several runs may share one journal.
 
     Raises:
         CheckpointError: when a step is written, if the file has that step of the run with another release, or if lines
@@ -105,7 +105,7 @@ class Journal:
 
     @property
     def file(self) -> Path:
-        """The path of the file."""
+        """Path of the journal, as a `Path` object."""
         return Path(self.path)
 
     def __call__(self, after: StepState) -> None:
@@ -122,7 +122,7 @@ class Journal:
             append_chained(file, self.file, self._seen.at, values)
 
     def _check(self, run: str, step: int, release: str) -> None:
-        """No other release of this step is in the file, whoever wrote it."""
+        """Check that the file has no other release of this step, whichever process wrote it."""
         if self._seen.releases.get((run, step), release) != release:
             raise CheckpointError(
                 f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
@@ -132,7 +132,7 @@ class Journal:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file of notes and sync it; an incomplete last line is cut off first.
+    """Append a line to a file of notes and sync it; an incomplete last line is removed first.
 
     Args:
         path: of the file. line: without its end.
@@ -150,7 +150,7 @@ def append_line(path: Path, line: str) -> None:
 def read_steps(
     path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: Head | None = None
 ) -> dict[str, dict[int, Taken]]:
-    """What each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
+    """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
     Args:
         path: of the journal.
@@ -182,7 +182,7 @@ def read_steps(
 
 
 def _check_known(path: Path, lines: list[Line], known: Head) -> None:
-    """The journal still begins as it was when a checkpoint was saved."""
+    """Check that the journal still begins with the lines that it had when a checkpoint was saved."""
     if read_head(path) is None:
         raise CheckpointError(
             f"Expected the journal {path} with {head_path(path).name} beside it, as when the checkpoint was saved, got "
@@ -201,7 +201,7 @@ def _check_known(path: Path, lines: list[Line], known: Head) -> None:
 
 
 def saved_end(path: Path | str | None) -> Head | None:
-    """The end of a journal, for a checkpoint to remember; None without a journal."""
+    """Position and digest of the end of a journal, to store in a checkpoint; None without a journal."""
     return None if path is None else known_end(Path(path))
 
 
@@ -219,7 +219,7 @@ def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
 
 
 def journal_ledger(path: Path | str) -> Ledger:
-    """All that the runs in a journal have spent, even when no checkpoint is left.
+    """Ledger of all runs in a journal; needs no checkpoint.
 
     Raises:
         LedgerConflict: runs of different adjacency.

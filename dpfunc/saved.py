@@ -1,4 +1,4 @@
-"""What every kind of checkpoint has in common: what it says about a run, and when it belongs to another one."""
+"""Common parts of all kinds of checkpoints: the values that describe a run, and the checks that they belong to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATE, PLAN, MANIFEST = "state.json", "plan.json", "manifest.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` gives back. `params` and `optimizer_state` are released; `state` holds the key and is not."""
+    """Result of `load`. `params` and `optimizer_state` are released; `state` holds the key and is not."""
 
     params: dict[str, torch.Tensor]
     optimizer_state: Mapping[str, Any] | None
@@ -91,7 +91,7 @@ def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any], journal
 
 
 def check_schema(values: Mapping[str, Any], path: Path) -> None:
-    """The state was written by this version.
+    """Check that the state has the schema of this version.
 
     Raises:
         CheckpointError: by another.
@@ -119,13 +119,13 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
 
 
 def known_journal(values: Mapping[str, Any]) -> Head | None:
-    """Where the journal ended when a checkpoint was saved; None if it was saved without one."""
+    """End of the journal when the checkpoint was saved; None if it was saved without a journal."""
     known = values["journal"]
     return None if known is None else Head(int(known["lines"]), str(known["digest"]))
 
 
 def check_choice(journal: Path | str | None, without_journal: str) -> None:
-    """A resumed run has a journal, or the caller says what happens without one.
+    """Check that a resumed run has a journal or a new key, not both.
 
     Raises:
         CheckpointError: neither. InvalidArgument: both.
@@ -165,7 +165,7 @@ def with_new_key(state: StepState, plan: Plan, key: Key) -> StepState:
 
 
 def budget_limit(state: StepState, plan: Plan) -> int:
-    """How far the budget goes from the first step that still has to be paid."""
+    """Step at which the budget ends; steps already charged cost nothing, and without a budget it is `state.limit`."""
     if plan.epsilon is None:
         return state.limit
     start = state.charged
@@ -191,7 +191,7 @@ def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
 
 
 def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:
-    """A journal that lacks what the checkpoint has is another one, or was lost: it cannot say what was released.
+    """Check that the journal has the steps of the checkpoint; otherwise it is another journal, or lines were lost.
 
     Args:
         values: the saved state. taken: the steps of this run that the journal has. since: the first it should have.
@@ -235,7 +235,7 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def refuse(what: str, path: Path, lines: list[str]) -> None:
-    """Refuse a checkpoint of another run; no lines, no refusal.
+    """Refuse a checkpoint of another run if there are any lines of differences.
 
     Raises:
         CheckpointError: with the differences, and what to do.
@@ -258,7 +258,7 @@ def refuse_data(data: Batch | str, values: Mapping[str, Any], path: Path) -> Non
 
 
 def whole_checkpoints(parent: Path) -> list[Path]:
-    """All checkpoints that were finished, the newest last."""
+    """Complete checkpoints of a directory, the newest last."""
     return sorted((path for path in parent.glob(f"{PREFIX}*") if (path / MANIFEST).exists()), key=_place)
 
 
@@ -273,7 +273,7 @@ def free_name(parent: Path, step: int) -> Path:
 
 
 def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -> None:
-    """All checkpoints in a directory are of one run and of one kind: a load could take another one, a save prune it.
+    """Check that all checkpoints in a directory are of one run and of one kind: others could be loaded or removed.
 
     Args:
         parent: the directory, which may be missing. key: of the run. marker: a file that this kind of checkpoint has.
@@ -295,7 +295,7 @@ def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -
 
 
 def verify(path: Path, files: Mapping[str, str]) -> None:
-    """Files are what they were.
+    """Check that the files of a checkpoint are unchanged since they were saved.
 
     Args:
         path: of the checkpoint. files: name -> digest, from its manifest.

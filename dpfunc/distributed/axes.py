@@ -1,4 +1,4 @@
-"""Which dimensions of a parameter's mesh hold processes with other records, and which hold those with the same."""
+"""Dimensions of a parameter's mesh, by kind: over processes with other records (data) or with the same (tensor)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int
 
     def belongs(axis: int) -> bool:
         there = set(dist.get_process_group_ranks(mesh.get_group(axis)))
-        if len(there) == 1:  # this process alone is in both groups: the name tells
+        if len(there) == 1:  # this process alone is in both groups: the name of the dimension decides
             return (names[axis] in ranks.tensor_axes) == tensor
         return there <= members
 
@@ -34,5 +34,5 @@ def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int
 
 
 def cut_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> bool:
-    """Whether a parameter is cut along such a dimension."""
+    """True if a parameter is sharded over the data group, or with `tensor` over the tensor group."""
     return bool(set(axes_over(param, ranks, tensor=tensor)) & shard_dims(param).keys())

@@ -1,4 +1,4 @@
-"""A model whose frozen parameters are cut over the processes by FSDP2, and whose trained ones are arguments."""
+"""A model whose frozen parameters are sharded over the processes by FSDP2, and whose trained ones are arguments."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def shard_frozen(
     """FSDP2 for everything that is not trained: `fully_shard` on each layer and on the module, without the trained
     parameters.
 
-    A process holds 1 / size of the frozen parameters and puts together one layer at a time. Trained parameters stay
-    whole, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` cuts them as well.
+    A process holds 1 / size of the frozen parameters and gathers one layer at a time. Trained parameters stay
+    whole, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them as well.
 
     Args:
         model: a module, which is sharded in place (its frozen parameters no longer require gradients); or an adapter of
             `dpfunc.lora.attach`, whose copy of the structure is sharded. The adapter's own `module` keeps its whole
             parameters, on the device they are on: leave it on the CPU.
         mesh: as for `fully_shard`: one dimension, or two (replicas, parts) for HSDP. Parameters move to its device.
-        layers: the parts that are put together at once: a regular expression that is searched in their names (of nested
+        layers: the parts that are gathered at once: a regular expression that is searched in their names (of nested
             matches the outermost is taken), or a list of names. None is each element of every outermost ModuleList.
         trainable: trained parameters of a module, as for `functionalize`; an adapter knows them.
         mp_policy: of the frozen layers, e.g. `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`. Trained layers then
             get inputs of that dtype; adapters convert them.
-        reshard_after_forward: see `fully_shard`; False keeps layers together until their backward pass.
+        reshard_after_forward: see `fully_shard`; False keeps layers gathered until their backward pass.
 
     Returns:
         The module, or a new adapter with the same parameters. Use `ranks=dpfunc.distributed.sharded(mesh, ...)`.
@@ -190,7 +190,7 @@ def _to_device(module: nn.Module, trained: set[str], device: str) -> None:
 
 
 def _replace(module: nn.Module, new: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """What is tied stays tied."""
+    """Replace each parameter by `new(parameter)`; tied parameters stay tied."""
     memo: dict[int, nn.Parameter] = {}
     for _, owner in module.named_modules():
         for attribute, param in list(owner.named_parameters(recurse=False, remove_duplicate=False)):

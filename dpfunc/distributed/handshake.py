@@ -1,4 +1,4 @@
-"""One small exchange before each step: do all processes mean the same step, plan, key and parameters?"""
+"""Exchange before each step that checks that all processes have the same step, plan, key and parameters."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ WORD, PIECE = 8, 2**16
 
 
 class Card(NamedTuple):
-    """What a process says about itself. Public facts and digests only; `num_samples` stays among the processes.
+    """Description of a process, compared by all processes before a step.
+
+    Public facts and digests only; `num_samples` stays among the processes.
 
     Args:
         step: number of the step. num_samples: records this process has. failed: it cannot take the step.
         run: digest of plan, key, ledger and settings. rows: of the shapes of a row. data: of the batch itself.
         params: of the parameters that the processes of the data group hold alike. whole: of those that the
             tensor group holds alike.
-        part: which part this process holds of those that the data group cuts. replica: digest of that part.
+        part: which part this process holds of those that are sharded over the data group. replica: its digest.
     """
 
     step: int
@@ -73,7 +75,7 @@ AMONG_PARTS = ("step", "run", "whole", "rows", "data", "num_samples")
 
 
 def digest(text: str | bytes) -> int:
-    """63 bits of a hash.
+    """Hash of a text as a non-negative integer of 63 bits.
 
     >>> digest("a") == digest(b"a")
     True
@@ -83,7 +85,7 @@ def digest(text: str | bytes) -> int:
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """A digest of names, shapes and all bits, weighted by their place: one changed bit is seen, and a changed order.
+    """A digest of names, shapes and all bits, weighted by their place: it detects one changed bit, and a changed order.
 
     Made for accidents, not for adversaries.
 
@@ -130,7 +132,7 @@ def joint_digest(released: Params, ranks: Ranks | None) -> str:
 
 
 def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> Card:
-    """What this process says when it could take the step.
+    """Card of a process that is able to take the step.
 
     Args:
         step: number of the step. batch: of this process. params: trained parameters. run: everything else that must be
@@ -158,7 +160,7 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
 
 
 def agree(own: Card, ranks: Ranks) -> int:
-    """All processes take this step, or none does.
+    """Check that all processes can take this step and agree about it; otherwise none takes it.
 
     Returns:
         The largest number of records that a process has.
@@ -185,7 +187,7 @@ def agree(own: Card, ranks: Ranks) -> int:
         held.setdefault(row.part, set()).add(row.replica)
     if any(len(replicas) > 1 for replicas in held.values()):
         differing.append(("params", [row.replica for row in tables[0]]))
-    if ranks.tensor_group is not None:  # what one group saw, all must hear
+    if ranks.tensor_group is not None:  # all processes must learn what one group found
         failed, elsewhere = any_rank(failed, ranks), any_rank(bool(differing), ranks)
     else:
         elsewhere = bool(differing)
@@ -204,7 +206,7 @@ def agree(own: Card, ranks: Ranks) -> int:
 
 
 def gathered_rows(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """The integers that each process of a group says, in the order of their ranks."""
+    """Integers of each process of a group, in the order of their ranks."""
     rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, message, group=group)
     table: list[list[int]] = torch.stack(rows).tolist()
@@ -215,7 +217,7 @@ def _explained(differing: list[tuple[str, list[int]]], own: Card) -> str:
     if not differing:
         return f"Other processes of this run disagree at step {own.step}; they say about what. Nothing was spent."
     name, values = differing[0]
-    # Digests of parameters and settings say who differs; what is said about records stays among the processes.
+    # Digests of parameters and settings say which process differs; numbers about records are not put into messages.
     shown = values if name == "step" else [f"{value:016x}" for value in values]
     said = "" if name in ("rows", "data", "num_samples") else f": {shown}, in the order of their ranks"
     return (

@@ -66,7 +66,7 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
 
 
 def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
-    """Each process on its own would be a run of its own, with its own noise, and nobody would add up what they cost.
+    """Refuse processes that do not find each other: they would be separate runs, whose costs nobody would add up.
 
     Args:
         environment: `os.environ`. num_processes: how many there are as far as this process can see.
@@ -91,7 +91,7 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
 
 
 def check_alone(environment: Mapping[str, str]) -> None:
-    """A run without ranks is the run of one process: several would be several runs, and nobody adds up what they cost.
+    """Refuse a run without ranks on several processes: they would be separate runs, whose costs nobody would add up.
 
     Args:
         environment: `os.environ`.
@@ -119,13 +119,13 @@ make_dp_step and plan.batches; for runs on different data, unset what the launch
 
 
 def leave() -> None:
-    """The orderly end: this process needs the others no more, and cannot join them again. Alone it does nothing."""
+    """Leave the process group in good order; a process cannot join it again. Does nothing for a single process."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def is_writer(ranks: Ranks | None) -> bool:
-    """Whether this is the one process that writes files and speaks to the user; true where there is one process.
+    """True on the one process that writes files and prints messages; always true without other processes.
 
     >>> is_writer(None)
     True
@@ -134,7 +134,7 @@ def is_writer(ranks: Ranks | None) -> bool:
 
 
 def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
-    """The process that writes does it, and the others wait until it is done.
+    """Run an action on the process that writes, while the others wait until it is done.
 
     Args:
         ranks: of the run; None does it. action: what to do.
@@ -160,10 +160,10 @@ def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
 
 
 def check_same(name: str, text: str, ranks: Ranks | None) -> None:
-    """All processes say the same.
+    """Check that a text is the same on all processes.
 
     Args:
-        name: of what they say. text: what this process says; only a digest is sent. ranks: of the run.
+        name: of the text, for the error message. text: of this process; only a digest is sent. ranks: of the run.
 
     Raises:
         RankMismatch: on all processes.
@@ -180,7 +180,7 @@ def check_same(name: str, text: str, ranks: Ranks | None) -> None:
 
 @torch.no_grad()
 def replicate(tensors: Iterable[Tensor], ranks: Ranks | None) -> None:
-    """Tensors get the values that they have on the first process, in place: a common start, whatever was drawn.
+    """Copy the values of the tensors on the first process to all others, in place, as a common start.
 
     Args:
         tensors: the same number, shapes and dtypes on all processes, e.g. `model.parameters()`. ranks: of the run.

@@ -1,7 +1,7 @@
 """Full fine-tuning of a model that `fully_shard` manages: one layer is whole at a time, in weights and in sums.
 
 The module swaps its own tensors in and out while it runs. They stand for the parameters: the ghost engine recognises
-their uses, and each weighted sum is cut over the processes as soon as it is there.
+their uses, and each weighted sum is sharded over the processes as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
 
     Raises:
         InvalidArgument: nothing is trained, or there is a tensor group.
-        UnsupportedModel: trained parameters that nobody manages; from a step also parameters that are not used.
+        UnsupportedModel: trained parameters outside of `fully_shard`; from a step also parameters that are not used.
 
     Guarantees:
         the released gradients are those of one process (tests/distributed/test_managed.py).
@@ -118,7 +118,7 @@ class ManagedForward:
         return output
 
     def write(self, params: Params) -> None:
-        """Put parts into the module; whole layers that are left from an earlier pass are dropped."""
+        """Write parameter shards into the module; layers still gathered from an earlier pass are released."""
         for part in fsdp_parts(self.module).values():
             part.reshard()
         with torch.no_grad():
@@ -152,13 +152,12 @@ class ManagedEngine:
     _whole: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> ManagedSamples:
-        """The gradients of a batch."""
         num_samples = batch_size(batch)
         if not all(is_dtensor(param) for param in params.values()):
             raise InvalidArgument("Expected parameters in parts. Use the ranks that functionalize_managed returned.")
         if not self._whole:
             self._whole.update(self.forward.whole())
-        with stood_in(self):  # one row is seen twice, and counted once
+        with stood_in(self):  # one row is computed twice, and counted once
             found = self._ghost(loss_fn, params, pad_rows(batch, 2) if num_samples == 1 else batch)
         if not isinstance(found, Ghost):
             raise UnsupportedModel("Expected at least two rows.")
@@ -182,7 +181,7 @@ class ManagedEngine:
 
 @dataclass(frozen=True)
 class ManagedSamples:
-    """Gradients whose sums are cut over the processes."""
+    """Per-sample gradients of a batch, whose weighted sums are sharded over the processes."""
 
     found: Ghost = field(repr=False)
     num_samples: int
@@ -190,16 +189,14 @@ class ManagedSamples:
 
     @property
     def losses_B(self) -> Tensor:
-        """One loss a sample."""
         return self.found.losses_B[: self.num_samples]
 
     @property
     def grads(self) -> Mapping[str, Any]:
-        """There are none."""
+        """Mapping without gradients: only norms and sums are computed."""
         return PerSample(self.losses_B, {}).grads
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms: name -> (B,)."""
         return {name: norms[: self.num_samples] for name, norms in self.found.sq_norms().items()}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,17 +19,17 @@ SMALL = 1024
 
 
 def shard(params: Params, mesh: DeviceMesh, *, min_size: int = SMALL) -> dict[str, Tensor]:
-    """Parameters as DTensors: rows cut over the processes of a mesh. A step's gradients are cut alike.
+    """Parameters as DTensors: rows sharded over the processes of a mesh. A step's gradients are sharded alike.
 
     At rest a process holds 1 / size of weights, of released gradients, and of the optimizer's state (a torch optimizer
-    steps on DTensors). While a step lasts, `make_dp_step` puts all of them together once, and each sum once.
+    steps on DTensors). While a step lasts, `make_dp_step` gathers all of them once, and each sum once.
 
     Args:
         params: name -> whole tensor, the same on all processes; those that are DTensors already stay as they are.
-        mesh: of the processes that share the parameters, as for `fully_shard`: with one dimension rows are cut over it;
-            with two they are cut over the second and kept alike over the first (HSDP).
-        min_size: numbers; smaller parameters, and those without dimensions, are not cut. They are DTensors too, since
-            optimizers do not mix the two.
+        mesh: of the processes that share the parameters, as for `fully_shard`: with one dimension rows are sharded over
+            it; with two they are sharded over the second and replicated over the first (HSDP).
+        min_size: numbers; smaller parameters, and those without dimensions, are replicated. They are DTensors too,
+            since optimizers do not mix the two.
 
     Returns:
         name -> DTensor. Rows need not divide evenly.
@@ -60,7 +60,7 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = SMALL) -> dict[st
 
 
 def whole(params: Params) -> dict[str, Tensor]:
-    """Parameters put together, on every process: to evaluate, to save, or for `dpfunc.with_params`. All must call it.
+    """Parameters gathered on every process: to evaluate, to save, or for `dpfunc.with_params`. All must call it.
 
     Args:
         params: name -> tensor, DTensors or not.

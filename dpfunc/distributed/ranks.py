@@ -1,4 +1,4 @@
-"""Who works together on a step: the processes with other records, and those with other parts of the parameters."""
+"""Processes that share a step: those with other records, and those with other parts of the parameters."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class Ranks:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All groups of this process."""
+        """Groups that this process belongs to: the data group, then the tensor group if there is one."""
         return (self.group,) if self.tensor_group is None else (self.group, self.tensor_group)
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one process that writes journals and checkpoints."""
+        """True on the one process that writes journals and checkpoints."""
         return all(dist.get_rank(group) == 0 for group in self.groups)
 
     @property
     def device(self) -> torch.device:
-        """Where small messages live: the device that the backend of the group can send from."""
+        """Device for small messages: one that the backend of the group can send from."""
         return message_device(self.group)
 
 
@@ -68,7 +68,7 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def data_parallel(group: dist.ProcessGroup | None = None, *, dummy: Batch | None = None) -> Ranks:
-    """Each process has a whole replica of the model and its share of the records.
+    """Ranks for processes that each have a whole replica of the model and a share of the records.
 
     Args:
         group: a process group with a finite timeout; None is all processes.
@@ -101,7 +101,7 @@ torch.distributed.init_process_group(timeout=timedelta(minutes=5)) in each proce
 def sharded(
     mesh: DeviceMesh, *, data: Sequence[str] = ("dp",), tensor: Sequence[str] = (), dummy: Batch | None = None
 ) -> Ranks:
-    """The model is cut into parts (FSDP2, HSDP, tensor parallelism): the loss communicates.
+    """Ranks for a sharded model (FSDP2, HSDP, tensor parallelism), whose loss communicates.
 
     Args:
         mesh: of all processes, with names. data: the dimensions whose processes have different records: those of
@@ -152,7 +152,7 @@ def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """Whether any process says so."""
+    """True if the flag is true on any process. All processes must call it."""
     value = torch.tensor([int(flag)], device=ranks.device)
     for group in reversed(ranks.groups):  # parts first: then each data group has somebody who knows
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
@@ -160,7 +160,7 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 
 def check_timeout(group: dist.ProcessGroup) -> None:
-    """A process that died or hangs must become an error.
+    """Refuse a timeout of more than an hour: a process that died or hangs must become an error for the others.
 
     Raises:
         InvalidArgument: the group waits longer than an hour.

@@ -19,11 +19,11 @@ from dpfunc.types import Params
 
 
 def check_layout(params: Params, ranks: Ranks) -> None:
-    """Every part of a parameter belongs to the processes of the run.
+    """Check that every shard of a parameter belongs to a process of the run.
 
     Raises:
-        InvalidArgument: a DTensor that waits for a sum, or that is cut over other processes: its norm would be that of
-            a part.
+        InvalidArgument: a DTensor that waits for a sum, or that is sharded over other processes: its norm would be
+            that of a part.
     """
     for name, param in params.items():
         if not is_dtensor(param):
@@ -50,7 +50,7 @@ def check_layout(params: Params, ranks: Ranks) -> None:
 def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
     """Parameters as an engine needs them: whole where processes with other records hold other parts.
 
-    What is cut over the tensor group stays cut. Costs the memory of all whole trained parameters while a step lasts.
+    Shards over the tensor group are kept. Costs the memory of all whole trained parameters while a step lasts.
     """
     from torch.distributed.tensor import Replicate
 
@@ -69,7 +69,7 @@ def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False) -> dict[str, Tensor]:
-    """The sums of all processes, each laid out as its parameter: one all-reduce for all that is not cut over the data.
+    """Sums over all processes, each laid out as its parameter. One all-reduce for those not sharded over the data.
 
     Args:
         ranks: of the run. sums: this process's clipped sums, float32 or float64, local parts as plain tensors.
@@ -84,7 +84,7 @@ def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False
     Guarantees:
         tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all.
     """
-    if ranks.keeps_parts:  # added already; without records nobody has any
+    if ranks.keeps_parts:  # added already; without records there are no sums
         alone = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
         if alone:
             raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(alone)}.")
@@ -138,7 +138,7 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
 
 
 def whole_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
-    """Squared norms of whole gradients from those of their parts: what is cut over the tensor group is added over it.
+    """Squared norms of whole gradients from those of their parts, summed over the tensor group where it shards them.
 
     Without it each part would be clipped by a norm that is too small: a wrong sensitivity. A parameter that all hold
     alike counts once.

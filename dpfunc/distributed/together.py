@@ -1,7 +1,7 @@
-"""The parts of a step that all processes take together, or not at all.
+"""Parts of a step that are collective: all processes take them, or none does.
 
-A process that fails must still tell the others, or they would wait for it: each function lets the error of its caller
-pass and takes part in the exchange first.
+A process that fails must still inform the others, or they would wait for it: each function takes part in the exchange
+before it lets the error of its caller pass.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def dummy_of(batch: Batch, ranks: Ranks) -> Batch:
 def summed(
     compute: Callable[[], tuple[ClippedSum, Unreleased]], params: Params, ranks: Ranks
 ) -> tuple[ClippedSum, Unreleased]:
-    """The clipped sum of all processes, and what this one saw.
+    """Clipped sum of all processes, and the unreleased values of this one.
 
     Where the loss communicates, a process that failed cannot tell the others, who wait for it inside of the model:
     their timeout ends the job.
@@ -100,7 +100,7 @@ def summed(
 
 
 def confirmed(write: Callable[[], None], ranks: Ranks) -> None:
-    """Each process does its part, and nobody goes on before all have.
+    """Run an action on each process, and continue only after all processes have finished it.
 
     Raises:
         StepAborted: another process failed. Whatever `write` raises.

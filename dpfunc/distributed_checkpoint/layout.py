@@ -1,4 +1,4 @@
-"""What decides how the sums of a run are rounded: how many processes, what each holds, and the machine."""
+"""Layout of a run, on which the rounding of its sums depends: number of processes, shards and machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     Args:
         params: as the step gets them. ranks: as the step gets them.
 
-    What it cannot see must be kept by whoever resumes: engine, microbatch size, compilation.
+    It does not contain what the caller must keep the same when resuming: engine, microbatch size, compilation.
 
     >>> layout({"w": torch.zeros(2)}, None)["data processes"]
     1

@@ -1,4 +1,4 @@
-"""Which noise may be used again: the rule for runs that go on with another number of processes or another layout.
+"""Rule for using noise again when a run continues with another number of processes or another layout.
 
 A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
 sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
@@ -34,7 +34,7 @@ class Note:
     Args:
         run: fingerprint of the key of the steps that follow. start: the first of them.
         layout: in which they are computed.
-        counted: other runs of the same descent -> their steps below this are in the ledger of this one.
+        counted: other runs of the same lineage -> their steps below this are in the ledger of this one.
         parent: the run that this one continues with new noise, or None when the run itself goes on.
     """
 
@@ -51,7 +51,7 @@ def note_line(note: Note) -> str:
 
 
 def read_notes(path: Path) -> list[Note]:
-    """All notes; a line that was cut off by a crash belongs to a resumption that released nothing.
+    """Read all notes; a line left incomplete by a crash belongs to a resumption that released nothing.
 
     Raises:
         CheckpointError: a complete line that cannot be read.
@@ -89,7 +89,7 @@ def known_notes(path: Path, count: int) -> list[Note]:
 
 @dataclass(frozen=True)
 class History:
-    """What is known about a run when it is resumed.
+    """Records about a run that is resumed: its checkpoint, its notes and its journal.
 
     Args:
         values: of the checkpoint, with its layout and the number of notes there were.
@@ -112,23 +112,23 @@ class History:
 
     @property
     def counted(self) -> Mapping[str, int]:
-        """What the ledger of the checkpoint has of other runs of its descent."""
+        """Steps of related runs that the checkpoint's ledger contains: run -> number of its first step not counted."""
         known = [note.counted for note in self.notes[: self.values["notes"]] if note.run == self.run]
         return known[-1] if known else {}
 
     def layout_of(self, step: int) -> Mapping[str, Any]:
-        """In which layout a step of this run was computed, or would have been."""
+        """Layout in which a step of this run was computed, or would have been."""
         known = [note.layout for note in self.notes if note.run == self.run and note.start <= step]
         found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
         return found
 
     def relatives(self) -> set[str]:
-        """The other runs of the same descent."""
+        """Other runs of the same lineage."""
         return family(self.run, self.notes) - {self.run}
 
 
 def family(run: str, notes: Sequence[Note]) -> set[str]:
-    """A run and all runs of its descent.
+    """Fingerprints of a run and of all runs of its lineage.
 
     Args:
         run: fingerprint of its key. notes: of its folder.
@@ -152,7 +152,7 @@ def resume(
         recharge: steps that cannot be repeated may be drawn anew, and cost again.
 
     Raises:
-        CheckpointError: the steps after the checkpoint cannot be repeated, or nobody knows which were released.
+        CheckpointError: the steps after the checkpoint cannot be repeated, or it is unknown which were released.
     """
     _own_journal(history)
     _explained(history)
@@ -160,7 +160,7 @@ def resume(
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
     newest = history.layout_of(state.charged)
-    if history.taken is None:  # nobody knows what was released after the checkpoint: no noise is used again
+    if history.taken is None:  # it is unknown what was released after the checkpoint: no noise is used again
         counted[history.run] = state.charged
         fresh = with_new_key(state, plan, new_key)
         return fresh, Note(fingerprint(new_key), fresh.step, layout, counted, history.run)
@@ -182,7 +182,7 @@ def resume(
 
 
 def _own_journal(history: History) -> None:
-    """The journal is that of the run, from where its own key begins."""
+    """Check that the journal is that of the run, from the first step with its own key."""
     if history.taken is None:
         return
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
@@ -190,7 +190,7 @@ def _own_journal(history: History) -> None:
 
 
 def _explained(history: History) -> None:
-    """Runs that began after this one in its journal are of its descent; those before were there when it was planned."""
+    """Check that runs that began after this one in its journal belong to its lineage. Earlier runs are allowed."""
     family, runs = {history.run, *history.relatives()}, list(history.taken or {})
     began = next((number for number, run in enumerate(runs) if run in family), len(runs))
     strangers = [run for run in runs[began:] if run not in family]
@@ -203,7 +203,7 @@ def _explained(history: History) -> None:
 
 
 def _with_relatives(state: StepState, history: History, plan: Plan, counted: dict[str, int]) -> StepState:
-    """Also what was released by runs that continued this one, or that it continues, and is not in its ledger yet."""
+    """Add to the ledger the steps of related runs (that continued this one, or that it continues) not yet counted."""
     extra: list[Event] = []
     for run in sorted(history.relatives()):
         steps = (history.taken or {}).get(run, {})

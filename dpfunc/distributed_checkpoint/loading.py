@@ -146,7 +146,7 @@ def _found(parent: Path, ranks: Ranks | None) -> bytes:
 
 
 def _instead(parent: Path) -> str:
-    """What to do in a folder that names no newest checkpoint."""
+    """Advice for the error message when a folder names no newest checkpoint."""
     there = whole_checkpoints(parent)
     if not there:
         return "Start a new run."
@@ -156,7 +156,7 @@ def _instead(parent: Path) -> str:
 
 
 def _verify_share(path: Path, ranks: Ranks | None) -> None:
-    """Every file is verified by one process."""
+    """Verify this process's share of the files; each file is verified by one process."""
     number, count = place(ranks)
     verify(path, dict(sorted(_manifest(path).items())[number::count]))
 
@@ -177,7 +177,7 @@ def _decided(
     recharge: bool,
     ranks: Ranks | None,
 ) -> bytes:
-    """How the run goes on, decided by the process that has the journal."""
+    """State and note with which the run continues, decided by the process that has the journal; empty on the others."""
     if not is_writer(ranks):
         return b""
     known = known_journal(values)

@@ -63,7 +63,7 @@ def save_sharded(
 ) -> Path:
     """Write a checkpoint of all processes; any other number of them, in any other layout, can load it.
 
-    Each process writes its parts of DTensors; tensors that all have alike are written once. When every process has said
+    Each process writes its parts of DTensors; replicated tensors are written once. When every process has confirmed
     that its part is on disk, the file LATEST gets the new name. A kill or an error at any moment before leaves the
     old checkpoint the newest, and is an error on all processes.
 
@@ -163,7 +163,7 @@ def _new_directory(parent: Path, state: StepState, ranks: Ranks | None) -> bytes
 
 
 def _sign(path: Path, group: dist.ProcessGroup | None) -> None:
-    """What this process wrote is on disk; say which files, and what they contain."""
+    """Sync the files that this process wrote, and list their names and digests in `part-N.json`."""
     number = 0 if group is None else dist.get_rank(group)
     for file in sorted(path.glob(f"__{number}_*")):
         file.chmod(0o600)
@@ -174,7 +174,7 @@ def _sign(path: Path, group: dist.ProcessGroup | None) -> None:
 def _commit(
     path: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks: Ranks | None, journal: Path | str | None
 ) -> None:
-    """All parts are on disk: make them the newest checkpoint."""
+    """Make this checkpoint the newest one; all its parts are on disk."""
     if not is_writer(ranks):
         return
     parent = path.parent

@@ -25,10 +25,10 @@ Place = tuple[str | int, ...]
 
 
 class Slot(NamedTuple):
-    """Where a tensor of an optimizer state belongs.
+    """Place of a tensor in an optimizer state.
 
     Args:
-        name: of the saved tensor. place: keys that lead to it. cut: whether processes held different parts of it.
+        name: of the saved tensor. place: keys that lead to it. cut: True if processes held different shards.
     """
 
     name: str
@@ -66,7 +66,7 @@ def encode(value: Any, tensors: dict[str, Tensor], place: Place = ()) -> dict[st
 
 
 def decode(values: Mapping[str, Any], tensor: Callable[[Slot], Any], place: Place = ()) -> Any:  # noqa: ANN401  (a pytree)
-    """What `encode` was given, with `tensor(slot)` in place of each tensor."""
+    """Inverse of `encode`, with `tensor(slot)` in place of each tensor."""
     if "tensor" in values:
         return tensor(Slot(values["tensor"], place, values["cut"]))
     if "dict" in values:
@@ -163,7 +163,7 @@ def room(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this process's share of all tensors; all processes of the group together, or none.
+    """Write this process's share of all tensors; collective: all processes of the group write, or none.
 
     Raises:
         CheckpointError: on all processes, when one could not write.
@@ -222,7 +222,7 @@ def read_table(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what describes tensors, and nothing else."""
+    """Unpickler of tensor descriptions that refuses every other class."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  (any class)
         allowed = {

@@ -1,4 +1,4 @@
-"""The small exchanges of a save or a load. One process alone (`ranks=None`) has nobody to ask."""
+"""Small exchanges of a save or a load; without communication for a single process (`ranks=None`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def all_or_none(action: Callable[[], T], ranks: Ranks | None, what: str) -> T:
-    """What `action` gives, once it went well on all processes.
+    """Run `action` on each process; return its result, or raise on all processes if it failed on any.
 
     Args:
         action: must not communicate. ranks: of the run. what: "The checkpoint was not ...", for the others' error.
@@ -57,10 +57,10 @@ def _summed(values: Tensor, ranks: Ranks) -> Tensor:
 
 
 def agreed(said: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
-    """All processes say the same, and those that hold the same part of a tensor hold the same numbers.
+    """Check that all processes agree, and that those with the same part of a tensor have the same numbers.
 
     Args:
-        said: what must agree, by name. tensors: name -> tensor or DTensor. ranks: of the run.
+        said: name -> text that must agree. tensors: name -> tensor or DTensor. ranks: of the run.
 
     Raises:
         RankMismatch: on all processes.
@@ -74,7 +74,7 @@ def agreed(said: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks 
 
 
 def _part(tensor: Tensor) -> int:
-    """Which part of a tensor this is, as a number."""
+    """Number that identifies this process's part of a tensor by its position in the mesh."""
     axes = shard_dims(tensor)
     where = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]
     return digest(str([where[axis] for axis in axes]))
@@ -106,7 +106,7 @@ def _gathered(row: list[int], ranks: Ranks, group: dist.ProcessGroup) -> list[li
 
 
 def everyone(said: str, ranks: Ranks | None) -> str:
-    """A short digest of what all processes say, in the order of their ranks; the same on all."""
+    """Short digest of the texts of all processes, in the order of their ranks; the same on all."""
     value = digest(said)
     if ranks is not None:
         for group in ranks.groups:
@@ -115,7 +115,7 @@ def everyone(said: str, ranks: Ranks | None) -> str:
 
 
 def place(ranks: Ranks | None) -> tuple[int, int]:
-    """The number of this process among all of the run, and how many they are."""
+    """Number of this process among all processes of the run, and how many there are."""
     if ranks is None:
         return 0, 1
     if ranks.tensor_group is None:

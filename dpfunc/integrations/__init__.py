@@ -1,1 +1,1 @@
-"""What others bring: models of Transformers, adapters of PEFT, the Trainer. Needs `dpfunc[hf]`; imported by name."""
+"""Integrations: models of Transformers, adapters of PEFT, the Trainer. Needs `dpfunc[hf]`; imported by name."""

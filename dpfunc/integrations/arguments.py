@@ -37,7 +37,7 @@ def _option(default: object, text: str) -> Any:  # noqa: ANN401  (a dataclass fi
 
 @dataclass(frozen=True)
 class PrivacyArguments:
-    """What decides privacy in a training script. `HfArgumentParser` makes flags of it, e.g. `--dp_epsilon 8`.
+    """Privacy settings of a training script. `HfArgumentParser` makes flags of it, e.g. `--dp_epsilon 8`.
 
     Args:
         dp_enabled: False trains the twin without privacy; the other arguments then change nothing.
@@ -157,16 +157,16 @@ class PrivacyArguments:
 
     @property
     def adjacency(self) -> Adjacency:
-        """Which data sets are neighbours."""
+        """Relation between neighbouring data sets: `dp_adjacency`, or the default of the sampling."""
         return self.dp_adjacency or ("add_remove" if self.dp_poisson_sampling else "zero_out")
 
     def clip(self) -> ClipRule:
-        """The clip rule."""
+        """Clip rule named by `dp_clip`; its bound is 1 by default."""
         bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
         return Flat(bound) if self.dp_clip == "flat" else Automatic(bound)
 
     def plan(self, dataset_size: int, expected_batch_size: float, num_steps: int, spent: Ledger | None = None) -> Plan:
-        """The plan of a run.
+        """Make the plan of a run; the noise is computed from `dp_epsilon` if that is given.
 
         Args:
             dataset_size: number of records n. expected_batch_size: q n, the logical batch. num_steps: optimizer steps.

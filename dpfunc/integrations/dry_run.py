@@ -1,4 +1,4 @@
-"""What a job would do and take, without training and without writing."""
+"""Dry run of a job: its plan and an estimate of its memory, without training and without writing."""
 
 from __future__ import annotations
 

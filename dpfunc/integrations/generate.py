@@ -46,7 +46,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How texts are drawn.
+    """Settings for drawing texts from a language model.
 
     Args:
         num: texts in all, spread evenly over the prompts. max_new_tokens: of each text. temperature: > 0.

@@ -83,8 +83,8 @@ class ImageTextCollator:
         return [i for one in ids for i in ([one] * self.tokens_per_image if one == image_id else [one])]
 
     def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Cut words, never image tokens. The answer may take half of the room; the prompt keeps its beginning, and its
-        end, which asks for the answer."""
+        """Remove words, never image tokens. The answer may take half of the room; the prompt keeps its beginning, and
+        its end, which asks for the answer."""
         room = self.max_length - self.max_images * self.tokens_per_image
         words = [i for i, one in enumerate(prompt) if one != self.processor.image_token_id]
         answer = answer[: max(room - len(words), room // 2)]
@@ -140,7 +140,8 @@ def image_text_collator(
     Args:
         processor: `LlavaProcessor`, or another one that gives each image the same number of tokens.
         max_length: positions of the longest row, image tokens included. Where it is too short the prompt
-            loses words after its first one, and an answer over half of the room its end; image tokens are never cut.
+            loses words after its first one, and an answer over half of the room its end; image tokens are never
+            removed.
         max_images: images of a sample, 0 or more; a public number. A sample with more is an error.
         padding_side: `"right"`, or `"left"`.
         pad_to_multiple_of: None pads every batch to max_length: one shape, which engines look at once and which says
@@ -225,7 +226,7 @@ def _opened(image: Any) -> Any:  # noqa: ANN401
 
 
 def _tokens_of_an_image(processor: Any) -> tuple[int, Tensor]:  # noqa: ANN401
-    """How many tokens an image has, and the pixels of a blank one.
+    """Number of tokens of an image, and the pixels of a blank one.
 
     Raises:
         UnsupportedModel: the number depends on the image.

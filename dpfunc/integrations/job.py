@@ -29,7 +29,7 @@ def _key(text: str, default: object = dataclasses.MISSING) -> Any:  # noqa: ANN4
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Where the model comes from. Nothing is downloaded unless `local_files_only` is false."""
+    """Source of the model. Nothing is downloaded unless `local_files_only` is false."""
 
     path: str = _key("Folder of a model as save_pretrained writes it, or its name on the hub.")
     init: Literal["pretrained", "random"] = _key("`random` takes the configuration only: for tests.", "pretrained")
@@ -102,7 +102,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Low-rank adapters, in PEFT's terms."""
+    """Section `lora` of a job: low-rank adapters, in the terms of PEFT."""
 
     rank: int = _key("Rank of the adapters.", 8)
     alpha: float = _key("Their output is scaled by alpha / rank.", 16.0)
@@ -195,7 +195,7 @@ class Job:
 
     @property
     def physical_batch_size(self) -> int:
-        """Records differentiated at once."""
+        """Number of records differentiated at once; at most the logical batch size."""
         chosen = self.training.physical_batch_size or self.privacy.dp_physical_batch_size
         return min(chosen or self.training.batch_size, self.training.batch_size)
 

@@ -19,7 +19,7 @@ PEFT_TASKS = {"text_classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM"}
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Errors of other libraries inside the block as one line that says what was wanted.
+    """Turn errors of other libraries inside the block into one line that names what was expected.
 
     >>> with one_line("a number"):
     ...     int("x")  # doctest: +ELLIPSIS
@@ -36,9 +36,9 @@ def one_line(what: str) -> Iterator[None]:
 
 @contextmanager
 def here_or_downloaded(job: Job, path: str) -> Iterator[None]:
-    """Where nothing may be downloaded, a folder that is missing is said to be missing.
+    """Report a missing model folder as missing when downloads are not allowed.
 
-    Transformers takes a path that is no folder for a name on the hub, and speaks of the internet connection.
+    Transformers takes a path that is no folder for a name on the hub, and its error is about the internet connection.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Records of a job: rows of its tables as what the model takes, and how they become a batch."""
+"""Records of a job: rows of its tables as inputs of the model, and their collation into batches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def columns_of(job: Job) -> tuple[str, ...]:
 
 
 def read_records(job: Job, processing: Any) -> Records:  # noqa: ANN401  (tokenizer or processor)
-    """All records of a job.
+    """Read the training and evaluation records of a job.
 
     Args:
         job: its section data. processing: as from `load_processing`.
@@ -129,7 +129,7 @@ def _record(job: Job, processing: Any, row: Row, table: Path) -> Mapping[str, An
 
 
 def prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
-    """What is given to the language model, and what it learns to continue with."""
+    """Prompt of a row, and the response that the language model learns."""
     if data.prompt_column is not None and data.response_column is not None:
         return row[data.prompt_column], row[data.response_column]
     prompt = "" if data.prompt_template is None else data.prompt_template.format(**row)
@@ -153,7 +153,7 @@ def language_record(tokenizer: Any, prompt: str, response: str, data: DataSectio
 
 
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:  # noqa: ANN401  (a collate function)
-    """How the records of a job become a batch.
+    """Make the function that collates records of a job into a batch.
 
     Args:
         job, processing: of the records. longest: pad to max_length, whatever the records are.

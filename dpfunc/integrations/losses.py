@@ -162,7 +162,7 @@ def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B
 
     Args:
         start_BT, end_BT: logits over positions. first_B, last_B: positions; outside of 0 <= position < T they are
-            ignored, as for answers that were cut off.
+            ignored, as for answers that were truncated.
 
     Returns:
         (B,), unreleased.

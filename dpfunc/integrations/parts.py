@@ -125,7 +125,7 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def takes_pixels_alone(model: nn.Module) -> bool:
-    """Whether `model.get_image_features(pixel_values)` is a complete call."""
+    """True if `model.get_image_features(pixel_values)` needs no other arguments."""
     function = getattr(model, "get_image_features", None)
     if function is None:
         return False
@@ -135,7 +135,7 @@ def takes_pixels_alone(model: nn.Module) -> bool:
 
 
 def image_features(model: nn.Module, pixels: Tensor) -> Tensor:
-    """All features that the language model sees of some images, as one vector."""
+    """Image features that the language model receives, as one vector."""
     function: Any = model.get_image_features
     output = function(pixel_values=pixels)
     leaves = pytree.tree_leaves(getattr(output, "pooler_output", output))

@@ -22,7 +22,7 @@ SampleLoss = Callable[[Callable[..., Any], Params, Mapping[str, Tensor]], Tensor
 
 @dataclass(frozen=True)
 class Persons:
-    """Which texts belong to which person; see `group_by_person`. As secret as the table, but for `max_texts`.
+    """Rows of a table grouped by person; see `group_by_person`. As secret as the table, but for `max_texts`.
 
     Args:
         index_PK: row numbers of a person's texts in the table, int64 (P, K); free places repeat the first text.
@@ -40,7 +40,7 @@ class Persons:
 
     @property
     def max_texts(self) -> int:
-        """The public cap K."""
+        """Public cap K on the texts of a person."""
         return self.index_PK.shape[1]
 
     def batch(self, texts: Mapping[str, Tensor], persons_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
         persons: who wrote each text: one value a row, the same for all texts of one person (normalise spellings first:
             a person under two names is two units, and protected as two).
         max_texts: K >= 1, a public number chosen without a look at the data. A person with more texts gives K of them,
-            drawn by the key: which ones depends on the key and on how many texts this person has, on nobody else.
+            drawn by the key: which ones depends on the key and on how many texts this person has, not on other persons.
         key: of the draw; not the key of the run.
 
     Returns:
@@ -134,7 +134,7 @@ class MeanOverTexts:
         mask_BK = batch.get(TEXT_MASK)
         if mask_BK is None or mask_BK.ndim != 2:
             raise InvalidArgument(f"Expected a batch of Persons.batch, with a {TEXT_MASK!r} of shape (B, K).")
-        # A person's texts stay together on axis 0, so that the engines find out that K rows belong to one sample. Where
+        # A person's texts stay adjacent on axis 0, so that the engines find out that K rows belong to one sample. Where
         # a model merges positions and rows with the positions first (nn.MultiheadAttention), only vmap and loop can.
         texts = {name: value.flatten(0, 1) for name, value in batch.items() if name != TEXT_MASK}
         losses_BK = self.sample_loss(forward, params, texts).reshape(mask_BK.shape)

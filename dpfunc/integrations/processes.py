@@ -24,10 +24,10 @@ from dpfunc.tree import batch_size
 from dpfunc.types import Batch
 
 NUM_PROCESSES = "num_processes"
-"""What a checkpoint calls the number of processes that wrote it, among its `extra` values."""
+"""Key of the number of processes that wrote a checkpoint, in its `extra` values."""
 
 NUM_NOTES = "num_process_notes"
-"""What it calls the number of notes beside the journal when it was written."""
+"""Key of the number of notes beside the journal when the checkpoint was written."""
 
 NOTES = "privacy_processes.jsonl"
 
@@ -45,14 +45,14 @@ class Replicas:
         return getattr(self.accelerator, name)
 
     def prepare(self, *objects: Any) -> Any:  # noqa: ANN401
-        """As in `Accelerator`."""
+        """Prepare objects as the `Accelerator` does; models are not wrapped."""
         ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
     ) -> nn.Module:
-        """As in `Accelerator`, but never wrapped: as if it were to be evaluated."""
+        """Prepare a model as the `Accelerator` does for evaluation, that is without wrapping it."""
         placed: nn.Module = self.accelerator.prepare_model(model, device_placement, evaluation_mode=True)
         return placed
 
@@ -61,7 +61,7 @@ def ranks_of(args: Any) -> Ranks | None:  # noqa: ANN401  (TrainingArguments)
     """The processes that the Trainer knows; None where it is alone.
 
     Raises:
-        InvalidArgument: the environment promises more processes than the Trainer sees: each would be a run of its own.
+        InvalidArgument: the environment promises more processes than the Trainer finds: each would be a run of its own.
     """
     world = int(args.world_size)
     try:
@@ -75,7 +75,7 @@ def ranks_of(args: Any) -> Ranks | None:  # noqa: ANN401  (TrainingArguments)
 
 
 def place(ranks: Ranks | None) -> tuple[int, int]:
-    """Which of how many processes this is.
+    """Rank of this process in the data group, and the size of that group.
 
     >>> place(None)
     (0, 1)
@@ -84,7 +84,7 @@ def place(ranks: Ranks | None) -> tuple[int, int]:
 
 
 def placeholder_mask(plan: Plan, state: StepState, ranks: Ranks | None, batch: Batch) -> Tensor | None:
-    """The mask of a process without records, which runs a placeholder with weight zero to keep the others company."""
+    """Mask for a process without records: it runs a placeholder with weight zero, since all processes communicate."""
     if ranks is None or len(plan.draw(state, state.step, ranks)):
         return None
     return torch.zeros(batch_size(batch), dtype=torch.bool)
@@ -100,7 +100,7 @@ def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
 
 
 def as_saved(journal: Path, ranks: Ranks | None) -> dict[str, int]:
-    """What a checkpoint has to know for `check_processes`, among its `extra` values.
+    """Values that `check_processes` reads from the `extra` of a checkpoint.
 
     >>> as_saved(Path("no/journal.jsonl"), None)
     {'num_processes': 1, 'num_process_notes': 0}
@@ -109,7 +109,7 @@ def as_saved(journal: Path, ranks: Ranks | None) -> dict[str, int]:
 
 
 def check_processes(saved: Checkpoint, journal: Path, ranks: Ranks | None) -> None:
-    """A run may go on with another number of processes only where it repeats no step.
+    """Check that a run with another number of processes repeats no step.
 
     Sums over other numbers of processes differ in their last bits. A repeated step would release other gradients with
     the same noise. A note beside the journal says who computed which steps.
@@ -128,7 +128,7 @@ def check_processes(saved: Checkpoint, journal: Path, ranks: Ranks | None) -> No
 
 
 def check_number(saved: Checkpoint, notes: Path, now: int) -> None:
-    """The rule of `check_processes`, for the process that writes; it leaves a note where the number changes."""
+    """Apply the rule of `check_processes` on the process that writes; write a note if the number changes."""
     before = {NUM_PROCESSES: int(saved.extra.get(NUM_PROCESSES, 1))}
     known, count = read_notes(notes), int(saved.extra.get(NUM_NOTES, 0))
     if len(known) < count:

@@ -1,4 +1,4 @@
-"""What earlier runs on the same records have cost, from the files that they left."""
+"""Privacy cost of earlier runs on the same records, read from the files that they left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpfunc.journal import journal_ledger, read_steps
 
 
 def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
-    """The cost of earlier runs: of all files together, so that each run is named once.
+    """Ledger of earlier runs: the sum over all files, so name each run once.
 
     Args:
         paths: journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. None or empty: no runs.
@@ -51,7 +51,7 @@ def _read(path: Path) -> Ledger:
 
 
 def _check_newest(path: Path) -> None:
-    """What a run wrote at its end, or into a checkpoint, says nothing of the steps that it took after that.
+    """Refuse a record written before the last steps of its run: it does not contain their cost.
 
     Raises:
         InvalidArgument: the journal beside it has more.

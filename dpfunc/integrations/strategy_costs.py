@@ -1,4 +1,4 @@
-"""What each strategy trains, what it needs, and what DP noise does to it: numbers from shapes alone."""
+"""Costs of each strategy: trained parameters, memory and norm of the DP noise, computed from shapes alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """One strategy in numbers.
+    """Trained parameters and memory of one strategy.
 
     Args:
         name: of the strategy. trained: number of trained parameters d.
@@ -38,7 +38,7 @@ class StrategyCost:
 
 
 def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
-    """What the strategies cost for a model, by arithmetic on its shapes: a model on the meta device will do.
+    """Costs of the strategies for a model, by arithmetic on its shapes: a model on the meta device is enough.
 
     Args:
         model: see `vision_language.strategy`, with weights in float. rank: of the adapters of `"lora"` and `"qlora"`.

@@ -1,4 +1,4 @@
-"""What a model is trained for: from its forward function and a batch to one loss a sample.
+"""Training tasks: losses that map a forward function and a batch to one value per sample.
 
 The model is called without labels. What it would compute from them is a mean over the batch.
 """
@@ -28,11 +28,11 @@ SampleLoss = Callable[[AnyForward, Params, Mapping[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a loss must know of a model.
+    """Facts about a model on which its loss depends.
 
     Args:
         options: arguments that every call gets, e.g. no cache. soft_prompt: positions that PEFT's prompt tuning puts
-            before the tokens. counts_padding: whether the model numbers positions from the start of the padding.
+            before the tokens. counts_padding: True if the model numbers positions from the start of the padding.
         decoder_start, pad: token ids of an encoder-decoder. problem: "regression",
             "single_label_classification", "multi_label_classification", or None for what the labels say.
     """
@@ -47,7 +47,7 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class Caller:
-    """A forward function together with the facts about its model."""
+    """Forward function with the facts about its model."""
 
     forward: AnyForward
     facts: Facts
@@ -68,7 +68,7 @@ class TaskLoss:
     sample_loss: SampleLoss
 
     def __call__(self, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """One loss a sample. Unreleased."""
+        """Losses of the batch, shape (B,). Unreleased."""
         return self.sample_loss(self.forward, params, batch)
 
 
@@ -282,7 +282,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def facts_of(forward: AnyForward) -> Facts:
-    """What a loss must know of the model behind a forward function; nothing is known of an ordinary function.
+    """Facts about the model behind a forward function; the defaults for an ordinary function.
 
     >>> facts_of(lambda params, x: x)
     Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, decoder_start=None, pad=None, problem=None)

@@ -1,4 +1,4 @@
-"""Run a job: load, plan, train with DPTrainer, save, and say what was spent and what is not covered."""
+"""Run a job: load, plan, train with DPTrainer, save, and report what was spent and what is not covered."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOT_COVERED = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that a job needs in memory.
+    """Model, records and plan of a job, loaded into memory.
 
     Args:
         model: with what is trained requiring gradients. processing: tokenizer or processor. records: private.
@@ -62,7 +62,7 @@ class Prepared:
 
     @property
     def num_trained(self) -> int:
-        """Trained parameters."""
+        """Number of scalars in the trained parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
@@ -91,9 +91,9 @@ def twin(job: Job) -> Job:
 def run_job(
     job: Job, *, resume: bool = False, insecure_seed: int | None = None, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Train, save, and say what was spent.
+    """Train, save, and report what was spent.
 
-    Of several processes under torchrun each calls it: they share each draw, and one of them writes and speaks.
+    Of several processes under torchrun each calls it: they share each draw, and one of them writes and prints.
 
     Args:
         job: what to do. resume: go on with the run in its output_dir after an interruption, bit for bit.
@@ -147,7 +147,7 @@ def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
 
 
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
-    """What can be refused before a table is read, in training as in a dry run. Nothing is written.
+    """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
 
     Args:
         job: what to do. resume, insecure_seed: as for `run_job`.
@@ -164,7 +164,7 @@ def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
 
 
 def check_loggers(names: Sequence[str] | None) -> None:
-    """The loggers of report_to are known and installed. They are not made: some of them begin to write then.
+    """Check that the loggers of report_to are known and installed, without making them: some write when they are made.
 
     Raises:
         InvalidArgument: one is not.
@@ -185,7 +185,7 @@ def check_loggers(names: Sequence[str] | None) -> None:
 
 
 def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None) -> None:
-    """The output folder can be made or is empty, or holds the run to go on with.
+    """Check that the output folder can be made, is empty, or holds the run to resume.
 
     Raises:
         InvalidArgument: a new run in a folder with files, or in none that can be written.
@@ -225,13 +225,13 @@ def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None
 
 
 def has_checkpoint(job: Job) -> bool:
-    """Whether there is something that `--resume` goes on from."""
+    """True if the folder has a checkpoint that `--resume` can continue from."""
     found = list(Path(job.output_dir).glob("checkpoint-*"))
     return any(is_whole(path) for path in found) if job.privacy.dp_enabled else bool(found)
 
 
 def interrupted(job: Job) -> str:
-    """What to say when a user ends the run: what it has spent, and how it is gone on with or counted."""
+    """Message after the user interrupts a run: its privacy cost, and how to resume or count it."""
     journal = Path(job.output_dir) / JOURNAL
     steps, delta = count_steps(journal), job.privacy.dp_delta
     if delta is None or not job.privacy.dp_enabled:
@@ -249,7 +249,7 @@ def interrupted(job: Job) -> str:
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two jobs as `job_to_dict` gives them, but for what changes nothing that is trained."""
+    """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training."""
     changed = []
     for name in sorted({*saved, *now} - {"output_dir"}):
         one, two = saved.get(name), now.get(name)
@@ -264,7 +264,7 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def make_trainer(job: Job, prepared: Prepared, insecure_seed: int | None) -> Any:  # noqa: ANN401  (a DPTrainer)
-    """The DPTrainer of a job."""
+    """Build the DPTrainer that runs a job."""
     from dpfunc.integrations.trainer import DPTrainer
 
     records = prepared.records
@@ -288,7 +288,7 @@ def _accuracy(prediction: Any) -> dict[str, float]:  # noqa: ANN401  (an EvalPre
 
 
 def training_arguments(job: Job, prepared: Prepared) -> Any:  # noqa: ANN401  (TrainingArguments)
-    """The `TrainingArguments` of a job.
+    """Translate the settings of a job into `TrainingArguments` of Transformers.
 
     Raises:
         InvalidArgument: an optimizer, scheduler or logger that Transformers does not know.
@@ -355,7 +355,7 @@ def share_of(batch_size: int) -> int:
 def report(
     job: Job, folder: Path, accounting: Mapping[str, Any], measured: Mapping[str, float], insecure_seed: int | None
 ) -> list[str]:
-    """What to say at the end of a run."""
+    """Lines to print at the end of a run: privacy cost, files and metrics."""
     if job.privacy.dp_enabled:
         lines = [
             f"Spent: epsilon={accounting['epsilon']:.4g} at delta={accounting['delta']:g} "

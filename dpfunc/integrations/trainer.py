@@ -150,7 +150,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def ledger(self) -> Ledger:
-        """All that was spent, earlier phases included."""
+        """Privacy spent so far, earlier phases included."""
         if self._run is not None:
             return self._run.state.ledger
         return Ledger(adjacency=self.privacy.adjacency) if self._earlier is None else self._earlier
@@ -218,7 +218,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return TrainOutput(0, math.nan, {"privacy/planned_epsilon": epsilon, "privacy/num_steps": self.plan.num_steps})
 
     def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Look at everything that can be refused, and decide what is trained from where."""
+        """Make all checks before training, and decide which run is started or resumed."""
         plan = self.plan
         self.model.train()
         refuse_model(self.model)
@@ -287,7 +287,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return collate
 
     def _first_step(self) -> int:
-        """The step at which the Trainer starts to iterate; after a resume it skips what it saw of the epoch."""
+        """Step at which the Trainer starts to iterate; after a resume it skips the used batches of the epoch."""
         if self._run is None:
             return 0
         step, resumed = self._run.state.step, self._run.start.resumed
@@ -396,5 +396,5 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         backend: object = None,
         hp_name: object = None,
     ) -> None:
-        """Refused: each trial looks at the private records."""
+        """Refuse the search: each trial reads the private records."""
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")

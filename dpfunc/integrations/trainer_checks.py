@@ -1,4 +1,4 @@
-"""What a Trainer may not do under differential privacy, refused by name before anything is spent."""
+"""Checks that refuse, before anything is spent, settings of a Trainer that break differential privacy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_BACKWARD = ("lomo", "adalomo")
 
 
 def refuse_arguments(args: Any) -> None:  # noqa: ANN401  (TrainingArguments)
-    """Look at the `TrainingArguments` of a private run.
+    """Check the `TrainingArguments` of a private run.
 
     Raises:
         InvalidArgument: naming the first argument that cannot be used, and what to do instead.
@@ -149,7 +149,7 @@ def _leaks(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
 
 
 def refuse_overrides(trainer: object, ours: type, theirs: type) -> None:
-    """A subclass may not replace what makes a run private.
+    """Refuse a subclass that overrides methods on which privacy depends.
 
     Raises:
         InvalidArgument: naming the method.
@@ -189,7 +189,7 @@ def refuse_data(dataset: Any) -> int:  # noqa: ANN401  (anything)
 
 
 def refuse_model(model: nn.Module) -> None:
-    """A model in training mode whose samples do not mix.
+    """Refuse a wrapped model, and one that mixes samples in training mode.
 
     Raises:
         UnsupportedModel: BatchNorm in training mode, or a compiled or wrapped model.
@@ -200,7 +200,7 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def refuse_values(model: object, privacy: object, key: object, model_init: object, compute_loss_func: object) -> None:
-    """Look at the values that `DPTrainer` is made of.
+    """Check the constructor arguments of `DPTrainer`.
 
     Raises:
         InvalidArgument: naming the first that is not what it should be.

@@ -37,8 +37,8 @@ class EpochSampler:
 
     Args:
         sampler, key: of the run. steps_per_epoch: what the Trainer calls an epoch, a public number.
-        limit: the step at which the run ends. first_step: tells the step at which an iteration starts.
-        rank, size: of several processes, which of them this is. One that has no records of a draw reads the first
+        limit: the step at which the run ends. first_step: returns the step at which an iteration starts.
+        rank, size: of this process among several. One that has no records of a draw reads the first
             record of the data set, as a placeholder that gets weight zero.
     """
 
@@ -78,7 +78,7 @@ class Records(Dataset[Any]):
         return self.__getitems__([drawn])[0]
 
     def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[int, Any]]:
-        """The records of one step."""
+        """Read the records of one step, with torch's CPU generator seeded by the step."""
         if not drawn:
             return []
         step, indices = drawn[0][0], [index for _, index in drawn]
@@ -98,7 +98,7 @@ class Collate:
     rank: int = 0
 
     def __call__(self, records: Sequence[tuple[int, Any]]) -> Batch:
-        """The batch of one step."""
+        """Collate the records of one step, with torch's CPU generator seeded by the step."""
         if not records:
             return {"labels": torch.zeros(0, dtype=torch.long)}
         with torch_seed(fold_in(self.key, "collate", records[0][0], *_of(self.rank)), accelerators=False):
@@ -150,7 +150,7 @@ def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
 
 
 def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:  # noqa: ANN401
-    """Reading and collating must give the same again, or a resumed run could not repeat the steps it has paid for.
+    """Check that reading and collating can be repeated: a resumed run must repeat the steps that it has paid for.
 
     Raises:
         InvalidArgument: two readings differ.

@@ -1,4 +1,4 @@
-"""A private run of the Trainer: how it starts, and what is said about it."""
+"""A private run of the Trainer: its start, and the messages about it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Loss = str | Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Start:
-    """What was decided before the Trainer begins: a new run, or the one of a checkpoint.
+    """Decisions made before the Trainer begins: a new run, or a resumed one.
 
     Args:
         key: of the run. limit: the step at which it ends. data: the name of the data set.
         ledger: what earlier phases have cost. resumed: what was loaded.
-        skipping: the Trainer skips the batches of a resumed epoch that it has seen.
+        skipping: the Trainer skips the batches of a resumed epoch that were already used.
     """
 
     key: Key = field(repr=False)
@@ -128,7 +128,7 @@ class Native:
     wrapped: nn.Module = field(repr=False)
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
-        """The model's output."""
+        """Call the wrapped model with its own parameters; `params` is not used."""
         return self.wrapped(*args, **kwargs)
 
 
@@ -158,7 +158,7 @@ def warning_step(plan: Plan, start: Start, share: float) -> float:
 
 
 def warning_text(plan: Plan, state: StepState) -> str:
-    """What is said when most of a budget is spent."""
+    """Warning that most of the budget is spent, with the number of steps left."""
     spent = state.ledger.epsilon(plan.delta, plan.accountant).epsilon
     return (
         f"Privacy budget: epsilon={spent:.4g} of {plan.epsilon:g} at delta={plan.delta:g} is spent after step "
@@ -167,7 +167,7 @@ def warning_text(plan: Plan, state: StepState) -> str:
 
 
 def plan_text(plan: Plan, microbatch: int) -> str:
-    """The plan in words."""
+    """Text that describes a plan and its guarantee, for a dry run."""
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(0)
     return (
         f"Plan: {plan.num_steps} steps, expected batch {size:g} of {n} records ({type(plan.sampler).__name__}, "

@@ -1,4 +1,4 @@
-"""What a private Trainer run keeps on disk besides the Trainer's own files: its state, and its accounting."""
+"""Files of a private Trainer run besides the Trainer's own: its state, and its accounting."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def save_run(
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
-    """The Trainer has written its own files: say what they are, which makes the checkpoint whole; remove older ones."""
+    """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
     from transformers.trainer_utils import rotate_checkpoints
 
     if (checkpoint / FOLDER).exists():
@@ -139,7 +139,7 @@ def newest(output_dir: Path) -> Path:
 
 
 def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
-    """All are of one run, and it is the one that began last in the journal.
+    """Check that all checkpoints are of one run, and that it is the one that began last in the journal.
 
     Raises:
         CheckpointError: a folder that several runs have used; a higher number is not a newer run.
@@ -175,7 +175,7 @@ def _numbered(path: Path) -> re.Match[str] | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether all of a checkpoint was written: the list of its files comes last."""
+    """True if a checkpoint was written completely: the list of its files is written last."""
     try:
         for path in (checkpoint / TRAINER_STATE, checkpoint / FOLDER / FILES):
             json.loads(path.read_text())
@@ -185,7 +185,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def note_earlier_runs(journal: Path, counted: int = 0) -> None:
-    """Say it when the journal holds runs that this run does not count; the accounting of an earlier end is removed.
+    """Warn if the journal holds runs that this run does not count; remove the accounting of an earlier end.
 
     A run that is killed later would leave it behind, with fewer steps than were taken.
 
@@ -210,7 +210,7 @@ def count_steps(journal: Path) -> int:
 
 
 def accounting(plan: Plan, state: StepState, epoch: float) -> dict[str, Any]:
-    """What a run has spent up to a state, earlier phases included, and what is needed to check it. Public facts."""
+    """Privacy spent by a run up to a state, earlier phases included, with the facts needed to check it. Public."""
     answer = state.ledger.epsilon(plan.delta, plan.accountant)
     size = plan.sampler.expected_batch_size(state.step)
     return {
@@ -236,7 +236,7 @@ def accounting(plan: Plan, state: StepState, epoch: float) -> dict[str, Any]:
 
 
 def write_accounting(folder: Path, record: dict[str, Any]) -> Path:
-    """Write `privacy_accounting.json`."""
+    """Write a record as `privacy_accounting.json`, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ACCOUNTING
     path.write_text(json.dumps(record, indent=1))

@@ -1,4 +1,4 @@
-"""What models of Transformers need: a look before training, causal attention, a base in 4 bits."""
+"""Helpers for models of Transformers: a check before training, causal attention, a base in 4 bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpfunc.types import Params
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What was found in a model; see `check_model`.
+    """Result of `check_model`: size of a model, problems and advice.
 
     Args:
         task: of `dpfunc.integrations.tasks`, or None where the class does not say it.
@@ -146,7 +146,7 @@ class CausalForward:
     module: nn.Module
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
-        """The model's output, `attention_mask` replaced."""
+        """Call the model with a causal mask in place of `attention_mask`."""
         if "attention_mask" not in kwargs:
             raise InvalidArgument("Expected an attention_mask (B, T) among the inputs, by name, got none.")
         dtype = next(value.dtype for value in self.module.parameters() if value.is_floating_point())
@@ -179,7 +179,7 @@ def with_causal_attention(forward: AnyForward) -> CausalForward:
 
 
 def is_causal(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> bool:
-    """Whether the logits of a model ignore later tokens: the last token of each row is replaced, and nothing before
+    """True if the logits of a model ignore later tokens: the last token of each row is replaced, and nothing before
     it may move.
 
     Args:

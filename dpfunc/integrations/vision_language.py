@@ -190,7 +190,7 @@ def check_options(
     targets: str | Sequence[str] | None,
     train_projector: bool,
 ) -> None:
-    """The options fit the strategy.
+    """Check that the options fit the strategy.
 
     Raises:
         InvalidArgument: one is missing, or one has no effect.
@@ -211,7 +211,7 @@ def check_options(
 
 
 def check_base(model: nn.Module, name: str, train_projector: bool) -> None:
-    """The base is in 4 bits exactly where the strategy says so, and nothing that is trained whole is.
+    """Check that the base is in 4 bits exactly where the strategy needs it, and layers trained whole are in float.
 
     Raises:
         UnsupportedModel: it is not; the message names the way out.
