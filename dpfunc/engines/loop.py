@@ -76,8 +76,11 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
                     reached = True
-                    grad = grad.to_dense() if grad.is_sparse else grad
-                    grads_B[name][sample] = local_like(grad, params[name])
+                    grad = local_like(grad.to_dense() if grad.is_sparse else grad, params[name])
+                    if num_samples == 1 and grad.dtype == grads_B[name].dtype:
+                        grads_B[name] = grad.detach()[None]
+                    else:
+                        grads_B[name][sample] = grad
         check_depends(reached)
         first = next(iter(parts.values()))
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
