@@ -1,4 +1,4 @@
-"""A file of JSON lines of which none can be lost, changed, repeated or moved unseen.
+"""Files of JSON lines in which a lost, changed, repeated or moved line is noticed.
 
 Each line holds its own number and a digest of the line before it. The end of the file, about which no later line says
 anything, is noted in a small file beside it (`.head`): the number of lines and the digest of the last one. Both guard
@@ -34,7 +34,7 @@ class Head(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far a chained file was read.
+    """Position up to which a chained file was read.
 
     Args:
         inode: of the file. offset: in bytes. end: of what was read. before: the end without the last line.
@@ -60,7 +60,7 @@ def head_path(path: Path) -> Path:
 
 
 def read_head(path: Path) -> Head | None:
-    """What the `.head` file of a chained file says; None without one.
+    """Read the `.head` file of a chained file; None if there is none.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -128,7 +128,7 @@ def read_chain(path: Path) -> list[Line]:
 
 
 def resumes(file: BinaryIO, since: Position) -> bool:
-    """Whether this is the file that was read before, which has only grown."""
+    """True if this is the file that was read before, and it is not shorter now."""
     return os.fstat(file.fileno()).st_ino == since.inode and file.seek(0, os.SEEK_END) >= since.offset
 
 

@@ -47,7 +47,7 @@ class StepState(NamedTuple):
 
 
 def step_events(plan: Plan, state: StepState, step: int) -> tuple[Event, ...]:
-    """What a step of a run costs. A batch that nobody drew claims no amplification by sampling.
+    """Events that a step of a run costs. A batch that was not drawn claims no amplification by sampling.
 
     Args:
         plan: of the run. state: any of the run. step: number of the step.

@@ -1,4 +1,4 @@
-"""A module as `forward(params, *args)`."""
+"""Modules as pure functions `forward(params, *args)`."""
 
 from __future__ import annotations
 

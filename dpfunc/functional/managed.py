@@ -93,7 +93,7 @@ def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
 
 
 def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
-    """What a function puts into a module must stay there.
+    """Refuse parameters that `fully_shard` would overwrite after a function has replaced them.
 
     Raises:
         UnsupportedModel: `fully_shard` manages some of these parameters.
@@ -132,7 +132,7 @@ def constant(module: nn.Module) -> set[str]:
 
 
 def communicates(module: nn.Module) -> str | None:
-    """What in a module exchanges parameters or activations with other processes, or None.
+    """Describe the parts of a module that exchange parameters or activations with other processes, or None.
 
     >>> communicates(nn.Linear(1, 1))
     """

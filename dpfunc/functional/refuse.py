@@ -1,4 +1,4 @@
-"""What would mix samples, write into the module or give wrong gradients is an error."""
+"""Errors for modules that would mix samples, be written into, or give wrong gradients."""
 
 from __future__ import annotations
 

@@ -56,7 +56,6 @@ class FixedSize:
         return torch.from_numpy(np.sort(drawn_B))
 
     def expected_batch_size(self, step: int) -> float:
-        """The batch size."""
         whole("step", step)
         return float(self.batch_size)
 
@@ -103,7 +102,7 @@ class Shuffled:
 
     @property
     def steps_per_epoch(self) -> int:
-        """`ceil(n / batch_size)`."""
+        """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
         return -(-self.dataset_size // self.batch_size)
 
     @property

@@ -80,7 +80,7 @@ class Poisson:
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
-        """All: records are drawn independently."""
+        """All adjacencies, since each record is drawn independently."""
         return ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:
@@ -90,7 +90,7 @@ class Poisson:
         return torch.from_numpy(np.concatenate(found))
 
     def expected_batch_size(self, step: int) -> float:
-        """`q n`."""
+        """Expected number of records, `q n` with the q of this step."""
         return schedule_at(self.sampling_prob, whole("step", step)) * self.dataset_size
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
