@@ -41,7 +41,7 @@ SPLITTING = {
 
 
 def initialized() -> bool:
-    """Whether there are other ranks to communicate with."""
+    """True if torch.distributed runs, so that there may be other ranks to communicate with."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -86,7 +86,7 @@ def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
 
 
 def _depends(tensor: torch.Tensor) -> bool:
-    """On the sample, or on what is differentiated."""
+    """True if a tensor depends on the sample, or on what is differentiated."""
     functorch = torch._C._functorch
     depends = tensor.requires_grad
     while functorch.is_functorch_wrapped_tensor(tensor) and not depends:
@@ -96,7 +96,7 @@ def _depends(tensor: torch.Tensor) -> bool:
 
 
 def communicates(func: object) -> bool:
-    """Whether an operation is a collective.
+    """True if an operation is a collective: it exchanges data between ranks.
 
     >>> communicates(torch.ops.aten.add.Tensor)
     False

@@ -19,7 +19,10 @@ from dpfunc.rng import generator_state, with_generator_state
 
 
 def draws_numbers(func: Any) -> bool:  # noqa: ANN401  (an operation)
-    """Whether an operation draws random numbers. Fused attention has the tag for its dropout, which is looked at."""
+    """True if an operation draws random numbers.
+
+    Fused attention has the tag for its dropout only: it is judged by its probability of dropout instead.
+    """
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "attention" not in func._schema.name
 
 

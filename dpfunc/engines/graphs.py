@@ -1,4 +1,4 @@
-"""What the graph of a loss, or the parameters after it, must not show."""
+"""Checks of the graph of a loss, and of the parameters after it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,10 @@ Swap = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class Scope:
-    """What stays swapped until the backward pass is done. `again` swaps once more, for a second backward pass."""
+    """Contexts that stay entered until the backward pass is done.
+
+    `again` enters them once more, for a second backward pass.
+    """
 
     stack: ExitStack = field(default_factory=ExitStack)
     swaps: list[Swap] = field(default_factory=list)
@@ -30,7 +33,7 @@ class Scope:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """All contexts that were held, once more."""
+        """Inside, all contexts that were held are entered once more."""
         with ExitStack() as stack:
             for swap in self.swaps:
                 stack.enter_context(swap())

@@ -28,7 +28,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the dtype of sums."""
+    """Convert a tensor to the dtype in which norms and sums are taken."""
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 

@@ -374,7 +374,7 @@ class Tracker(TorchFunctionMode):
 
 
 def fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
-    """Whether `target[index] = value` fills the places of a mask with one slice."""
+    """True if `target[index] = value` fills the places of a mask with one slice."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
     return is_mask and target.requires_grad and value.ndim <= target.ndim - index.ndim
 

@@ -44,7 +44,7 @@ class Result(Protocol):
 
 
 def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
-    """Where layers are split: the losses, and the norms of what every process holds, are the same on all of them.
+    """Where layers are split, check that all processes have the same losses, and norms of what each holds whole.
 
     Raises:
         UnsupportedModel: see `check_replicated`.
@@ -70,7 +70,7 @@ def unproven_message(doubts: Sequence[str]) -> str:
 
 
 def refuse_unproven(doubts: Sequence[str]) -> None:
-    """A step with doubts is not released; also not by those who run in lockstep with one who has them.
+    """Refuse a step with doubts; also on processes in lockstep with one that has doubts.
 
     Raises:
         UnsupportedModel: naming them.
@@ -82,13 +82,13 @@ def refuse_unproven(doubts: Sequence[str]) -> None:
 
 @dataclass
 class Memory:
-    """Observations of loss functions.
+    """Observations of loss functions from earlier steps.
 
-    Nothing here is trusted: each step checks what it uses of it.
+    No proof relies on them: each step checks what it uses of them.
 
     Args:
-        wrong: expansions that are not over the samples, though their size says so. tried: to do without such expansions
-            did not help.
+        wrong: expansions that are not over the samples, though their size says so. reads: the first value of rows that
+            was given to Python, as a doubt. outside: memory that was not seen being made, by key.
     """
 
     wrong: MutableMapping[LossFn, set[tuple[Key, int]]] = field(default_factory=WeakIdKeyDictionary)

@@ -28,7 +28,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Known:
-    """An operation.
+    """Facts about an operation that hold for all arguments.
 
     Args:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
@@ -82,7 +82,7 @@ _known: dict[Any, Known] = {}
 
 
 def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
-    """Look up an operation, once."""
+    """Look up an operation in the tables at its first call, later in a cache."""
     found = _known.get(func)
     if found is None:
         found = _known[func] = _look_up(func)

@@ -242,7 +242,7 @@ class Trace(DispatchMode):
         self.held = numbers
 
     def let_go(self) -> Tensor | None:
-        """Give back what was held."""
+        """Return the numbers that `hold` kept, and forget them."""
         held, self.held = self.held, None
         return held
 

@@ -10,7 +10,7 @@ from dpfunc.engines.tracing.call import Call, Type
 
 
 def read(call: Call) -> Type:
-    """One number, or the answer to a question about tensors."""
+    """Note that Python was given a number, or the answer to a question about tensors."""
     for tensor in call.tensors():
         call.types.taken(call.name, tensor, call.out)
     return None
@@ -24,12 +24,12 @@ def by_values(call: Call) -> Type:
 
 
 def checked(call: Call) -> Type:
-    """Checks that pass or raise."""
+    """Constant: checks that pass or raise have no result that could depend on rows."""
     return None
 
 
 def counted(call: Call) -> Type:
-    """Counts of values."""
+    """Counts of values in the whole tensor: mixed if it depends on the batch."""
     return call.mixed("over the batch") if any(call.type_of(t) is not None for t in call.tensors()) else None
 
 
