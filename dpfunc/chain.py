@@ -76,7 +76,7 @@ def read_head(path: Path) -> Head | None:
 
 
 def write_head(path: Path, head: Head) -> None:
-    """Note where a chained file ends. At any moment the old note or the new one is there; in the end the new one is."""
+    """Write the end of a chained file to its `.head` file, atomically: a crash leaves the old one or the new one."""
     file = head_path(path)
     new = file.with_name(f"{file.name}.new")
     with open(new, "wb") as handle:
@@ -88,7 +88,7 @@ def write_head(path: Path, head: Head) -> None:
 
 
 def known_end(path: Path) -> Head:
-    """Where a chained file ends, from its `.head` file alone; a file that is yet to come gets one, which says 0 lines.
+    """End of a chained file, from its `.head` file alone. A file that does not exist gets one that says 0 lines.
 
     Raises:
         CheckpointError: the file has lines, and nothing says where it ends.
@@ -104,7 +104,7 @@ def known_end(path: Path) -> Head:
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """A file to append to, made with its folders when missing, which no other process writes meanwhile."""
+    """Open a file to append to, with an exclusive lock; create it and its folders if they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
@@ -112,7 +112,7 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_chain(path: Path) -> list[Line]:
-    """All complete lines of a chained file, verified; none of a file that is not there.
+    """Read and verify all complete lines of a chained file; none if the file does not exist.
 
     Raises:
         CheckpointError: a line is missing (also at the end), was changed, moved or repeated.
@@ -174,7 +174,7 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
 
 
 def check_end(path: Path, at: Position) -> None:
-    """A file that was read to its end has all lines that its `.head` file knows of.
+    """Check that a file that was read to its end has all lines that its `.head` file knows of.
 
     One line more is what a crash between the line and its note leaves: it counts.
 

@@ -29,7 +29,7 @@ class Place(Protocol):
 
 
 class Position(Protocol):
-    """Where a run stands: what `Plan.batches` needs of a step state."""
+    """Progress of a run: the part of a step state that `Plan.batches` needs."""
 
     @property
     def step(self) -> int: ...

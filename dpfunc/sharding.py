@@ -1,4 +1,4 @@
-"""Tensors of which this process holds a part: DTensors, without importing torch.distributed where nobody uses it."""
+"""Tensors of which this process holds a part: DTensors, without an import of torch.distributed where it is not used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """The tensor, after the communication that makes it.
+    """Wait for the communication that makes a tensor, and return it.
 
     >>> import torch
     >>> waited(torch.ones(1))

@@ -155,7 +155,7 @@ class DPStep:
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Tensor:
-        """Everything that can be wrong with a call is found before anything is computed or spent."""
+        """Find everything that can be wrong with a call before anything is computed or spent."""
         check_params(params)
         num_samples = batch_size(batch)
         real_B = check_mask(mask_B, num_samples, torch.device("cpu"))

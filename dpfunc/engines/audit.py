@@ -67,7 +67,7 @@ class Audits:
 
 
 def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
-    """Rows of a batch, drawn from the key without replacement, so that nobody can tell them before."""
+    """Rows of a batch, drawn from the key without replacement, so that nobody can predict them."""
     source = secure_key() if key is None else fold_in(key, "audit")
     chosen: list[int] = []
     number = 0

@@ -59,7 +59,7 @@ def _within(module: str, prefixes: Sequence[str]) -> bool:
 
 
 def _caller() -> tuple[str, int]:
-    """Module and line of the code that wants to communicate."""
+    """Module and line of the code that calls a collective."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
@@ -105,7 +105,7 @@ def communicates(func: object) -> bool:
 
 
 def check_own(func: object) -> None:
-    """An operation that communicates was called by torch's own wrappers.
+    """Check that an operation that communicates was called by torch's own wrappers.
 
     Raises:
         UnsupportedModel: by the loss.

@@ -35,7 +35,7 @@ class PerSampleGrad(Protocol):
     """The gradients of one parameter for B samples."""
 
     def dense(self) -> Tensor:
-        """All of them in memory: (B, *shape)."""
+        """Form all gradients in memory: (B, *shape)."""
         ...
 
     def sq_norms(self) -> Tensor:

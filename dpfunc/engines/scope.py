@@ -1,4 +1,4 @@
-"""A forward pass whose backward pass is still to come: who swaps tensors in a module must not swap them back before.
+"""Scope of a forward pass until its backward pass is done: tensors that were swapped into a module stay until then.
 
 Gradient checkpointing runs parts of the forward pass again inside the backward pass, with whatever the module holds
 then.
@@ -53,5 +53,5 @@ def backward_inside() -> Iterator[Scope]:
 
 
 def until_backward() -> Scope | None:
-    """The scope of the engine around us, or None."""
+    """Scope of the engine that is running, or None."""
     return _open.get()

@@ -36,7 +36,7 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """All of it, on every rank; a plain tensor itself. Communicates."""
+    """Collect all of a tensor on every rank; a plain tensor is returned itself. Communicates."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():

@@ -116,7 +116,7 @@ def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
-    """Exactly the expected names, with the expected shapes.
+    """Check that parameters have exactly the expected names and shapes.
 
     Raises:
         InvalidArgument: what is missing, unknown or of another shape.

@@ -37,7 +37,7 @@ class LoRALayer(nn.Module):
         return merged_weight(self.base, self.lora_A, self.lora_B, self.scale)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Everything else (`bias`, `in_features`, ...) is the layer's own."""
+        """Return any other attribute (`bias`, `in_features`, ...) from the layer itself."""
         try:
             return super().__getattr__(name)
         except AttributeError:

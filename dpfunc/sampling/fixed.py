@@ -46,7 +46,7 @@ class FixedSize:
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Not add/remove: one record more changes who else is drawn."""
+        """Adjacencies without add/remove: one record more changes the draw of the others."""
         return FIXED_ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:
@@ -107,7 +107,7 @@ class Shuffled:
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Not add/remove: one record more moves others into other batches."""
+        """Adjacencies without add/remove: one record more moves others into other batches."""
         return FIXED_ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""One traced step, and what a compiled one must know of it."""
+"""Traced steps, and the knowledge that a compiled step needs of one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ R = TypeVar("R", bound=Any)
 
 
 def unproven_message(doubts: Sequence[str]) -> str:
-    """The doubts in words, and what usually causes them."""
+    """Message that lists the doubts and their usual causes."""
     return (
         "It cannot be shown that the samples of this batch do not influence each other: "
         f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in training mode, "
@@ -96,7 +96,7 @@ class Memory:
     outside: MutableMapping[LossFn, dict[int, StorageWeakRef]] = field(default_factory=WeakIdKeyDictionary)
 
     def traced(self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[Traced], R]) -> R:
-        """A step with a trace of its own.
+        """Compute a step with a trace of its own.
 
         Numbers that an earlier step gave to Python may be kept there, so that its doubt is that of all later steps.
         """
@@ -131,7 +131,7 @@ class Memory:
         return known is not None and any(key not in known or _freed(known[key]) for key in seen)
 
     def recalled(self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable) -> dict[Key, Layout | None]:
-        """Where the samples are in each use, by one traced step that is proven.
+        """Find where the samples are in each use, by one traced step that is proven.
 
         Raises:
             UnsupportedModel: it is not, or uses of a parameter lie differently.

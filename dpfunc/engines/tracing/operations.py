@@ -1,4 +1,4 @@
-"""Operations of ATen: what is known of each before its arguments are."""
+"""Operations of ATen: the facts about each that do not depend on its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES
 
 
 class Kind(Enum):
-    """The state of knowledge of an operation before its arguments are known."""
+    """Way in which the type of an operation's result is found."""
 
     VIEW = 0
     POINTWISE = 1

@@ -17,7 +17,7 @@ def read(call: Call) -> Type:
 
 
 def by_values(call: Call) -> Type:
-    """Results whose shapes depend on values."""
+    """Results whose shapes depend on values: mixed where these depend on the batch."""
     if any(call.type_of(tensor) is not None for tensor in call.tensors()):
         return call.mixed("whose shape depends on values of the batch")._replace(shaped=True)
     return None
