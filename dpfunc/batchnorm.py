@@ -39,7 +39,7 @@ def training_batchnorms(module: nn.Module) -> list[str]:
 
 
 def count_batchnorm(module: nn.Module) -> int:
-    """How many BatchNorm layers a module has, in any mode.
+    """Count the BatchNorm layers of a module, in training and in evaluation mode.
 
     Args:
         module: any module.

@@ -1,4 +1,4 @@
-"""A file of JSON lines of which none can be lost, changed, repeated or moved unseen.
+"""Files of JSON lines in which a lost, changed, repeated or moved line is noticed.
 
 Each line holds its own number and a digest of the line before it. The end of the file, about which no later line says
 anything, is noted in a small file beside it (`.head`): the number of lines and the digest of the last one. Both guard
@@ -34,7 +34,7 @@ class Head(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far a chained file was read.
+    """Position up to which a chained file was read.
 
     Args:
         inode: of the file. offset: in bytes. end: of what was read. before: the end without the last line.
@@ -60,7 +60,7 @@ def head_path(path: Path) -> Path:
 
 
 def read_head(path: Path) -> Head | None:
-    """What the `.head` file of a chained file says; None without one.
+    """Read the `.head` file of a chained file; None if there is none.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -76,7 +76,7 @@ def read_head(path: Path) -> Head | None:
 
 
 def write_head(path: Path, head: Head) -> None:
-    """Note where a chained file ends. At any moment the old note or the new one is there; in the end the new one is."""
+    """Write the end of a chained file to its `.head` file, atomically: a crash leaves the old one or the new one."""
     file = head_path(path)
     new = file.with_name(f"{file.name}.new")
     with open(new, "wb") as handle:
@@ -88,7 +88,7 @@ def write_head(path: Path, head: Head) -> None:
 
 
 def known_end(path: Path) -> Head:
-    """Where a chained file ends, from its `.head` file alone; a file that is yet to come gets one, which says 0 lines.
+    """End of a chained file, from its `.head` file alone. A file that does not exist gets one that says 0 lines.
 
     Raises:
         CheckpointError: the file has lines, and nothing says where it ends.
@@ -104,7 +104,7 @@ def known_end(path: Path) -> Head:
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """A file to append to, made with its folders when missing, which no other process writes meanwhile."""
+    """Open a file to append to, with an exclusive lock; create it and its folders if they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
@@ -112,7 +112,7 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_chain(path: Path) -> list[Line]:
-    """All complete lines of a chained file, verified; none of a file that is not there.
+    """Read and verify all complete lines of a chained file; none if the file does not exist.
 
     Raises:
         CheckpointError: a line is missing (also at the end), was changed, moved or repeated.
@@ -128,7 +128,7 @@ def read_chain(path: Path) -> list[Line]:
 
 
 def resumes(file: BinaryIO, since: Position) -> bool:
-    """Whether this is the file that was read before, which has only grown."""
+    """True if this is the file that was read before, and it is not shorter now."""
     return os.fstat(file.fileno()).st_ino == since.inode and file.seek(0, os.SEEK_END) >= since.offset
 
 
@@ -174,7 +174,7 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
 
 
 def check_end(path: Path, at: Position) -> None:
-    """A file that was read to its end has all lines that its `.head` file knows of.
+    """Check that a file that was read to its end has all lines that its `.head` file knows of.
 
     One line more is what a crash between the line and its note leaves: it counts.
 

@@ -48,7 +48,7 @@ Core = Callable[[Params, Batch, Tensor, Key | None], Clipped]
 
 
 def check_params(params: Params) -> None:
-    """Params are a non-empty mapping of finite, floating tensors.
+    """Check that params are a non-empty mapping of finite, floating tensors.
 
     Raises:
         InvalidArgument: naming the parameter.
@@ -166,7 +166,7 @@ class ClippedGrad:
 
         if not self.compile:
             return eager
-        # What an engine finds out about a loss cannot be traced.
+        # The part of an engine that observes a loss cannot be traced by the compiler.
         engine = getattr(self.engine, "prepare", lambda *args: self.engine)(self.loss_fn, params, batch)
 
         def core(params: Params, microbatch: Batch, mask_B: Tensor) -> Clipped:
@@ -179,7 +179,7 @@ class ClippedGrad:
     def _audit_compiled(
         self, parts: Partition, params: Params, microbatch: Batch, key: Key | None, result: Clipped
     ) -> None:
-        """Losses and norms of some rows of a compiled step are those of the rows alone."""
+        """Check that losses and norms of some rows of a compiled step are those of the rows alone."""
         for row in drawn_rows(key, batch_size(microbatch), self._audits.due(microbatch, ())):
             single = loop()(self.loss_fn, params, rows(microbatch, row, row + 1))
             alone: Clipped = ({}, single.losses_B, parts.norms(single.sq_norms()))
@@ -194,8 +194,11 @@ class ClippedGrad:
 
     @staticmethod
     def _narrow(params: Params) -> bool:
-        """Whether there are parameters of 16 bits: then kernels of other shapes round otherwise, by more than the bound
-        has room for, and a row must not be rounded otherwise because of the number of the others."""
+        """True if there are parameters of 16 bits.
+
+        Their kernels round differently for other shapes, by more than the bound has room for: the rounding of a row
+        would depend on the number of the other rows.
+        """
         return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
 
     def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor, num_groups: int) -> Unreleased:
@@ -244,7 +247,7 @@ def _graphs() -> int:
 
 
 def _check_compiled(compiled: Clipped, eager: Clipped) -> None:
-    """Losses and norms of all rows are those of the eager step, but for rounding."""
+    """Check that losses and norms of all rows are those of the eager step, but for rounding."""
     tolerance = tolerance_of(compiled[1].dtype)
     for what, one, other in (("losses", compiled[1], eager[1]), ("norms of gradients", compiled[2], eager[2])):
         one, other = one.double(), other.double()

@@ -20,7 +20,7 @@ ACCOUNTANTS = ("auto", "prv", "rdp")
 
 
 class Place(Protocol):
-    """Which of several processes this is: what `Plan.batches` needs of `dpfunc.distributed.Ranks`."""
+    """Rank of this process, and the number of processes: the part of `dpfunc.distributed.Ranks` that a plan needs."""
 
     @property
     def rank(self) -> int: ...
@@ -29,7 +29,7 @@ class Place(Protocol):
 
 
 class Position(Protocol):
-    """Where a run stands: what `Plan.batches` needs of a step state."""
+    """Progress of a run: the part of a step state that `Plan.batches` needs."""
 
     @property
     def step(self) -> int: ...
@@ -188,7 +188,7 @@ class Plan:
         return plan(scale, epsilon)
 
     def events(self, start: int, stop: int) -> tuple[Event, ...]:
-        """What the steps start..stop-1 cost, run-length encoded."""
+        """Events of the steps start..stop-1, run-length encoded: the privacy that they cost."""
         noise = self.noise_multiplier
         edges = {start, stop} | {edge for edge in self._edges() if start < edge < stop}
         spans = sorted(edges)
@@ -200,7 +200,7 @@ class Plan:
         return self.noise_multiplier.starts() if isinstance(self.noise_multiplier, Schedule) else ()
 
     def ledger(self, num_steps: int | None = None) -> Ledger:
-        """What the first `num_steps` steps cost (all, by default)."""
+        """Ledger of the first `num_steps` steps (all, by default)."""
         return Ledger(self.events(0, self.num_steps if num_steps is None else num_steps), self.adjacency)
 
     def guarantee(self, num_steps: int | None = None) -> Guarantee:
@@ -208,7 +208,7 @@ class Plan:
         return epsilon(self.ledger(num_steps), self.delta, self.accountant)
 
     def step_limit(self, spent: Ledger) -> int:
-        """How many steps fit into the budget after `spent`; at most `num_steps`."""
+        """Number of steps that fit into the budget after `spent`; at most `num_steps`."""
         if self.epsilon is None or not spent.events:
             return self.num_steps
         return affordable_steps(

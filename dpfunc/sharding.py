@@ -1,4 +1,4 @@
-"""Tensors of which this process holds a part: DTensors, without importing torch.distributed where nobody uses it."""
+"""Tensors of which this process holds a part: DTensors, without an import of torch.distributed where it is not used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Window(NamedTuple):
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. Does not import what makes them: where there is one, it is imported.
+    """True for a DTensor. Does not import the module of DTensor: if a DTensor exists, it was imported before.
 
     >>> import torch
     >>> is_dtensor(torch.zeros(1))
@@ -45,7 +45,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """The tensor, after the communication that makes it.
+    """Wait for the communication that makes a tensor, and return it.
 
     >>> import torch
     >>> waited(torch.ones(1))
@@ -67,7 +67,7 @@ def arrived(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: the local part of a DTensor, without history; any other tensor itself.
+    """Part of a tensor that this process holds, without history; a tensor that is no DTensor is returned itself.
 
     >>> import torch
     >>> local(torch.ones(2))
@@ -120,7 +120,7 @@ def shard_dims(tensor: Tensor) -> dict[int, int]:
 
 
 def window(tensor: Tensor, name: str) -> Window:
-    """Which part of a tensor is held here.
+    """Part of a tensor that this process holds, as rows and columns of a matrix.
 
     Args:
         tensor: any tensor; a DTensor may be cut along its first two dimensions. name: for the message.

@@ -47,7 +47,7 @@ class StepState(NamedTuple):
 
 
 def step_events(plan: Plan, state: StepState, step: int) -> tuple[Event, ...]:
-    """What a step of a run costs. A batch that nobody drew claims no amplification by sampling.
+    """Events that a step of a run costs. A batch that was not drawn claims no amplification by sampling.
 
     Args:
         plan: of the run. state: any of the run. step: number of the step.
@@ -83,14 +83,14 @@ _digests: dict[str, dict[int, str]] = {}
 
 
 def remember(after: StepState, release: str) -> None:
-    """The step that leads to `after` was released; `release` is a digest of what."""
+    """Note that the step that leads to `after` was released; `release` is a digest of the values."""
     run = fingerprint(after.key)
     _next_release[run] = after.step
     _digests.setdefault(run, {})[after.step - 1] = release
 
 
 def resumed(state: StepState) -> StepState:
-    """The steps from `state` on are taken again, bit for bit: `check_repeated` holds them to what they released."""
+    """Allow the steps from `state` on again, bit for bit: `check_repeated` compares them with the first release."""
     _next_release[fingerprint(state.key)] = state.step
     return state
 
@@ -116,7 +116,7 @@ def a_state(state: StepState | None) -> StepState:
 
 
 def check_state(state: StepState, plan: Plan, mark: str) -> None:
-    """The state is one that may take a step.
+    """Check that a step may be taken from a state.
 
     Args:
         state: given by the caller. plan: of the step. mark: `plan_mark(plan)`.
@@ -166,7 +166,7 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
 
 
 def _check_process(key: Key) -> None:
-    """The key was made in this process: a copy in another process would draw the same noise for other values.
+    """Check that the key was made in this process: a copy in another process would draw the same noise.
 
     Raises:
         StateReused: a fork or a pickle has carried the key here. Covered: forks that Python knows of (os.fork,
@@ -184,7 +184,7 @@ def _check_process(key: Key) -> None:
 
 
 def check_repeated(state: StepState, release: str) -> None:
-    """A step that an interrupted run released is released again bit for bit, or not at all.
+    """Check that a step that an interrupted run released is released again bit for bit.
 
     Args:
         state: before the step. release: digest of what it would release.

@@ -56,7 +56,7 @@ ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
 
 
 class StepResult(NamedTuple):
-    """What a step returns: released gradients, the next state, and what must stay private."""
+    """Results of a step: released gradients, the next state, and values that must stay private."""
 
     grads: dict[str, Tensor]
     state: StepState
@@ -155,7 +155,7 @@ class DPStep:
         return StepResult(self._reduce(released, params, state.step), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Tensor:
-        """Everything that can be wrong with a call is found before anything is computed or spent."""
+        """Find everything that can be wrong with a call before anything is computed or spent."""
         check_params(params)
         num_samples = batch_size(batch)
         real_B = check_mask(mask_B, num_samples, torch.device("cpu"))
@@ -192,7 +192,7 @@ class DPStep:
         return summed(compute, params, ranks)
 
     def _described(self, state: StepState) -> str:
-        """What must be the same in all processes."""
+        """Describe the settings and the state that must be equal in all processes."""
         clipped = self.clipped_grad
         settings = (
             self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
@@ -205,7 +205,7 @@ class DPStep:
 
     @property
     def decision(self) -> Decision | None:
-        """Which engine `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
+        """Engine that `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
         decide = getattr(self.clipped_grad.engine, "decision", None)
         return decide(self.clipped_grad.loss_fn) if decide else None
 

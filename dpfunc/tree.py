@@ -90,5 +90,5 @@ def pad_rows(batch: Batch, size: int) -> Batch:
 
 
 def signature(batch: Batch) -> tuple[object, ...]:
-    """What the code that a batch runs through may depend on: shapes without their first axis, and dtypes."""
+    """Shapes without their first axis, and dtypes, of all leaves: a key for what was learnt from such batches."""
     return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in pytree.tree_leaves(batch))

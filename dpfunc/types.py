@@ -53,7 +53,7 @@ Engine = Callable[[LossFn, Params, Batch], PerSampleGrads]
 
 
 class Groups(Protocol):
-    """Which parameters are clipped together."""
+    """Assignment of parameters to groups that are clipped together."""
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The group of each parameter name, in order."""
@@ -61,7 +61,7 @@ class Groups(Protocol):
 
 
 class ClipRule(Protocol):
-    """How far the gradient of one sample is scaled down. It sees norms, never gradients."""
+    """Rule that scales the gradient of one sample down. It sees norms, never gradients."""
 
     @property
     def groups(self) -> Groups: ...
@@ -102,7 +102,7 @@ class ClippedSum:
 
 
 class Unreleased(NamedTuple):
-    """What no noise protects: look at it while debugging on public data, never publish it."""
+    """Values that no noise protects: look at them while debugging on public data, never publish them."""
 
     losses_B: Tensor
     norms_BG: Tensor

@@ -1,4 +1,4 @@
-"""What the released steps cost: ledgers, epsilon, and the noise or steps that a budget allows."""
+"""Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows."""
 
 from dpfunc.accounting.accountant import epsilon
 from dpfunc.accounting.calibration import calibrate, calibrate_batch_size, calibrate_noise

@@ -54,7 +54,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
 
 @functools.lru_cache(maxsize=4096)
 def cached_epsilon(ledger: Ledger, delta: float, method: str) -> Guarantee:
-    """`epsilon` without validation."""
+    """Compute `epsilon` from arguments that were validated; equal questions are answered from a cache."""
     answer = functools.partial(Guarantee, delta=delta, adjacency=ledger.adjacency)
     if method == "gdp-approximation":
         return answer(gdp_epsilon(ledger, delta), method="gdp-approximation", note=GDP_NOTE)

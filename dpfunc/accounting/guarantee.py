@@ -1,4 +1,4 @@
-"""The answer of an accountant."""
+"""Privacy guarantee as an accountant computes it: epsilon, delta, and the method."""
 
 from __future__ import annotations
 

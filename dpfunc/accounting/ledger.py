@@ -1,4 +1,4 @@
-"""What was spent: a set of events that composes by addition."""
+"""Ledger of the privacy spent: a set of events that composes by addition."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Ledger:
         return compose(self, *others)
 
     def epsilon(self, delta: float, method: str = "auto") -> Guarantee:
-        """What this ledger costs at `delta`, see `dpfunc.accounting.epsilon`."""
+        """Compute the epsilon that this ledger costs at `delta`, see `dpfunc.accounting.epsilon`."""
         from dpfunc.accounting.accountant import epsilon
 
         return epsilon(self, delta, method)
@@ -90,7 +90,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ledger:
-        """The ledger that `to_json` wrote.
+        """Read a ledger that `to_json` wrote.
 
         Raises:
             InvalidArgument: not JSON, another schema, or a field that is missing, unknown, there twice or outside its
@@ -148,7 +148,7 @@ def compose(*ledgers: Ledger) -> Ledger:
 
 
 def same_fields(what: str, values: dict[str, Any], expected: set[str]) -> None:
-    """Refuse missing and unknown fields."""
+    """Raise an error unless a JSON object has exactly the expected fields."""
     if set(values) != expected:
         raise InvalidArgument(
             f"Expected the fields {sorted(expected)} in a {what}, got {sorted(values)}. "

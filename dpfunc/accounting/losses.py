@@ -43,7 +43,7 @@ class StepLoss:
         return {"remove": 1.0, "add": 0.0, "replace": 0.5}[self.direction]
 
     def loss(self, x: Array) -> Array:
-        """`log(P(x) / Q(x))`."""
+        """Privacy loss `log(P(x) / Q(x))` of the outputs x."""
         if self.direction == "remove":
             return self._mixture_ratio((x - 0.5), 1.0)
         if self.direction == "add":
@@ -88,7 +88,7 @@ class StepLoss:
         return (1 - q) * normal_masses(edges / s) + q * normal_masses((edges - self.shift) / s)
 
     def density(self, x: Array) -> Array:
-        """The density of P."""
+        """Probability density of P at the outputs x."""
         q, s = self.sampling_prob, self.noise_multiplier
         norm = s * np.sqrt(2 * np.pi)
         first, second = np.exp(-((x / s) ** 2) / 2), np.exp(-(((x - self.shift) / s) ** 2) / 2)

@@ -103,6 +103,6 @@ def convexity_bound(q: float, sigma: float, a: Array) -> Array:
 
 
 def rounding(q: float, sigma: float, a: Array) -> Array:
-    """How far the rounding of the logarithms in a series or a sum can put a curve below the truth."""
+    """Bound how far the rounding of the logarithms in a series or a sum can put a curve below the true one."""
     scale = a * (abs(math.log(q)) + abs(math.log1p(-q)) + 2 + a / (2 * sigma * sigma))
     return np.asarray(8 * np.finfo(np.float64).eps * scale / (a - 1))

@@ -1,4 +1,4 @@
-"""What values of epsilon and delta mean, as rows of a table."""
+"""Meanings of values of epsilon and delta, as rows of a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpfunc.checks import non_negative, open_unit, real, whole
 
 
 class EpsilonReading(NamedTuple):
-    """What an epsilon allows somebody who knows everything but one record, apart from delta.
+    """Limits that an epsilon sets for an attacker who knows everything but one record, apart from delta.
 
     Attributes:
         epsilon: the value.
@@ -27,7 +27,7 @@ class EpsilonReading(NamedTuple):
 
 
 class DeltaReading(NamedTuple):
-    """What a delta allows. `ratio` is delta times the number of records."""
+    """Meaning of a delta in words. `ratio` is delta times the number of records."""
 
     ratio: float
     reading: str
@@ -56,7 +56,7 @@ DELTA_TABLE: tuple[DeltaReading, ...] = (
 
 
 def read_epsilon(epsilon: float) -> EpsilonReading:
-    """What one value of epsilon means.
+    """Describe one value of epsilon in numbers and words.
 
     Args:
         epsilon: >= 0.
@@ -87,7 +87,7 @@ def suggest_delta(dataset_size: int) -> float:
 
 
 def read_delta(delta: float, dataset_size: int) -> DeltaReading:
-    """What a delta means for a number of records: the first row of the table that is not above it.
+    """Describe a delta for a number of records by the first row of the table that is not above it.
 
     Args:
         delta: 0 < delta < 1. dataset_size: number of records, >= 1.

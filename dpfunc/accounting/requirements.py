@@ -1,4 +1,4 @@
-"""What a training run needs in order to meet a privacy target: steps, sampling, noise, and a sensible batch size."""
+"""Requirements for a privacy target: steps, sampling, noise, and a sensible batch size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BatchChoice:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What `privacy_requirements` found.
+    """Result of `privacy_requirements`: the request, and the settings that meet the target.
 
     Args:
         dataset_size, batch_size, epochs, target_epsilon: as asked.
@@ -136,7 +136,7 @@ def privacy_requirements(
 
 
 def batch_choice(dataset_size: int, batch_size: int, epochs: float, target: float, delta: float) -> BatchChoice:
-    """One row of the comparison."""
+    """Compute one row of the comparison of batch sizes, with the least noise that meets the target."""
     q, steps = batch_size / dataset_size, total_steps(dataset_size, batch_size, epochs)
     sigma = calibrate_noise(epsilon=target, delta=delta, sampling_prob=q, num_steps=steps)
     return BatchChoice(batch_size, q, steps, sigma, sigma / batch_size, sigma / batch_size / math.sqrt(steps))

@@ -15,7 +15,7 @@ def schedule_ledger(
     num_steps: int,
     adjacency: Adjacency = "add_remove",
 ) -> Ledger:
-    """What `num_steps` steps cost; the time it takes grows with the pieces, not with the steps.
+    """Build the ledger of `num_steps` steps; the time it takes grows with the pieces, not with the steps.
 
     Args:
         sampling_prob: 0 < q <= 1, or a schedule of it.

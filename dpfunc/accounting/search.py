@@ -1,4 +1,4 @@
-"""Root finding for costs that are dear to evaluate: secants in logarithms, safeguarded by bisection."""
+"""Root finding for costs that are expensive to evaluate: secants in logarithms, safeguarded by bisection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gap(cost: float, target: float) -> float:
 
 
 def secant(low: float, low_gap: float, high: float, high_gap: float) -> float:
-    """Where the line through two points, one on each side, crosses 0; the middle where a gap says nothing."""
+    """Zero of the line through two points, one on each side; the middle where a gap says nothing."""
     if max(abs(low_gap), abs(high_gap)) >= FLAT or low_gap == high_gap:
         return (low + high) / 2
     return low - low_gap * (high - low) / (high_gap - low_gap)

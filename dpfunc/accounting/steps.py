@@ -1,4 +1,4 @@
-"""How many steps a budget allows."""
+"""Numbers of steps that a privacy budget allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY_STEPS = 2**40
 
 
 class Remaining(NamedTuple):
-    """What a budget has left. Plan with the steps: epsilons do not add up, so `epsilon_left` is only a difference.
+    """Rest of a budget. Plan with the steps: epsilons do not add up, so `epsilon_left` is only a difference.
 
     >>> Remaining(num_steps=120, epsilon_spent=1.5, epsilon_left=0.5).num_steps
     120
@@ -102,7 +102,7 @@ def calibrate_steps(
 
 
 def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, method: str = "auto") -> Remaining:
-    """How many more steps of one kind fit into a budget.
+    """Compute how many more steps of one kind fit into a budget.
 
     Args:
         ledger: what was spent.

@@ -1,4 +1,4 @@
-"""Clip rules, groupings and bounds."""
+"""Clipping of per-sample gradients: rules, groupings and bounds."""
 
 from dpfunc.clipping.automatic import Automatic, auto_v, normalized
 from dpfunc.clipping.flat import Flat

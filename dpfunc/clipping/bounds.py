@@ -1,4 +1,4 @@
-"""How clip_norm is divided over groups, what sensitivity follows, and the one place that enforces it."""
+"""Bounds of clipping: their division over groups, the sensitivity, and the one place that enforces them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_one(name: str, value: float) -> float:
 
 
 def group_bounds(clip_norm: float | Mapping[str, float], group_names: tuple[str, ...]) -> dict[str, float]:
-    """The bound C_g of each group.
+    """Bound C_g of each group, from one bound on the whole gradient or one for each.
 
     A number is the bound on the whole gradient, in equal parts: `C_g = clip_norm / sqrt(G)`. A mapping names each.
 
@@ -60,7 +60,7 @@ def group_bounds(clip_norm: float | Mapping[str, float], group_names: tuple[str,
 
 
 def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> dict[str, float]:
-    """How far one record moves each group's sum: C_g when it is added, removed or zeroed out, 2 C_g when replaced.
+    """Sensitivity of each group's sum: C_g for a record that is added, removed or zeroed out, 2 C_g for one replaced.
 
     >>> group_sensitivities({"all": 1.5}, "replace_one")
     {'all': 3.0}

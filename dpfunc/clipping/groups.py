@@ -1,4 +1,4 @@
-"""Which parameters are clipped together: groupings as values, resolved against names into a Partition."""
+"""Groups of parameters that are clipped together: groupings as values, resolved against names into a Partition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class AllParameters:
     """
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The group of each name."""
         return tuple("all" for _ in names)
 
 
@@ -39,20 +38,18 @@ class PerLayer:
     """
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The group of each name."""
         return tuple(name.rpartition(".")[0] or name for name in names)
 
 
 @dataclass(frozen=True)
 class PerParameter:
-    """One group a parameter.
+    """Each parameter is a group of its own.
 
     >>> PerParameter().assign(("a.weight", "a.bias"))
     ('a.weight', 'a.bias')
     """
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The group of each name."""
         return names
 
 
@@ -70,7 +67,7 @@ class Blocks:
         object.__setattr__(self, "num_blocks", whole("num_blocks", self.num_blocks, minimum=1))
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The group of each name. More blocks than parameters is an error: a block would be empty."""
+        """Group of each name. More blocks than parameters is an error: a block would be empty."""
         if self.num_blocks > len(names):
             raise InvalidArgument(
                 f"Expected num_blocks <= the number of parameters, got num_blocks={self.num_blocks} "
@@ -92,7 +89,6 @@ class ByName:
     group_of: Mapping[str, str]
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The group of each name."""
         missing = [name for name in names if name not in self.group_of]
         unknown = [name for name in self.group_of if name not in names]
         if missing or unknown:

@@ -1,4 +1,4 @@
-"""Per-sample adaptive clipping."""
+"""Per-sample adaptive clipping (PSAC), with weights that need not fall with the norm."""
 
 from __future__ import annotations
 

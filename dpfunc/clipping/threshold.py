@@ -1,4 +1,4 @@
-"""Keep or drop: no gradient is bent."""
+"""Clipping by a threshold: all gradients are scaled by one factor, and long ones are dropped."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class Threshold:
         object.__setattr__(self, "threshold", positive("threshold", self.threshold))
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
-        """`C / Z` inside, 0 outside."""
+        """`C / Z` for norms up to Z, 0 above."""
         return torch.where(norms_BG <= self.threshold, bounds_G / self.threshold, torch.zeros_like(norms_BG))

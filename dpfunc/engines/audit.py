@@ -37,7 +37,7 @@ FIRST_ROWS = 2
 
 @dataclass
 class Audits:
-    """When the next audit is due. No result depends on it.
+    """Schedule of the audits of a loss function. No result depends on it.
 
     Args:
         since: steps since the last one. sizes: batches, by their shapes, that were audited once: what depends on the
@@ -53,7 +53,7 @@ class Audits:
         self.drew = credited is not None and bool(credited.draws)
 
     def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False) -> int:
-        """How many rows of this batch are computed alone; more where a tensor came from where no trace looks."""
+        """Choose how many rows of this batch to compute alone: more for a step with doubts or strange tensors."""
         count = batch_size(batch)
         if bool(of_all(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
             return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
@@ -67,7 +67,7 @@ class Audits:
 
 
 def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
-    """Rows of a batch, drawn from the key without replacement, so that nobody can tell them before."""
+    """Rows of a batch, drawn from the key without replacement, so that nobody can predict them."""
     source = secure_key() if key is None else fold_in(key, "audit")
     chosen: list[int] = []
     number = 0
@@ -81,11 +81,12 @@ def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Credited:
-    """What an engine credited to the samples of a batch.
+    """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
 
     Args:
         losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, draws: of the step. per_sample: gives
             weighted sums of rows; None where they can be taken once only.
+        strange: a tensor came from where no trace looks. coarse: there were numbers of 16 bits.
     """
 
     losses_B: Tensor
@@ -98,7 +99,7 @@ class Credited:
 
 
 def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
-    """What is to be audited; None where each row was computed alone."""
+    """Collect the values to audit; None where each row was computed alone."""
     if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
@@ -151,7 +152,7 @@ def _alone(loss_fn: LossFn, params: Params, batch: Batch, draws: Sequence[Draw],
 
 
 def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
-    """Whether a row alone gives the same twice: it does not with random numbers of other libraries."""
+    """True if the loss of a row alone is the same twice: it is not with random numbers of other libraries."""
     first, second = (_alone(loss_fn, params, batch, credited.draws, row).losses_B for _ in range(2))
     return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
 

@@ -32,7 +32,7 @@ PATIENCE = 2
 
 @dataclass(frozen=True)
 class Decision:
-    """Which engine computed the last step of a loss function, and why.
+    """Engine that computed the last step of a loss function, and why.
 
     Args:
         engine: its name. reason: in words. proven: nothing of one sample reaches what is credited to another: by the
@@ -49,7 +49,7 @@ class Decision:
 
 @dataclass
 class Tried:
-    """What is known of a loss function with rows of one shape: steps without a proof, and what computes rows alone."""
+    """Experience with a loss function on rows of one shape: steps without a proof, and the engine for rows alone."""
 
     failures: int = 0
     seen: bool = False
@@ -58,25 +58,25 @@ class Tried:
     reason: str = ""
 
     def looked(self) -> None:
-        """A step was seen: what the loss keeps is known."""
+        """Note that one step was seen, so what the loss keeps in Python was compared."""
         self.seen = True
 
     def proved(self) -> None:
-        """A step was proven."""
+        """Forget the failures before a step that was proven."""
         self.failures = 0
 
     def failed(self) -> None:
-        """A step was not proven."""
+        """Count a step that was not proven."""
         self.failures += 1
 
     def settle(self, alone: Engine, name: str, reason: str) -> None:
-        """From now on this engine computes rows alone."""
+        """Compute rows alone with this engine from now on."""
         self.alone, self.name, self.reason = alone, name, reason
 
 
 @dataclass(frozen=True)
 class Auto:
-    """See `auto`."""
+    """Engine that `auto` returns, with what it learnt about each loss function."""
 
     fast: Callable[[], Engine]
     unproven: Unproven = "vmap"
@@ -87,7 +87,7 @@ class Auto:
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
-        """The gradients, by the fast engine if the step is proven."""
+        """Gradients by the fast engine if the step is proven, else by one that computes rows alone."""
         if not batch_size(batch):
             return loop()(loss_fn, params, batch)
         shapes = () if in_lockstep() else signature(batch)  # all processes must remember the same
@@ -167,12 +167,12 @@ class Auto:
         return prepared
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
-        """What computed the last step of a loss function; None before its first batch."""
+        """Engine of the last step of a loss function, and why; None before its first batch."""
         return self._decisions.get(loss_fn)
 
 
 def _equal_to_loop(loss_fn: LossFn, params: Params, batch: Batch) -> bool:
-    """Whether vmap gives what single samples give, on two rows of a loss without random numbers."""
+    """True if vmap gives the gradients of single samples, on two rows of a loss without random numbers."""
     probe = take_probe(loss_fn, params, batch)
     return not probe.differing(loss_fn, vmap())
 

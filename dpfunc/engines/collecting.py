@@ -1,4 +1,4 @@
-"""From the uses of tracked tensors to the gradients of parameters, and the check that no use was left out."""
+"""Gradients of parameters from the uses of tracked tensors, and the check that no use was missed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dpfunc.sharding import local
 
 
 def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
-    """One loss a sample, that depends on the parameters.
+    """Check that there is one loss a sample, and that it depends on the parameters.
 
     Raises:
-        InvalidArgument: it is not.
+        InvalidArgument: another shape or dtype, or no gradient.
     """
     check_losses(losses_B, num_samples)
     check_depends(losses_B.requires_grad)
 
 
 def refuse_escaped(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Ordinary autograd must not reach a parameter: every use has gone through a rule.
+    """Refuse uses of parameters that ordinary autograd would reach: every use must go through a rule.
 
     Raises:
         UnsupportedModel: some use was not seen.
@@ -91,7 +91,7 @@ def _to_parent(derived: Tracked, total: PerSampleGrad, tracker: Tracker) -> PerS
 
 
 def _backwards(derived: Tracked, total: PerSampleGrad, params: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
-    """Through the graph that made the value, for all samples at once where torch can batch it."""
+    """Differentiate through the graph that made the value, for all samples at once where torch can batch it."""
     leaves, grads_B = tuple(params.values()), total.dense().to(derived.tensor.dtype)
 
     def taken(grad: Tensor, batched: bool) -> Sequence[Tensor | None]:

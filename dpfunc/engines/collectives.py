@@ -41,7 +41,7 @@ SPLITTING = {
 
 
 def initialized() -> bool:
-    """Whether there are other ranks to communicate with."""
+    """True if torch.distributed runs, so that there may be other ranks to communicate with."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -59,7 +59,7 @@ def _within(module: str, prefixes: Sequence[str]) -> bool:
 
 
 def _caller() -> tuple[str, int]:
-    """Module and line of the code that wants to communicate."""
+    """Module and line of the code that calls a collective."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
@@ -86,7 +86,7 @@ def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
 
 
 def _depends(tensor: torch.Tensor) -> bool:
-    """On the sample, or on what is differentiated."""
+    """True if a tensor depends on the sample, or on what is differentiated."""
     functorch = torch._C._functorch
     depends = tensor.requires_grad
     while functorch.is_functorch_wrapped_tensor(tensor) and not depends:
@@ -96,7 +96,7 @@ def _depends(tensor: torch.Tensor) -> bool:
 
 
 def communicates(func: object) -> bool:
-    """Whether an operation is a collective.
+    """True if an operation is a collective: it exchanges data between ranks.
 
     >>> communicates(torch.ops.aten.add.Tensor)
     False
@@ -105,7 +105,7 @@ def communicates(func: object) -> bool:
 
 
 def check_own(func: object) -> None:
-    """An operation that communicates was called by torch's own wrappers.
+    """Check that an operation that communicates was called by torch's own wrappers.
 
     Raises:
         UnsupportedModel: by the loss.

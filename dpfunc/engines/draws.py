@@ -19,7 +19,10 @@ from dpfunc.rng import generator_state, with_generator_state
 
 
 def draws_numbers(func: Any) -> bool:  # noqa: ANN401  (an operation)
-    """Whether an operation draws random numbers. Fused attention has the tag for its dropout, which is looked at."""
+    """True if an operation draws random numbers.
+
+    Fused attention has the tag for its dropout only: it is judged by its probability of dropout instead.
+    """
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "attention" not in func._schema.name
 
 
@@ -66,7 +69,7 @@ class OtherDraws(Exception):
 
 
 class Replayed(DispatchMode):
-    """Gives row `row` of `num_samples` the numbers that it had among the others, in the order of the draws."""
+    """Mode that gives row `row` of `num_samples` its random numbers of the whole batch, in the order of the draws."""
 
     def __init__(self, draws: Sequence[Draw], row: int, num_samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +112,7 @@ class Replayed(DispatchMode):
         return self._share(every, tuple(wanted.shape))
 
     def _share(self, every: Tensor, wanted: tuple[int, ...]) -> Tensor:
-        """The row's part of what all drew; all of it where the shape does not depend on the batch."""
+        """Part of the numbers drawn for all rows that belongs to this one; all where the shape is that of one row."""
         if tuple(every.shape) == wanted:
             return every
         differing = [axis for axis in range(min(every.ndim, len(wanted))) if every.shape[axis] != wanted[axis]]

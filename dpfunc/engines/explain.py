@@ -1,4 +1,4 @@
-"""What book-keeping will do with each parameter, before it does it: representation, bytes and operations."""
+"""Preview of book-keeping: representation, bytes and operations for each use of a parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dpfunc.types import Batch, LossFn, Params
 
 @dataclass(frozen=True)
 class UseCost:
-    """One use of one parameter.
+    """Representation of one use of one parameter, with its memory and operations.
 
     Args:
         parameter, op: what is used, and by which operation. representation: `formed` (B gradients in memory), `factors`
@@ -57,7 +57,7 @@ class Explanation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all representations."""
+        """Bytes of the representations of all uses together."""
         return sum(use.num_bytes for use in self.uses)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Surveyor(Book):
     costs: list[UseCost] = field(default_factory=list)
 
     def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
-        """Decides as the book does, and notes what that costs."""
+        """Decide as the book does, and note the cost."""
         formed = super().forms(use, output, saved)
         for argument, name in use.wanted.items():
             shape = tuple(use.shapes[argument])
@@ -99,7 +99,7 @@ class Surveyor(Book):
         return formed
 
     def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
-        """Notes the copies."""
+        """Keep the private copies, and note their cost."""
         super().copies(tracked, copies, layout)
         shape = tuple(tracked.tensor.shape)
         self.costs.append(UseCost(tracked.name, "pointwise", "copies", shape, 4 * copies.numel(), 4 * copies.numel()))
@@ -113,7 +113,9 @@ def _norm_flops(num_samples: int, positions: int, shape: tuple[int, ...]) -> int
 
 
 def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | None = None) -> Explanation:
-    """What `bookkeeping` does with each use of each parameter, for batches of this shape. Runs the model forward.
+    """Describe what `bookkeeping` does with each use of each parameter, for batches of this shape.
+
+    Runs the model forward.
 
     Args:
         loss_fn: `(params, batch) -> (B,)`. params: trainable parameters. batch: at least two samples.

@@ -1,4 +1,4 @@
-"""Tables of torch functions that a tracker treats apart: what reads, checks, converts, transposes, writes in place."""
+"""Tables of torch functions that a tracker treats apart: those that read, check, convert, transpose, write in place."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def kind_of(func: Callable[..., Any]) -> str:
-    """The name of what a function does, in all forms that it is called by."""
+    """Name of an operation, the same for all forms in which it can be called."""
     name = name_of(func)
     return KINDS.get(name, name)
 
 
 def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes into its first argument."""
+    """True if a function writes into its first argument."""
     return name_of(func) in IN_PLACE or kwargs.get("inplace") is True or func is Tensor.__setitem__

@@ -1,4 +1,4 @@
-"""What the graph of a loss, or the parameters after it, must not show."""
+"""Checks of the graph of a loss, and of the parameters after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpfunc.types import Params
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
-    """Reentrant checkpoints in the graph between inputs and output cut the parameters off: an error as well.
+    """Refuse reentrant checkpoints in the graph between inputs and output: they cut the parameters off.
 
     Only for plain autograd; torch itself refuses them under torch.func. About a microsecond for each node of the graph.
 
@@ -38,7 +38,7 @@ def refuse_reentrant(inputs: object, output: object) -> None:
 
 @contextmanager
 def parameters_unchanged(params: Params) -> Iterator[None]:
-    """Inside, parameters must not be written into: engines and callers share their memory.
+    """Inside, refuse writes into parameters: engines and callers share their memory.
 
     Raises:
         UnsupportedModel: the loss wrote into a parameter.

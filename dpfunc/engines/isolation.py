@@ -1,4 +1,4 @@
-"""Whether the loss of a row depends on its own row alone: rows together are compared with each row by itself."""
+"""Check that the loss of a row depends on its own row alone: rows together are compared with each row by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines know about the other processes of a run: none may communicate inside of the loss, or all do it together.
+"""Rules for communication with the other processes of a run: none inside of the loss, or the same in all of them.
 
 Where a model is sharded, its forward and backward passes are exchanges between all processes: each must run the same
 ones, in the same order. What an engine decides by the values of its own rows must then be decided by all.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Company:
-    """The other processes of a step.
+    """Other processes that take part in a step.
 
     Args:
         group: processes with other records; None for a step of one process. independent: nothing inside of the loss
@@ -39,7 +39,7 @@ _company: ContextVar[Company | None] = ContextVar("dpfunc_company", default=None
 
 @contextmanager
 def in_company(group: ProcessGroup | None, *, independent: bool) -> Iterator[None]:
-    """Inside, a step computes its gradients, together with those of other processes or alone."""
+    """Inside, a step computes its gradients together with these processes, or independently of them."""
     token = _company.set(Company(group, independent))
     try:
         yield
@@ -48,7 +48,7 @@ def in_company(group: ProcessGroup | None, *, independent: bool) -> Iterator[Non
 
 
 def on_its_own() -> bool:
-    """Whether nothing inside of the loss may communicate.
+    """True if nothing inside of the loss may communicate.
 
     >>> on_its_own()
     False
@@ -58,7 +58,7 @@ def on_its_own() -> bool:
 
 
 def in_lockstep() -> bool:
-    """Whether all processes must run the same forward and backward passes.
+    """True if all processes must run the same forward and backward passes.
 
     >>> in_lockstep()
     False
@@ -87,7 +87,7 @@ def of_all(flags: Tensor) -> Tensor:
 
 @contextmanager
 def refused_by_all() -> Iterator[None]:
-    """What one process refuses by the values of its rows, all refuse. Nothing inside may communicate.
+    """Inside, a refusal by one process becomes a refusal by all. Nothing inside may communicate.
 
     Raises:
         UnsupportedModel: its own, or that of another process.

@@ -97,7 +97,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
 
 
 def _check_repeats(engine: LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
-    """A loss that takes numbers of its row to Python may keep them: the first row must give the same again."""
+    """Check that the first row gives the same again: a loss may keep Python numbers of its row."""
     again = engine(loss_fn, params, rows(batch, 0, 1))
     pairs = [(again.losses_B, first.losses_B[:1])]
     pairs += [(again.sq_norms()[name], norms_B[:1]) for name, norms_B in first.sq_norms().items()]

@@ -1,4 +1,4 @@
-"""Dispatch modes: what sees each operation of a step."""
+"""Dispatch modes, which see each operation of a step."""
 
 from __future__ import annotations
 

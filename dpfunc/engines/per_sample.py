@@ -35,11 +35,11 @@ class PerSampleGrad(Protocol):
     """The gradients of one parameter for B samples."""
 
     def dense(self) -> Tensor:
-        """All of them in memory: (B, *shape)."""
+        """Form all gradients in memory: (B, *shape)."""
         ...
 
     def sq_norms(self) -> Tensor:
-        """Squared norms (B,)."""
+        """Squared L2 norm of each sample's gradient: (B,)."""
         ...
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ class PerSampleGrad(Protocol):
         ...
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """Whether it holds gradients of this many samples for a parameter of this shape."""
+        """True if it holds gradients of this many samples for a parameter of this shape."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it holds."""
+        """Bytes of the tensors that it holds."""
         ...
 
 
@@ -67,11 +67,9 @@ class Dense:
     grads_B: Tensor
 
     def dense(self) -> Tensor:
-        """They are."""
         return self.grads_B
 
     def sq_norms(self) -> Tensor:
-        """Sums of squares, in pieces."""
         return sq_sum(_flat(self.grads_B))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
@@ -81,12 +79,10 @@ class Dense:
         return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """By shape."""
         return self.grads_B.shape == (num_samples, *shape)
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
         return self.grads_B.numel() * self.grads_B.element_size()
 
 
@@ -98,30 +94,25 @@ class Zeros:
     like: Tensor
 
     def dense(self) -> Tensor:
-        """Zeros (B, *shape)."""
         return self.weighted_sum(self.like).expand(self.num_samples, *self.like.shape)
 
     def sq_norms(self) -> Tensor:
-        """Zeros (B,)."""
         return wide(self.like.new_zeros(self.num_samples))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """Zeros (*shape)."""
         return torch.zeros_like(self.like, dtype=accumulation_dtype(self.like.dtype))
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """By shape."""
         return self.num_samples == num_samples and self.like.shape == shape
 
     @property
     def num_bytes(self) -> int:
-        """Nothing."""
         return 0
 
 
 @dataclass(frozen=True)
 class Outer:
-    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: what a matrix gets that is applied at T positions."""
+    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: the gradients of a matrix applied at T positions."""
 
     a_BTp: Tensor
     b_BTd: Tensor
@@ -187,7 +178,7 @@ class Outer:
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """The sides belong together, and their product has the shape."""
+        """True if both sides have the same samples and positions, and their product has the shape."""
         same = self.a_BTp.shape[:2] == self.b_BTd.shape[:2] and len(self.a_BTp) == num_samples
         numbers = self.a_BTp.shape[2] * self.b_BTd.shape[2]
         return same and numbers == math.prod(shape) and self.shape == shape
@@ -200,7 +191,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Gather:
-    """`grad_i = sum_t e_{ids[i, t]} g[i, t]^T`: what a table of V rows gets. Look-ups of the same row add up."""
+    """`grad_i = sum_t e_{ids[i, t]} g[i, t]^T`: the gradients of a table of V rows. Look-ups of the same row add up."""
 
     ids_BT: Tensor
     g_BTd: Tensor
@@ -212,7 +203,7 @@ class Gather:
         return self.g_BTd.double() if self.ids_BT.shape[1] > LONG else wide(self.g_BTd)
 
     def dense(self) -> Tensor:
-        """Tables (B, V, ...)."""
+        """Add the rows of each sample into a table of its own: (B, V, ...)."""
         g_BTd = wide(self.g_BTd)
         index_BTd = self.ids_BT[:, :, None].expand_as(g_BTd)
         tables_BVd = g_BTd.new_zeros(len(g_BTd), self.shape[0], g_BTd.shape[2]).scatter_add_(1, index_BTd, g_BTd)
@@ -234,7 +225,7 @@ class Gather:
         return torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
 
     def sq_norms(self) -> Tensor:
-        """Squares of the merged rows."""
+        """Squared norms after rows of the same id are added up."""
         if not self.ids_BT.numel():
             return wide(self.g_BTd.new_zeros(len(self.g_BTd)))
         reach_B = lengths(self.g_BTd, 2).sum(1)
@@ -252,13 +243,12 @@ class Gather:
         return table_Vd.to(accumulation_dtype(self.g_BTd.dtype))
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """Each id has its row."""
+        """True if each id has its row, and the rows fill a table of this shape."""
         same = self.ids_BT.shape == self.g_BTd.shape[:2] and len(self.ids_BT) == num_samples
         return same and self.shape == shape and shape[0] * self.g_BTd.shape[2] == math.prod(shape)
 
     @property
     def num_bytes(self) -> int:
-        """Ids and rows."""
         return self.ids_BT.numel() * self.ids_BT.element_size() + self.g_BTd.numel() * self.g_BTd.element_size()
 
 
@@ -271,7 +261,6 @@ class Tied:
     seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
-        """The sum of both."""
         return self.gather.dense() + self.outer.dense()
 
     def sq_norms(self) -> Tensor:
@@ -287,7 +276,7 @@ class Tied:
         return measured(safe_B, parts_B.sqrt(), self.seen)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """The sum of both; samples in which they cancel are formed."""
+        """Sum of both parts; gradients of samples in which the parts cancel are formed first."""
         apart_B = cancelling(self.seen, self.sq_norms)
         if apart_B is not None:
             easy_B, hard_B = torch.where(apart_B, 0, factors_B), torch.where(apart_B, factors_B, 0)
@@ -298,12 +287,10 @@ class Tied:
         return self.gather.weighted_sum(factors_B) + self.outer.weighted_sum(factors_B)
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """Both do."""
         return self.gather.fits(num_samples, shape) and self.outer.fits(num_samples, shape)
 
     @property
     def num_bytes(self) -> int:
-        """Both."""
         return self.gather.num_bytes + self.outer.num_bytes
 
 
@@ -353,7 +340,6 @@ class PerSample:
     coarse: bool = False
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms: name -> (B,)."""
         with exact(self.losses_B.device):
             return {name: grad.sq_norms() for name, grad in self.grads.items()}
 

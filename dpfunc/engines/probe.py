@@ -20,7 +20,7 @@ GRAD_ROWS = 2
 
 @dataclass(frozen=True)
 class Probe:
-    """What single samples give, and how far an engine may be from that.
+    """Losses and gradients of a few single samples, and how far an engine may be from them.
 
     Args:
         params, batch: shaken parameters and GRAD_ROWS rows. grads: of single samples, name -> (B, *shape).

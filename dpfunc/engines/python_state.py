@@ -56,7 +56,7 @@ def python_state(loss_fn: object) -> int:
 
 
 def _inside(value: object) -> Iterable[Any]:
-    """What an object holds."""
+    """Values that an object refers to: elements, attributes, and what a function reaches."""
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
     if isinstance(value, (list, tuple)):
@@ -86,7 +86,7 @@ _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
 def refuse_kept(loss_fn: object, before: int, read: str) -> None:
-    """A loss that gives numbers of its rows to Python keeps nothing from call to call.
+    """Refuse a loss that gives numbers of its rows to Python and keeps something from call to call.
 
     Raises:
         UnsupportedModel: what it keeps is not what it was `before`.
@@ -102,5 +102,5 @@ def refuse_kept(loss_fn: object, before: int, read: str) -> None:
 
 
 def was_kept(loss_fn: object) -> bool:
-    """Whether a loss was seen to keep numbers of its rows."""
+    """True if a loss was seen to keep numbers of its rows."""
     return loss_fn in _keeping

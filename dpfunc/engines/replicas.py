@@ -1,4 +1,4 @@
-"""What ranks must agree on where they have the same records: losses, gradients of what all hold, decisions."""
+"""Checks that ranks with the same records agree: in losses, gradients of what all hold, and decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward pass whose backward pass is still to come: who swaps tensors in a module must not swap them back before.
+"""Scope of a forward pass until its backward pass is done: tensors that were swapped into a module stay until then.
 
 Gradient checkpointing runs parts of the forward pass again inside the backward pass, with whatever the module holds
 then.
@@ -18,7 +18,10 @@ Swap = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class Scope:
-    """What stays swapped until the backward pass is done. `again` swaps once more, for a second backward pass."""
+    """Contexts that stay entered until the backward pass is done.
+
+    `again` enters them once more, for a second backward pass.
+    """
 
     stack: ExitStack = field(default_factory=ExitStack)
     swaps: list[Swap] = field(default_factory=list)
@@ -30,7 +33,7 @@ class Scope:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """All contexts that were held, once more."""
+        """Inside, all contexts that were held are entered once more."""
         with ExitStack() as stack:
             for swap in self.swaps:
                 stack.enter_context(swap())
@@ -50,5 +53,5 @@ def backward_inside() -> Iterator[Scope]:
 
 
 def until_backward() -> Scope | None:
-    """The scope of the engine around us, or None."""
+    """Scope of the engine that is running, or None."""
     return _open.get()

@@ -27,7 +27,7 @@ ADVICE = (
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether ranks hold different parts: their squared norms add up. Otherwise every rank has all of it.
+    """True if ranks hold different parts: their squared norms add up. Otherwise every rank has all of it.
 
     >>> is_sharded(torch.ones(2))
     False
@@ -36,7 +36,7 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """All of it, on every rank; a plain tensor itself. Communicates."""
+    """Collect all of a tensor on every rank; a plain tensor is returned itself. Communicates."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -51,7 +51,7 @@ def local_like(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def cut(full: Tensor, param: Tensor) -> Tensor:
-    """What every rank holds all of, as a tensor like `param`: each rank keeps its part. Does not communicate."""
+    """Cut a tensor that every rank holds whole into parts like those of `param`. Does not communicate."""
     if not is_dtensor(param):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -70,14 +70,14 @@ def placed(tensor: Tensor, placements: Sequence[Any]) -> Tensor:
 
 
 def wanted_of(output: DTensor) -> tuple[Any, ...]:
-    """How the gradient of a result must lie: as the result; whole where the result is a sum over ranks."""
+    """Placements for the gradient of a result: those of the result; whole where it is a sum over ranks."""
     from torch.distributed.tensor import Replicate
 
     return tuple(Replicate() if placement.is_partial() else placement for placement in output.placements)
 
 
 def check_use(func: object, name: str, bound: Mapping[str, Any], wanted: Mapping[str, str], output: Tensor) -> None:
-    """Whether this rank's parts, and nothing else, make this rank's gradients.
+    """Check that this rank's parts, and nothing else, make this rank's gradients.
 
     Args:
         func, name: the operation. bound: its arguments. wanted: argument -> parameter. output: its result.

@@ -1,4 +1,4 @@
-"""Parameters that stand for others: where a module puts its own tensors in place, uses are those of its own tensors."""
+"""Parameters for which a module computes with tensors of its own: uses are recognised by those tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dpfunc.types import Params
 
 
 class Standing(Protocol):
-    """Who knows the tensors that a module computes with."""
+    """Source of the tensors that a module computes with."""
 
     def leaves(self, params: Params) -> Mapping[str, Tensor]:
         """The module's own tensors, which hold these values when it runs: name -> tensor that requires a gradient."""
         ...
 
     def reduced(self, name: str, total: Tensor) -> Tensor:
-        """What is kept of a weighted sum."""
+        """Part of a weighted sum that this process keeps."""
         ...
 
 
@@ -38,7 +38,7 @@ def stood_in(standing: Standing) -> Iterator[None]:
 
 
 def is_stood_in() -> bool:
-    """Whether the tensors of a module stand for parameters.
+    """True if the tensors of a module stand for parameters.
 
     >>> is_stood_in()
     False
@@ -47,7 +47,7 @@ def is_stood_in() -> bool:
 
 
 def leaves_of(params: Params) -> dict[str, Tensor]:
-    """What the uses of parameters are recognised by: tensors that require gradients.
+    """Tensors that require gradients, by which the uses of parameters are recognised.
 
     >>> import torch
     >>> leaves_of({"w": torch.ones(1)})["w"].requires_grad
@@ -60,6 +60,6 @@ def leaves_of(params: Params) -> dict[str, Tensor]:
 
 
 def reduced(name: str, total: Tensor) -> Tensor:
-    """What is kept of a weighted sum; by default all of it."""
+    """Part of a weighted sum that this process keeps; by default all of it."""
     standing = _standing.get()
     return total if standing is None else standing.reduced(name, total)

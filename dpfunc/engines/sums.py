@@ -28,7 +28,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the dtype of sums."""
+    """Convert a tensor to the dtype in which norms and sums are taken."""
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
@@ -96,7 +96,7 @@ def measured(sq_norms_B: Tensor, reach_B: Tensor, seen: list[Tensor]) -> Tensor:
 
 
 def cancelling(seen: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:
-    """The samples (B,) whose parts cancel, or None if there is none; `measure` takes the norms if nobody has yet."""
+    """Samples (B,) whose parts cancel, or None without any; `measure` takes the norms if they were not taken yet."""
     if torch.compiler.is_compiling():
         return None
     if not seen:

@@ -1,4 +1,4 @@
-"""Tracked values: parameters, and what is computed from parameters alone; and who is told of their uses."""
+"""Tracked values: parameters, and what is computed from parameters alone; and the protocol for noting their uses."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Tracked:
 
 
 class Recorder(Protocol):
-    """What an engine does with uses."""
+    """Receiver of the uses of parameters: the part of an engine that a tracker calls."""
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """A use by a rule; returns the output that the model goes on with."""
+        """Note a use by a rule; return the output that the model goes on with."""
         ...
 
     def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
-        """A leaf that holds a private copy of a parameter for each sample, on the axis of a layout."""
+        """Note a leaf that holds a private copy of a parameter for each sample, on the axis of a layout."""
         ...
 
     def derived(self, sources: Sequence[Tracked]) -> None:
-        """A value is computed from these."""
+        """Note that a value was computed from these parameters or values."""
         ...
 
 
@@ -60,7 +60,7 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written into; 0 where dynamo traces."""
+    """Number of writes into a tensor, or into what shares its memory; 0 where dynamo traces."""
     return 0 if torch.compiler.is_compiling() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""Sees every torch function that takes a trained parameter, while one call of an engine lasts, and applies its rule.
+"""Tracks trained parameters through the torch functions of one call of an engine, and applies the rule of each use.
 
 Nothing is patched: a TorchFunctionMode is active inside the call. Parameters are found by identity. A value that is
 computed from parameters alone (a transposed weight, a table of positions) is tracked like a parameter; its per-sample
@@ -46,10 +46,10 @@ from dpfunc.sharding import is_dtensor, local
 
 @dataclass(eq=False)
 class Tracker(TorchFunctionMode):
-    """The mode. Used once, for one forward and backward pass.
+    """Mode that tracks parameters. Used once, for one forward and backward pass.
 
     Args:
-        params: leaves that require gradients. num_samples: B. places: who knows where the samples are in a result.
+        params: leaves that require gradients. num_samples: B. places: finds where the samples are in a result.
         tracked: identity -> parameters and derived values.
         canaries: leaves under results that no loss should depend on. hidden: a parameter was used under no_grad.
     """
@@ -121,7 +121,7 @@ class Tracker(TorchFunctionMode):
         return self._use(func, args, kwargs, tensors, found)
 
     def _find_unseen(self, values: Iterable[Any]) -> None:
-        """Values of parameters alone that no torch function shows: of a custom Function, or written into zeros."""
+        """Track values of parameters that no torch function shows: of a custom Function, or written into zeros."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         for value in values:
@@ -160,7 +160,7 @@ class Tracker(TorchFunctionMode):
     def _may_write(
         self, func: Callable[..., Any], target: Tensor, tensors: Sequence[Tensor], found: Sequence[Tracked]
     ) -> bool:
-        """A value that was computed from parameters alone, by such values, before it is used."""
+        """True if the target was computed from parameters alone, as the other tensors, and was not used yet."""
         own = self.tracked[id(target)]
         return target.requires_grad and not target.is_leaf and not own.used and len(found) == len(tensors)
 
@@ -237,7 +237,7 @@ class Tracker(TorchFunctionMode):
         key: Key,
         private: bool,
     ) -> Layout | None:
-        """Where samples may be in the result of a use that depends on none of them."""
+        """Layout of samples to assume in the result of a use that depends on no sample."""
         if func not in RULES and func not in POINTWISE and func not in LIKE_FIRST:
             return None
         if func in RULES:
@@ -324,7 +324,7 @@ class Tracker(TorchFunctionMode):
         key: Key,
         output: torch.Size,
     ) -> Layout | None:
-        """Where the samples will be in the result of an operation that broadcasts; None if it has none."""
+        """Layout of samples in the result of an operation that broadcasts; None if it has none."""
         if func in EXPANDING:
             return self.places.expanded(key, tuple(found[0].tensor.shape), tuple(output))
         values = args[:1] if func in LIKE_FIRST else (*args, *kwargs.values())
@@ -374,7 +374,7 @@ class Tracker(TorchFunctionMode):
 
 
 def fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
-    """Whether `target[index] = value` fills the places of a mask with one slice."""
+    """True if `target[index] = value` fills the places of a mask with one slice."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
     return is_mask and target.requires_grad and value.ndim <= target.ndim - index.ndim
 

@@ -49,7 +49,7 @@ TRANSLATIONS = {
 
 
 class NoData(TorchFunctionMode):
-    """Refuses what would put a tensor of vmap into a module: `param.data = ...`, as in `module.to()`, is fatal."""
+    """Mode that refuses to put a tensor of vmap into a module: `param.data = ...`, as in `module.to()`, is fatal."""
 
     def __torch_function__(
         self,
@@ -67,7 +67,7 @@ class NoData(TorchFunctionMode):
 
 
 def check_losses(losses: object, num_samples: int) -> None:
-    """One loss a sample, of floating dtype.
+    """Check that there is one loss a sample, of floating dtype.
 
     Raises:
         InvalidArgument: another type, shape or dtype.
@@ -90,7 +90,7 @@ def check_losses(losses: object, num_samples: int) -> None:
 
 
 def refuse_split(params: Params) -> None:
-    """vmap does not know parameters that are parts of a whole.
+    """Refuse parameters that are DTensors, which vmap cannot differentiate.
 
     Raises:
         UnsupportedModel: naming them.
@@ -104,7 +104,7 @@ def refuse_split(params: Params) -> None:
 
 
 def check_depends(depends: bool) -> None:
-    """The loss reaches a parameter: not those of a module of the same values, for example.
+    """Check that the loss depends on a parameter, and not on other tensors of the same values.
 
     Raises:
         InvalidArgument: it does not.

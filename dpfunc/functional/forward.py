@@ -1,4 +1,4 @@
-"""A module as `forward(params, *args)`."""
+"""Modules as pure functions `forward(params, *args)`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Forward:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """After an error inside of the module, its parameters and buffers are in their places again.
+    """Inside, an error in the module puts its parameters and buffers back into their places.
 
     A module may move its own tensors for the time of a call (PEFT merges adapters of attention so), and an error would
     leave them elsewhere.

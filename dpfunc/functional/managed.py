@@ -1,4 +1,4 @@
-"""Modules whose parameters are put together for each forward pass: FSDP2, and what is like it.
+"""Modules whose parameters are gathered for each forward pass: FSDP2 and similar wrappers.
 
 `fully_shard` swaps parameters in before a layer runs and out after it. Whatever else was put there is overwritten, so a
 parameter that it manages cannot be an argument of a function.
@@ -28,7 +28,7 @@ STATE = ("_is_root", "_fsdp_param_groups", "_fsdp_param_group")
 
 
 def _fsdp(name: str) -> type | None:
-    """A class of torch.distributed.fsdp, where somebody has imported that."""
+    """Class of torch.distributed.fsdp, if that was imported."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
 
 
@@ -75,7 +75,7 @@ def _groups(part: Any) -> list[Any] | None:  # noqa: ANN401  (an FSDPModule)
 
 
 def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
-    """Trained parameters must be those of nobody else.
+    """Refuse trained parameters that FSDP or DeepSpeed manage.
 
     Raises:
         UnsupportedModel: naming those that FSDP or DeepSpeed manage, and what to do.
@@ -93,7 +93,7 @@ def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
 
 
 def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
-    """What a function puts into a module must stay there.
+    """Refuse parameters that `fully_shard` would overwrite after a function has replaced them.
 
     Raises:
         UnsupportedModel: `fully_shard` manages some of these parameters.
@@ -127,12 +127,12 @@ def _of_zero(param: Tensor) -> bool:
 
 
 def constant(module: nn.Module) -> set[str]:
-    """Names of parameters that somebody else puts together: they stay in the module."""
+    """Names of parameters that a wrapper gathers for each forward pass: they stay in the module."""
     return {*managed(module), *(name for name, param in module.named_parameters() if _of_zero(param))}
 
 
 def communicates(module: nn.Module) -> str | None:
-    """What in a module exchanges parameters or activations with other processes, or None.
+    """Describe the parts of a module that exchange parameters or activations with other processes, or None.
 
     >>> communicates(nn.Linear(1, 1))
     """
@@ -147,7 +147,7 @@ def communicates(module: nn.Module) -> str | None:
 
 
 def refuse_communication(module: nn.Module) -> None:
-    """A step that promises no lockstep could hang, and steps on their own would be many runs: an error before that.
+    """Refuse a module that communicates in a step whose processes do not run in lockstep: it could hang.
 
     Raises:
         UnsupportedModel: it does.
@@ -161,7 +161,7 @@ def refuse_communication(module: nn.Module) -> None:
 
 
 def refuse_old_vmap(module: nn.Module) -> None:
-    """Under torch.func, FSDP2 needs hooks that torch.func knows.
+    """Refuse FSDP2 under torch.func in versions of torch whose hooks torch.func does not know.
 
     Raises:
         UnsupportedModel: this version of torch has others.
@@ -171,7 +171,7 @@ def refuse_old_vmap(module: nn.Module) -> None:
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction as Hook
     except ImportError:
-        return  # another torch: what it cannot do it says
+        return  # a version of torch with other internals: it raises its own errors
     if "setup_context" not in vars(Hook):
         raise UnsupportedModel(
             "This version of torch cannot run models of fully_shard under torch.func (vmap): 2.13 can. Use "
@@ -181,7 +181,7 @@ def refuse_old_vmap(module: nn.Module) -> None:
 
 @contextmanager
 def recovered(module: nn.Module) -> Iterator[None]:
-    """After an error in a forward or backward pass, sharded parts are brought back to where a pass may begin."""
+    """Inside, an error in a forward or backward pass resets sharded parts, so that the next pass can begin."""
     done = False
     try:
         yield

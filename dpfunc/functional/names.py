@@ -1,4 +1,4 @@
-"""Which parameters: selection by name, and every place where a tensor is stored."""
+"""Selection of parameters by name, and all places where a tensor is stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROJECTOR = r"(^|\.)(multi_modal_projector|mm_projector|projector|visual_project
 
 
 def pattern(name: str, expression: str) -> re.Pattern[str]:
-    """A compiled regular expression.
+    """Compile a regular expression; `name` is that of the argument, for the message.
 
     Raises:
         InvalidArgument: it is not one.
@@ -116,7 +116,7 @@ def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
-    """Exactly the expected names, with the expected shapes.
+    """Check that parameters have exactly the expected names and shapes.
 
     Raises:
         InvalidArgument: what is missing, unknown or of another shape.

@@ -1,4 +1,4 @@
-"""What would mix samples, write into the module or give wrong gradients is an error."""
+"""Errors for modules that would mix samples, be written into, or give wrong gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> None:
-    """Look at a module for what cannot work; with `checkpointing`, its gradient checkpointing can.
+    """Refuse modules that cannot work; with `checkpointing`, gradient checkpointing is allowed.
 
     Raises:
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, an embedding that
@@ -70,7 +70,7 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
 
 
 def refuse_outliers(module: nn.Module) -> None:
-    """LLM.int8 layers choose outlier columns over all rows of a batch: a row is rounded otherwise beside others.
+    """Refuse LLM.int8 layers, which choose outlier columns over all rows of a batch: rounding depends on other rows.
 
     Raises:
         UnsupportedModel: naming them.

@@ -1,4 +1,4 @@
-"""What an adapter is, and where its A comes from."""
+"""Configuration of an adapter, and the initial value of its A."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpfunc.rng import Key, stream
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """What an adapter is; stored with it.
+    """Configuration of an adapter; it is stored with the parameters.
 
     Args:
         targets: names of the adapted layers. rank: r >= 1. alpha: > 0.
@@ -56,7 +56,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """Factor of the product B A: `alpha / rank`, or `alpha / sqrt(rank)` with `rslora`."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 

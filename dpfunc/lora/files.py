@@ -1,4 +1,4 @@
-"""Adapters as safetensors files."""
+"""Reading and writing of adapters as safetensors files."""
 
 from __future__ import annotations
 

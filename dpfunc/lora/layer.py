@@ -37,7 +37,7 @@ class LoRALayer(nn.Module):
         return merged_weight(self.base, self.lora_A, self.lora_B, self.scale)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Everything else (`bias`, `in_features`, ...) is the layer's own."""
+        """Return any other attribute (`bias`, `in_features`, ...) from the layer itself."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -50,7 +50,7 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 def adaptable(layer: nn.Module) -> bool:
-    """Whether a layer can be adapted: a known kind that holds its weight itself (no parametrization)."""
+    """True if a layer can be adapted: a known kind that holds its weight itself (no parametrization)."""
     known = isinstance(layer, (nn.Linear, nn.Embedding, nn.Conv2d)) or is_conv1d(layer)
     return known and layer._parameters.get("weight") is not None
 
@@ -84,7 +84,7 @@ def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tenso
 
 
 def factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of A and B.
+    """Shapes of A and B for a layer that is adaptable.
 
     Raises:
         InvalidArgument: a rank above that of the weight, or a grouped convolution.

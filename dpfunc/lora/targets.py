@@ -1,4 +1,4 @@
-"""Which layers are adapted, and how their parameters are called afterwards."""
+"""Selection of the layers to adapt, and the names of their parameters in the adapted module."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.f
 
 
 class Tile(NamedTuple):
-    """A tile, and what of it is wanted: rows and cols of the matrix. Its numbers fill `height` rows of `width`.
+    """A tile and the part of it that is wanted, as rows and columns of the matrix.
+
+    Its numbers fill `height` rows of `width`.
 
     >>> [cut.number for cut in tiles(Window(512, 512, (0, 512), (0, 256)))]
     [0, 2]
@@ -66,7 +68,7 @@ class Tile(NamedTuple):
 
     @property
     def inside(self) -> tuple[slice, slice]:
-        """What of the tile is wanted."""
+        """Slices of the wanted rows and columns, counted from the corner of the tile."""
         first, col = self.first_row, self.first_col
         return slice(self.rows[0] - first, self.rows[1] - first), slice(self.cols[0] - col, self.cols[1] - col)
 

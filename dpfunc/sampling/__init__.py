@@ -1,4 +1,4 @@
-"""Who is in the batch of a step: samplers that can draw any step again and that carry what they may claim."""
+"""Samplers: they draw the batch of any step again, and carry the privacy events that they may claim."""
 
 from dpfunc.sampling.base import Sampler, deal
 from dpfunc.sampling.fixed import FixedSize, Shuffled

@@ -1,4 +1,4 @@
-"""What every sampler does, and the checks they share."""
+"""Protocol of samplers, and the checks that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpfunc.types import Adjacency, Event
 
 
 class Sampler(Protocol):
-    """What a plan needs of a sampler. The probability comes from it, never from the length of a loader.
+    """Sampler of the records of each batch. The probability comes from it, never from the length of a loader.
 
     A sampler holds public facts only; the key is an argument. Implement these methods to bring your own, and claim in
     `events` no more than its proof gives.
@@ -22,7 +22,7 @@ class Sampler(Protocol):
 
     @property
     def dataset_size(self) -> int:
-        """Number of records n."""
+        """Number of records n in the data set."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class Sampler(Protocol):
         ...
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
-        """What the steps start..stop-1 cost with this noise."""
+        """Events of the steps start..stop-1 with this noise: the privacy that they cost."""
         ...
 
 

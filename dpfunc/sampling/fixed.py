@@ -46,7 +46,7 @@ class FixedSize:
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Not add/remove: one record more changes who else is drawn."""
+        """Adjacencies without add/remove: one record more changes the draw of the others."""
         return FIXED_ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:
@@ -56,7 +56,6 @@ class FixedSize:
         return torch.from_numpy(np.sort(drawn_B))
 
     def expected_batch_size(self, step: int) -> float:
-        """The batch size."""
         whole("step", step)
         return float(self.batch_size)
 
@@ -103,12 +102,12 @@ class Shuffled:
 
     @property
     def steps_per_epoch(self) -> int:
-        """`ceil(n / batch_size)`."""
+        """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
         return -(-self.dataset_size // self.batch_size)
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Not add/remove: one record more moves others into other batches."""
+        """Adjacencies without add/remove: one record more moves others into other batches."""
         return FIXED_ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:

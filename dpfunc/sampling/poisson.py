@@ -1,4 +1,4 @@
-"""Poisson sampling: each record on its own coin, of which only the successes are drawn."""
+"""Poisson sampling: an independent trial for each record, of which only the successes are drawn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Poisson:
     Guarantees:
         inclusion at rate q, independent between records and steps (tests/test_sampling.py::test_poisson_rate,
         test_poisson_records_are_independent, test_poisson_steps_are_independent; with 1e7 records
-        tests/test_sampling_scale.py); adding records at the end changes nobody else's coin
+        tests/test_sampling_scale.py); adding records at the end does not change the trials of the others
         (test_poisson_draws_do_not_depend_on_other_records); the same draws in every version (test_known_draws).
 
     >>> from dpfunc.rng import insecure_key
@@ -80,7 +80,7 @@ class Poisson:
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
-        """All: records are drawn independently."""
+        """All adjacencies, since each record is drawn independently."""
         return ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:
@@ -90,7 +90,7 @@ class Poisson:
         return torch.from_numpy(np.concatenate(found))
 
     def expected_batch_size(self, step: int) -> float:
-        """`q n`."""
+        """Expected number of records, `q n` with the q of this step."""
         return schedule_at(self.sampling_prob, whole("step", step)) * self.dataset_size
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
@@ -104,12 +104,12 @@ class Poisson:
 
 
 def successes(generator: np.random.Generator, trials: int, prob: float) -> Iterator[npt.NDArray[np.int64]]:
-    """Where independent coins, each with probability `prob`, show heads: sorted positions in 0..trials-1, in pieces.
+    """Sorted positions of the successes among independent trials of probability `prob`, in pieces.
 
-    The number of throws up to and with the next success is geometric, and independent of the past. Conversely, coins
-    whose successes lie that far apart are independent with probability `prob`: it is the same law, not a limit of it.
-    With E exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k. In float64 a
-    coin's probability is off by 2e-16 at most, as where a float64 uniform number is compared with `prob`.
+    The number of trials up to and with the next success is geometric, and independent of the past. Conversely, trials
+    whose successes are that far apart are independent with probability `prob`: the distribution is exact, no limit.
+    With E exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k. In float64 the
+    probability of a trial is off by 2e-16 at most, as where a float64 uniform number is compared with `prob`.
 
     The k-th gap is made of the k-th exponential number, so `trials` and the chunks change nothing but the end.
 

@@ -26,7 +26,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """As torch; the gradient is dense, also with `sparse`.
+    """Compute embedding_bag from operations that have rules; the gradient is dense, also with `sparse`.
 
     Raises:
         UnsupportedModel: max_norm or scale_grad_by_freq.
@@ -57,7 +57,7 @@ def embedding_bag(
 
 
 def declare_bags(ids: Tensor, cuts: Tensor, places_NL: Tensor, real_NL: Tensor) -> Tensor:
-    """Each bag holds ids of one sample, which is looked at: so its places are that sample's own."""
+    """Declare the places of each bag as those of one sample, after a check that its ids are of one sample."""
     trace = current_trace()
     return places_NL if trace is None else trace.declare_parts(ids, cuts, places_NL, real_NL)
 

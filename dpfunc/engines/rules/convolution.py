@@ -23,7 +23,7 @@ from dpfunc.engines.sums import SCRATCH, sq_sum, wide, without_dropped
 
 @dataclass(frozen=True)
 class ConvolutionArgs:
-    """What decides a convolution beside its tensors."""
+    """Arguments of a convolution beside its tensors, and the shape of its weight."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -106,17 +106,15 @@ class Convolved:
         return self.args.weight_grad(scaled.flatten(0, 1), x_BmC.flatten(0, 1))
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """By shape."""
         return self.args.shape == shape and self.g_BmP.shape[:2] == self.x_BmC.shape[:2]
 
     @property
     def num_bytes(self) -> int:
-        """g and x."""
         return sum(side.numel() * side.element_size() for side in (self.g_BmP, self.x_BmC))
 
 
 def form(use: Use) -> Form:
-    """By time; biases are formed."""
+    """Choose the faster form for the weight; where it is not used on samples of axis 0, form the gradients."""
     if "weight" not in use.shapes or use.layout.axis != 0 or len(use.output) != len(use.shapes["weight"]):
         return "dense"
     shape = use.shapes["weight"]
@@ -169,7 +167,7 @@ def convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Grads:
-    """conv1d, conv2d, conv3d."""
+    """Gradients of weight and bias in conv1d, conv2d and conv3d."""
     axes = len(use.output) - 2
     shape = tuple(use.shapes.get("weight", ()))
     numeric = 0 if isinstance(padding, str) else padding
@@ -192,7 +190,7 @@ def transposed(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Grads:
-    """conv_transpose1d, 2d, 3d."""
+    """Gradients of weight and bias in conv_transpose1d, conv_transpose2d and conv_transpose3d."""
     axes = len(use.output) - 2
     shape = tuple(use.shapes.get("weight", ()))
     strides, pads, dilations = (_tuple(value, axes) for value in (stride, padding, dilation))

@@ -1,4 +1,4 @@
-"""Whether per-sample gradients of a matrix are formed, or kept as factors: a question of time, asked by shapes.
+"""Choice between forming the per-sample gradients of a matrix and keeping their factors: the faster one, by shapes.
 
 A matrix of p x d numbers that is used at T positions, for one sample:
 
@@ -21,7 +21,7 @@ def norm_flops(positions: int, p: int, d: int) -> int:
 
 
 def matrix_form(positions: int, p: int, d: int) -> Form:
-    """The form that takes less time.
+    """Form of a matrix's gradients that takes less time.
 
     >>> matrix_form(positions=128, p=8, d=384), matrix_form(positions=128, p=1024, d=384)
     ('dense', 'factors')

@@ -42,7 +42,7 @@ def embedding(
 
 
 def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
-    """`table[ids]`; tables of any shape."""
+    """Gradient of the table in `table[ids]`, of any shape."""
     if (
         not isinstance(index, Tensor)
         or index.dtype not in (torch.int64, torch.int32)
@@ -56,7 +56,7 @@ def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
 
 
 def index_select(use: Use, grad: Tensor, input: Tensor, dim: int, index: Tensor) -> Grads:
-    """`torch.index_select(table, 0, ids)`."""
+    """Gradient of the table in `torch.index_select(table, 0, ids)`."""
     if dim != 0:
         raise use.refuse("only dim=0 has a rule.")
     return getitem(use, grad, input, index)

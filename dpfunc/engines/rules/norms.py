@@ -51,7 +51,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Grads:
-    """Over the last axes."""
+    """Gradients of weight and bias of a norm over the last axes."""
     normed = F.layer_norm(wide(input), list(normalized_shape), None, None, eps) if "weight" in use.wanted else None
     return _last_axes(use, grad, normed)
 
@@ -77,7 +77,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Grads:
-    """Over groups of channels."""
+    """Gradients of weight and bias of a norm over groups of channels."""
     normed = F.group_norm(wide(input), num_groups, None, None, eps) if "weight" in use.wanted else None
     return _channels(use, grad, normed)
 

@@ -1,4 +1,4 @@
-"""What a rule is: how one operation's use of a parameter gives per-sample gradients. And the table of all rules."""
+"""Rules for the per-sample gradients of one operation's use of a parameter, and the table of all rules."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Rule:
-    """How per-sample gradients follow from the gradient of an operation's result.
+    """Rule that computes per-sample gradients from the gradient of an operation's result.
 
     Args:
         ops: the functions it is for, as torch calls them.

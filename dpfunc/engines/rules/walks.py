@@ -37,7 +37,7 @@ def _masks(mask_TB1: Tensor | None, length: int) -> Sequence[Tensor | None]:
 
 @dataclass(frozen=True)
 class Walked:
-    """What is known about all steps.
+    """Results of a recurrent layer over all steps.
 
     Args:
         saved: what the backward pass needs, beside the weights and the mask. last_BH: the last cell of an LSTM.
@@ -66,7 +66,7 @@ def lstm(x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None,
 
 
 def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
-    """What was found on the way back, in the order of time."""
+    """Stack tensors that were found in the backward pass, in the order of time."""
     return torch.stack(tuple(tensors if reverse else reversed(tensors)))
 
 

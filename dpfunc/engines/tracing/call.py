@@ -15,7 +15,7 @@ Type = Rows | Mixed | None
 
 
 class Types(Protocol):
-    """Who knows what tensors depend on."""
+    """Source of the types of tensors: what each depends on."""
 
     num_samples: int
 
@@ -35,7 +35,7 @@ class Types(Protocol):
 
 
 class Call(NamedTuple):
-    """An operation and its result.
+    """Operation with its arguments and result, and the types of its inputs.
 
     Args:
         types: of tensors. name: of the operation. args, kwargs: as given. out: what it returned.
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(types: Types, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call:  # noqa: ANN401
-        """An operation that was called."""
+        """Collect the tensors among the arguments of an operation, with their types."""
         inputs: list[Tensor] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
@@ -70,12 +70,12 @@ class Call(NamedTuple):
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     def type_of(self, tensor: Tensor) -> Type:
-        """The type of a tensor."""
+        """Type of a tensor, from the inputs of the call if it is one of them."""
         key = id(tensor)
         return self.kinds[key] if key in self.kinds else self.types.type_of(tensor)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments."""
+        """All tensors among the arguments, those inside of lists included."""
         return self.inputs
 
     def mixed(self, why: str = "") -> Mixed:

@@ -66,7 +66,7 @@ def with_rows_of(trace: Trace, constant: Tensor, other: Tensor, axis: int, *, un
 
 
 def ordered(trace: Trace, tensor: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
-    """A copy that says, or no longer says, that its rows are in an order that depends on several samples.
+    """Copy a tensor, and mark its rows as in an order that depends on several samples, or as ordinary again.
 
     Packed sequences are sorted by length. Inside of a recurrent layer each row goes on alone, wherever it is.
     """
@@ -76,7 +76,7 @@ def ordered(trace: Trace, tensor: Tensor, axis: int, *, changed: bool, doubt: st
         trace.note(made, Constant.ANY if kind is None else stored(Rows(WHOLE, 1), made))
         return made
     if isinstance(kind, Rows) and kind.axis == axis and fits(kind, made):
-        # what leaves has a row for each sample
+        # the result has a row for each sample
         kind = kind._replace(slots=None, of=0, ragged=kind.ragged and not changed)
         if changed and kind.ids is not None:
             slots, of = rows_module.slots_of(kind, trace.num_samples)

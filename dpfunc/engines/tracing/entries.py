@@ -32,7 +32,7 @@ FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 
 
 def forget_freed() -> None:
-    """Drop what earlier steps left and nobody uses any more."""
+    """Drop memory of earlier steps that was freed."""
     freed = [key for key, reference in LEFT.items() if reference.expired()]  # type: ignore[no-untyped-call]
     for key in freed:
         del LEFT[key]

@@ -1,4 +1,4 @@
-"""One traced step, and what a compiled one must know of it."""
+"""Traced steps, and the knowledge that a compiled step needs of one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Result(Protocol):
 
 
 def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
-    """Where layers are split: the losses, and the norms of what every process holds, are the same on all of them.
+    """Where layers are split, check that all processes have the same losses, and norms of what each holds whole.
 
     Raises:
         UnsupportedModel: see `check_replicated`.
@@ -59,7 +59,7 @@ R = TypeVar("R", bound=Any)
 
 
 def unproven_message(doubts: Sequence[str]) -> str:
-    """The doubts in words, and what usually causes them."""
+    """Message that lists the doubts and their usual causes."""
     return (
         "It cannot be shown that the samples of this batch do not influence each other: "
         f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in training mode, "
@@ -70,7 +70,7 @@ def unproven_message(doubts: Sequence[str]) -> str:
 
 
 def refuse_unproven(doubts: Sequence[str]) -> None:
-    """A step with doubts is not released; also not by those who run in lockstep with one who has them.
+    """Refuse a step with doubts; also on processes in lockstep with one that has doubts.
 
     Raises:
         UnsupportedModel: naming them.
@@ -82,13 +82,13 @@ def refuse_unproven(doubts: Sequence[str]) -> None:
 
 @dataclass
 class Memory:
-    """Observations of loss functions.
+    """Observations of loss functions from earlier steps.
 
-    Nothing here is trusted: each step checks what it uses of it.
+    No proof relies on them: each step checks what it uses of them.
 
     Args:
-        wrong: expansions that are not over the samples, though their size says so. tried: to do without such expansions
-            did not help.
+        wrong: expansions that are not over the samples, though their size says so. reads: the first value of rows that
+            was given to Python, as a doubt. outside: memory that was not seen being made, by key.
     """
 
     wrong: MutableMapping[LossFn, set[tuple[Key, int]]] = field(default_factory=WeakIdKeyDictionary)
@@ -96,7 +96,7 @@ class Memory:
     outside: MutableMapping[LossFn, dict[int, StorageWeakRef]] = field(default_factory=WeakIdKeyDictionary)
 
     def traced(self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[Traced], R]) -> R:
-        """A step with a trace of its own.
+        """Compute a step with a trace of its own.
 
         Numbers that an earlier step gave to Python may be kept there, so that its doubt is that of all later steps.
         """
@@ -131,7 +131,7 @@ class Memory:
         return known is not None and any(key not in known or _freed(known[key]) for key in seen)
 
     def recalled(self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable) -> dict[Key, Layout | None]:
-        """Where the samples are in each use, by one traced step that is proven.
+        """Find where the samples are in each use, by one traced step that is proven.
 
         Raises:
             UnsupportedModel: it is not, or uses of a parameter lie differently.

@@ -1,4 +1,4 @@
-"""Operations of ATen: what is known of each before its arguments are."""
+"""Operations of ATen: the facts about each that do not depend on its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES
 
 
 class Kind(Enum):
-    """The state of knowledge of an operation before its arguments are known."""
+    """Way in which the type of an operation's result is found."""
 
     VIEW = 0
     POINTWISE = 1
@@ -28,7 +28,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Known:
-    """An operation.
+    """Facts about an operation that hold for all arguments.
 
     Args:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
@@ -82,7 +82,7 @@ _known: dict[Any, Known] = {}
 
 
 def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
-    """Look up an operation, once."""
+    """Look up an operation in the tables at its first call, later in a cache."""
     found = _known.get(func)
     if found is None:
         found = _known[func] = _look_up(func)

@@ -18,19 +18,19 @@ SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.num
 
 
 class Reader(Protocol):
-    """Who notes what Python was given."""
+    """Receiver of notes about values that Python was given."""
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
-        """Numbers of a tensor."""
+        """Note that Python was given numbers of a tensor."""
         ...
 
     def measured(self, value: Tensor) -> None:
-        """Its shape."""
+        """Note that Python was given the shape of a tensor."""
         ...
 
 
 class PythonValues(TorchFunctionMode):
-    """Notes what Python is given, where no tracker does."""
+    """Mode that notes what Python is given, where no tracker is active."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__()

@@ -85,13 +85,13 @@ def _shaped(trace: Trace, tensor: Tensor) -> Type:
 
 
 def _lawful(trace: Trace, inputs: Sequence[Tensor]) -> bool:
-    """True if numbers drawn with these parameters all have the same law."""
+    """True if numbers drawn with these parameters all have the same distribution."""
     entries = [trace.entries.get(key_of(part(tensor))) for tensor in inputs if tensor.numel() > 1]
     return all(entry is not None and entry[1] in (Constant.EQUAL, Constant.RANDOM) for entry in entries)
 
 
 def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constant:
-    """Elementwise functions of equal, and of equally random, numbers are such again."""
+    """Kind of constant that an operation on constants gives: elementwise functions keep EQUAL and RANDOM."""
     if known.name in ("lift_fresh", "lift_fresh_copy"):  # made of Python or NumPy numbers
         module, _, name = reader()
         return Constant.RANDOM if listed(DRAWING, module, name) else Constant.ANY
@@ -105,7 +105,7 @@ def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constan
 
 
 def _still_shuffled(trace: Trace, call: Call, kinds: list[Type]) -> list[Type]:
-    """An operation that does not say that its result is in another order than its arguments were has a doubt."""
+    """Doubt results without slots of an operation on rows whose order depends on several samples."""
     given = (trace.type_of(tensor) for tensor in call.tensors())
     if all(not isinstance(kind, Rows) or kind.slots is None for kind in given):
         return kinds
@@ -114,7 +114,7 @@ def _still_shuffled(trace: Trace, call: Call, kinds: list[Type]) -> list[Type]:
 
 
 def _whole(trace: Trace, call: Call) -> bool:
-    """Of a row alone: nothing reaches over its own memory."""
+    """True if no argument is mixed, in a pass that computes each row alone."""
     return not any(isinstance(kind, Mixed) for kind in call.kinds.values())
 
 
@@ -130,7 +130,7 @@ def _pointwise(trace: Trace, call: Call) -> Type:
 
 
 def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:  # noqa: ANN401
-    """Views that are copies: of tensors of inference mode, `reshape` and `to` are operations of their own."""
+    """Store the types of copies by operations that usually give views: `reshape` and `to` in inference mode."""
     if (
         isinstance(results, Tensor)
         and args
@@ -147,7 +147,7 @@ def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[
 
 
 def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
-    """A collective without an entry: what takes part in it, and depends on the batch, is mixed.
+    """Mark the tensors of a collective without an entry as mixed where they depend on the batch.
 
     What is only received has no tensor here that says what it depends on: mixed.
     """
@@ -158,7 +158,7 @@ def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
 
 
 def check_complete(trace: Trace, known: Known, call: Call) -> None:
-    """A split tensor that does not have all samples may be put together with others where nobody looks."""
+    """Mark results of a split tensor with a part of the samples as mixed: it may be joined with others unseen."""
     for kind in map(trace.type_of, call.tensors()):
         if isinstance(kind, Rows) and (kind.axis == WHOLE or kind.ids is not None or kind.count != trace.num_samples):
             for result in tensors_of([call.out]):

@@ -26,7 +26,7 @@ ALL_OF_IT = 1 << 62
 
 
 class Rows(NamedTuple):
-    """A tensor whose numbers each depend on one sample at most, and where which sample is.
+    """Type of a tensor whose numbers each depend on at most one sample, with the places of the samples.
 
     Args:
         axis: whose positions belong to samples; WHOLE if all of the tensor belongs to one row.
@@ -236,7 +236,7 @@ def _place(
 
 
 def reach(tensor: Tensor) -> int:
-    """Where the last number of a tensor ends, in bytes of its storage."""
+    """End of the last number of a tensor, in bytes of its storage."""
     last = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
     return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 

@@ -90,7 +90,7 @@ class Trace(DispatchMode):
         forget_freed()
 
     def begin(self, batch: Batch) -> None:
-        """Axis 0 of every leaf of the batch holds the samples."""
+        """Note that axis 0 of every leaf of the batch holds the samples."""
         for leaf in pytree.tree_leaves(batch):
             own = part(leaf)
             if not own.numel():
@@ -108,7 +108,7 @@ class Trace(DispatchMode):
             self.note(own, made)
 
     def end(self) -> None:
-        """Note what is left of the batch in memory: a later step must not use it."""
+        """Note the memory of the batch that is still in use: a later step must not use it."""
         for key, (reference, entry) in self.entries.items():
             if not isinstance(entry, Constant) and not reference.expired():  # type: ignore[no-untyped-call]
                 LEFT[key] = reference
@@ -142,7 +142,7 @@ class Trace(DispatchMode):
         return found
 
     def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool:
-        """True if a tensor without rows is the same for each of them."""
+        """True if a tensor without rows has equal numbers for each row along an axis."""
         own = part(tensor)
         if axis < 0 or axis >= own.ndim or own.shape[axis] == 1 or own.stride(axis) == 0:
             return True
@@ -152,9 +152,9 @@ class Trace(DispatchMode):
         return rows_module.uniform(own, rows, axis)
 
     def remember(self, values: Tensor) -> None:
-        """Keep integers of the samples' own, one a row.
+        """Keep integers that belong to their samples, one a row.
 
-        What a later operation computes by segments is compared with them.
+        Integers that a later operation uses as segments are compared with them.
         """
         self.integers.append(values)
 
@@ -169,7 +169,7 @@ class Trace(DispatchMode):
         return False
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
-        """A number of the batch becomes a Python value, on which the rest of the step may depend."""
+        """Note a doubt where a number of the batch becomes a Python value, on which the rest of the step may depend."""
         kind = self.type_of(value)
         if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
             return
@@ -187,7 +187,7 @@ class Trace(DispatchMode):
         return key_of(part(condition)) in self.conditions
 
     def measured(self, value: Tensor) -> None:
-        """The shape of a tensor was looked at, which may follow from values of the batch."""
+        """Note a doubt where a shape that follows from values of the batch is read."""
         if not self.ragged or value.layout is not torch.strided:
             return
         entry = self.entries.get(key_of(part(value)))
@@ -201,7 +201,7 @@ class Trace(DispatchMode):
                 self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
 
     def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
-        """A tensor is about to be split by samples: it must have these rows, and no doubt."""
+        """Check a tensor that is about to be split by samples: it must have these rows, and no doubt."""
         with unseen():
             check_credited(self, tensor, layout, what)
 
@@ -216,7 +216,7 @@ class Trace(DispatchMode):
             return declared.with_rows_of(self, constant, other, axis, uniform=uniform)
 
     def mark_ragged(self, tensor: Tensor) -> None:
-        """The number of rows of a new tensor depends on values of the batch."""
+        """Note that the number of rows of a new tensor depends on values of the batch."""
         entry = self.entries.get(key_of(part(tensor)))
         if entry is not None and isinstance(entry[1], Stored):
             self.ragged = True
@@ -228,7 +228,7 @@ class Trace(DispatchMode):
             return declared.ordered(self, tensor, axis, changed=changed, doubt=doubt)
 
     def check_own(self, tensor: Tensor | None, what: str) -> None:
-        """Of a row computed alone: a result must not reach over the memory of the row.
+        """Check that a result of a row computed alone does not depend on other rows.
 
         Raises:
             UnsupportedModel: it does.
@@ -247,11 +247,11 @@ class Trace(DispatchMode):
         self.shuffled = True
 
     def hold(self, numbers: Tensor) -> None:
-        """Keep what a memory of constants holds until it was written into."""
+        """Keep a copy of constants until the write into them is typed."""
         self.held = numbers
 
     def let_go(self) -> Tensor | None:
-        """Give back what was held."""
+        """Return the numbers that `hold` kept, and forget them."""
         held, self.held = self.held, None
         return held
 
@@ -269,7 +269,7 @@ class Trace(DispatchMode):
             self.note(own, stored(Rows(axis, self.num_samples), own))
 
     def note(self, tensor: Tensor, entry: Entry) -> None:
-        """Write down what the memory of a tensor depends on."""
+        """Store the type of the memory of a tensor."""
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -302,7 +302,7 @@ class Trace(DispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:  # noqa: ANN401
-        if known.exchange and not self.alone:  # who computes rows alone has a guard of its own
+        if known.exchange and not self.alone:  # engines that compute rows alone check collectives themselves
             check_own(func)
         held = None
         if known.written:
@@ -352,7 +352,7 @@ class Trace(DispatchMode):
             check_complete(self, known, call)
 
     def store(self, result: Tensor, kind: Type, constant: Constant) -> None:
-        """Write down the type of a result; `constant` is what it is if it depends on no sample."""
+        """Store the type of a result; `constant` is the kind of constant if it depends on no sample."""
         own = part(result)
         if own.dtype in COARSE_DTYPES:
             self.coarse = True

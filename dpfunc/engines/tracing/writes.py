@@ -1,4 +1,4 @@
-"""Writes in place: what they do to the type of a memory, and those that are refused."""
+"""Writes in place: their effect on the type of a memory, and those that are refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def before(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
-    """The numbers of a tensor of constants before those of the batch are computed into it.
+    """Copy a tensor of constants before numbers of the batch are computed into it.
 
-    They are kept until it is known on which axis the samples are: then they must be the same for each.
+    The copy is kept until it is known on which axis the samples are: then it must be the same for each of them.
     """
     if 0 not in known.written or known.kind is not Kind.POINTWISE or not isinstance(args[0], Tensor) or trace.alone:
         return None
@@ -51,7 +51,7 @@ def _was_uniform(trace: Trace, made: Stored) -> bool:
 
 
 def refuse_writes(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before anything is written: into the caller's batch, or values of the batch into memory from outside."""
+    """Refuse writes into the caller's batch, and of values of the batch into memory from outside of the loss."""
     for place in known.written:
         given = args[place] if isinstance(place, int) and place < len(args) else kwargs.get(str(place))
         for target in tensors_of([given]):
@@ -122,7 +122,7 @@ def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Con
 
 
 def _shaped_by(trace: Trace, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
-    """The type of what is written into a tensor whose shape depends on values: its own rows, or it is mixed."""
+    """Type of a write into a tensor whose shape depends on values: its own rows, or mixed."""
     if isinstance(kind, Mixed):
         return kind._replace(shaped=True)
     there = located(entry, target, trace.num_samples) if isinstance(entry, Stored) else None
@@ -170,7 +170,7 @@ def _joined(trace: Trace, target: Tensor, kind: Rows, entry: Entry, whole: bool)
 
 
 def _beginning(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:
-    """Rows of all of a tensor, from those of the first part that is written."""
+    """Rows of a whole tensor, from the rows of the first part that is written; None if they do not follow from it."""
     whole = target._base if target._base is not None else target
     if kind.axis != WHOLE and kind.ids is None and kind.count == trace.num_samples:
         return replace(stored(kind, target), base=int(whole.storage_offset()) * whole.element_size())

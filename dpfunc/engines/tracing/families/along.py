@@ -110,7 +110,7 @@ def sorting(call: Call) -> Type | list[Type]:
 
 
 def cumulative(call: Call) -> Type:
-    """Scans."""
+    """Scans along an axis, as cumsum: its positions are combined."""
     return along(1)(call)
 
 

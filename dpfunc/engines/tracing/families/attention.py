@@ -1,4 +1,4 @@
-"""Fused attention."""
+"""Fused attention: types of its results, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attention(call: Call) -> list[Type]:
 
 
 def attention_backward(call: Call) -> list[Type]:
-    """`(grad, query, key, value, out, logsumexp, ...)`."""
+    """`(grad, query, key, value, out, logsumexp, ...)` of the fused kernels."""
     query = call.args[1]
     tensors = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor) and v.ndim >= 2]
     own = [t for t in tensors if t.ndim in (query.ndim, query.ndim - 1) and t.shape[0] == query.shape[0]]

@@ -26,7 +26,7 @@ def summed(call: Call) -> Type:
 
 
 def gathered(call: Call) -> Type:
-    """The parts of all processes, one behind the other on axis 0."""
+    """Parts of all processes, joined along axis 0."""
     kind = complete(call, call.type_of(call.args[0]))
     if isinstance(kind, Rows) and kind.axis == 0:
         return kind._replace(pre=kind.pre * int(call.args[1]))
@@ -42,7 +42,7 @@ def scattered(call: Call) -> Type:
 
 
 def traded(call: Call) -> Type:
-    """Cut along one axis, put together along another."""
+    """Exchange in which tensors are cut along one axis and joined along another."""
     kind = complete(call, call.type_of(call.args[0]))
     if isinstance(kind, Mixed) or kind is None or kind.axis not in call.args[1:3]:
         return kind

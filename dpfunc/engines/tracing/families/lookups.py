@@ -26,7 +26,7 @@ def gather(call: Call) -> Type:
 
 
 def gather_backward(call: Call) -> Type:
-    """`(grad, self, dim, index, sparse)`."""
+    """`(grad, self, dim, index, sparse)`: written back to the positions that were read."""
     return along_one(call, call.args[1], call.args[2], [call.args[0], call.args[3]])
 
 

@@ -56,7 +56,7 @@ def elementwise_loss(position: int) -> Handler:
 
 
 def margin_loss(call: Call) -> Type:
-    """Losses of rows (N, C)."""
+    """Losses of scores (N, C) with one target or several a row; mixed where they are reduced."""
     kind = first_axis(call)
     out = call.out if isinstance(call.out, Tensor) else call.out[0]
     return kind if out.ndim or not isinstance(kind, Rows) else call.mixed("over the batch")

@@ -54,7 +54,7 @@ def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
 
 
 def doubt_of(positions: Positions) -> str:
-    """Why positions on the axis of the samples may depend on other samples; empty if they do not.
+    """Reason why positions on the axis of the samples may depend on other samples; empty if they do not.
 
     Positions that several samples decide are looked at before, in `reordered` and `put_back`.
     """
@@ -76,14 +76,14 @@ def equally_often(values: Tensor, length: int) -> bool:
 
 
 def doubt_of_counts(rows: Rows, positions: Positions, length: int) -> str:
-    """Why fixed positions mean other samples where the samples before have other numbers of rows; empty if not so."""
+    """Reason why fixed positions mean other samples if earlier samples have other numbers of rows; empty if none."""
     if not rows.ragged or positions.kind is not None or len(positions.values.unique()) == length:  # type: ignore[no-untyped-call]
         return ""
     return "fixed positions among rows whose number depends on values of the batch"
 
 
 def place_of(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, list[int]]:
-    """Where the common axes of the positions begin in the result, how many they are, and the axes that are indexed."""
+    """Start and number of the common axes of the positions in the result, and the axes that are indexed."""
     taken = [axis for axis, index in enumerate(indices) if index is not None]
     width = max(index.values.ndim for index in indices if index is not None)
     adjacent = taken == list(range(taken[0], taken[-1] + 1))
@@ -91,7 +91,7 @@ def place_of(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, 
 
 
 def kept_axis(axis: int, start: int, width: int, taken: Sequence[int]) -> int:
-    """Where an axis that is not indexed is in the result."""
+    """Place in the result of an axis that is not indexed."""
     before = sum(other < axis for other in taken)
     return axis - before + (width if axis - before >= start else 0)
 

@@ -10,26 +10,26 @@ from dpfunc.engines.tracing.call import Call, Type
 
 
 def read(call: Call) -> Type:
-    """One number, or the answer to a question about tensors."""
+    """Note that Python was given a number, or the answer to a question about tensors."""
     for tensor in call.tensors():
         call.types.taken(call.name, tensor, call.out)
     return None
 
 
 def by_values(call: Call) -> Type:
-    """Results whose shapes depend on values."""
+    """Results whose shapes depend on values: mixed where these depend on the batch."""
     if any(call.type_of(tensor) is not None for tensor in call.tensors()):
         return call.mixed("whose shape depends on values of the batch")._replace(shaped=True)
     return None
 
 
 def checked(call: Call) -> Type:
-    """Checks that pass or raise."""
+    """Constant: checks that pass or raise have no result that could depend on rows."""
     return None
 
 
 def counted(call: Call) -> Type:
-    """Counts of values."""
+    """Counts of values in the whole tensor: mixed if it depends on the batch."""
     return call.mixed("over the batch") if any(call.type_of(t) is not None for t in call.tensors()) else None
 
 

@@ -43,7 +43,7 @@ def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
 
 
 def stack(call: Call) -> Type:
-    """Along a new axis."""
+    """Tensors side by side on a new axis, before or behind that of the rows."""
     tensors: Sequence[Tensor] = call.args[0]
     (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim + 1)
     kinds = [call.type_of(tensor) for tensor in tensors]
@@ -115,7 +115,7 @@ def select_backward(call: Call) -> Type:
 
 
 def slice_scatter(call: Call) -> Type:
-    """`(self, source, dim, ...)`."""
+    """`(self, source, dim, ...)`: both have all axes, and the places along `dim` are combined."""
     (axis,) = axes_of(call.arg(2, "dim", 0), call.args[0].ndim)
     operands = [broadcast(call.args[0], call.out.ndim), broadcast(call.args[1], call.out.ndim)]
     return combined(call, operands, (axis,))
@@ -180,7 +180,7 @@ def diagonal_backward(call: Call) -> Type:
 
 
 def diag_embed(call: Call) -> Type:
-    """The last axis becomes two."""
+    """The last axis becomes two, the axes of a matrix with the numbers on a diagonal."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
     if not isinstance(kind, Rows) or kind.axis == WHOLE:
@@ -192,7 +192,7 @@ def diag_embed(call: Call) -> Type:
 
 
 def like_first(call: Call) -> Type:
-    """Copies that keep the shape."""
+    """Copies: the type is that of the first argument."""
     return call.type_of(call.args[0])
 
 
@@ -203,7 +203,7 @@ def pixel_shuffle(call: Call) -> Type:
 
 
 def channel_shuffle(call: Call) -> Type:
-    """Channels are exchanged: axis 1."""
+    """Channels are exchanged: the places of axis 1 are combined."""
     return combined(call, [broadcast(call.args[0], call.args[0].ndim)], (1,))
 
 

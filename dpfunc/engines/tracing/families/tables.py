@@ -10,7 +10,7 @@ from dpfunc.engines.tracing.rows import Rows, gathered, spread
 
 
 def embedding(call: Call) -> Type:
-    """Rows of a constant table."""
+    """Rows of a constant table: they belong to the samples of their ids."""
     if call.type_of(call.args[0]) is not None:
         return call.mixed("of a table that depends on the batch")
     return call.type_of(call.args[1])
@@ -55,7 +55,7 @@ def searchsorted(call: Call) -> Type:
 
 
 def isin(call: Call) -> Type:
-    """Values among constants."""
+    """Membership of each element in a set of constants."""
     test = call.args[1]
     if isinstance(test, Tensor) and call.type_of(test) is not None:
         return call.mixed()
