@@ -21,6 +21,8 @@ class Constant(Enum):
 
     EQUAL = "all numbers are the same"
     RANDOM = "random numbers, each with the same law"
+    SIZES = "how many samples have each time of a packed sequence"
+    SORTED = "the same, of samples that were sorted by their lengths"
     ANY = "anything else"
 
 

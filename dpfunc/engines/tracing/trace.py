@@ -206,17 +206,12 @@ class Trace(DispatchMode):
         with unseen():
             return declared.with_rows_of(self, constant, other, axis, uniform=uniform)
 
-    def mark_ragged(self, tensor: Tensor) -> None:
-        """The number of rows of a new tensor depends on values of the batch."""
+    def mark_ragged(self, tensor: Tensor, *, ragged: bool = True) -> None:
+        """The number of rows of a new tensor depends on values of the batch; or no longer does."""
         entry = self.entries.get(key_of(part(tensor)))
         if entry is not None and isinstance(entry[1], Stored):
-            self.ragged = True
-            self.note(part(tensor), replace(entry[1], ragged=True))
-
-    def ordered(self, tensor: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
-        """A copy whose rows are in an order that depends on several samples: see `declared.ordered`."""
-        with unseen():
-            return declared.ordered(self, tensor, axis, changed=changed, doubt=doubt)
+            self.ragged = self.ragged or ragged
+            self.note(part(tensor), replace(entry[1], ragged=ragged))
 
     def check_own(self, tensor: Tensor | None, what: str) -> None:
         """Of a row computed alone: a result must not reach over the memory of the row.
