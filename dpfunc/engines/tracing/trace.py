@@ -37,6 +37,7 @@ from dpfunc.engines.tracing.entries import (
     key_of,
     part,
     parts,
+    pieces_of,
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
@@ -118,6 +119,8 @@ class Trace(DispatchMode):
         if type(own) is not Tensor and has_own_dispatch(type(own)):
             return Rows(WHOLE, 1) if self.alone else Mixed(f"a {type(own).__name__}, which is not followed")
         if own.layout is not torch.strided:
+            if own.layout is torch.sparse_coo and self._is_constant(own):
+                return None
             return Rows(WHOLE, 1) if self.alone else Mixed("a tensor that is not strided, which is not followed")
         key = key_of(own)
         entry = self.entries.get(key)
@@ -139,6 +142,12 @@ class Trace(DispatchMode):
         if found is None:
             return Mixed(f"a view {tuple(tensor.shape)} across samples")
         return found
+
+    def _is_constant(self, sparse: Tensor) -> bool:
+        """True of a sparse tensor made here of constants: of others, the memory was not seen, or is mixed."""
+        places, values = pieces_of(sparse)
+        known = self.entries.get(key_of(values))
+        return known is not None and isinstance(known[1], Constant) and self.type_of(places) is None
 
     def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool:
         """True if a tensor without rows is the same for each of them."""
