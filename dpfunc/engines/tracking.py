@@ -224,9 +224,12 @@ class Tracker(TorchFunctionMode):
                 raise
             return self._derive(func, args, kwargs, found)
         except Unplaced:
+            plain = self._plainly(func, args, kwargs)
+            if self.places.constant(plain):  # a part of a table, at a number that Python was given
+                return self._derive(func, args, kwargs, found)
             canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
-            self.canaries[f"{found[0].name} (in {name_of(func)})"] = canary
-            return watched(self._plainly(func, args, kwargs).clone(), catch_any, [canary])
+            canary = self.canaries.setdefault(f"{found[0].name} (in {name_of(func)})", canary)
+            return watched(plain.clone(), catch_any, [canary])
 
     def _guess(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ LOOK_AT_DATA = ("eva", "corda", "lora_ga")
 
 
 def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> tuple[str, ...]:
-    """The names of the parameters that are trained: those of the active adapter that require gradients.
+    """The names of the parameters that are trained: those of the active adapters that require gradients.
 
     Whole copies of modules (`modules_to_save`), trained tokens and biases count; what belongs to other adapters does
     not, even where it requires gradients.
@@ -32,7 +32,7 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
         initialized_on_public_data: says that the data behind an initialization by EVA, CorDA or LoRA-GA is public.
 
     Raises:
-        InvalidArgument: not a PEFT model, nothing to train, several active adapters, or an adapter whose initial
+        InvalidArgument: not a PEFT model, nothing to train, no active adapter, or an adapter whose initial
             value looked at data.
         UnsupportedModel: the adapter is merged or switched off, or its training looks at gradients of the batch
             (AdaLoRA, VeLoRA).
@@ -41,21 +41,22 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
     """
-    name, config = _active(peft_model)
-    _refuse_methods(config, initialized_on_public_data)
+    active = _active(peft_model)
+    for config in active.values():
+        _refuse_methods(config, initialized_on_public_data)
     _refuse_state(peft_model)
-    asleep = _parameters_of_others(peft_model, name)
+    asleep = _parameters_of_others(peft_model, active)
     names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
     if not names:
         raise InvalidArgument(
-            f"Expected at least one trainable parameter, got none in the adapter {name!r}. It was loaded or frozen for "
-            "inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
+            f"Expected at least one trainable parameter, got none in {shorten(list(active))}. It was loaded or frozen "
+            "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
         )
     return names
 
 
 def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> Functional:
-    """A PEFT model as `(forward, params)` with the parameters of its active adapter: see `dpfunc.functionalize`.
+    """A PEFT model as `(forward, params)` with the parameters of its active adapters: see `dpfunc.functionalize`.
 
     Args:
         peft_model, initialized_on_public_data: see `trainable`.
@@ -80,7 +81,7 @@ def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = F
 
 
 def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
-    """Write the active adapter with these parameters in PEFT's own format; `PeftModel.from_pretrained` opens it.
+    """Write the active adapters with these parameters in PEFT's own format; `PeftModel.from_pretrained` opens it.
 
     Args:
         peft_model: the model that was functionalized; it is not changed.
@@ -89,7 +90,7 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
             as PEFT does.
 
     Returns:
-        The folder with `adapter_config.json` and `adapter_model.safetensors`.
+        The folder with `adapter_config.json` and `adapter_model.safetensors`; of several adapters, the one around all.
 
     Raises:
         InvalidArgument: unknown names, wrong shapes, or parameters that PEFT's format has no place for.
@@ -98,25 +99,26 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
     """
-    name, config = _active(peft_model)
+    active = _active(peft_model)
     filled: Any = _with_values(peft_model, params)
-    if not config.is_prompt_learning:
-        _refuse_lost(filled, name, params)
-    filled.save_pretrained(str(directory), selected_adapters=[name])
-    return Path(directory) if name == "default" else Path(directory) / name
+    if not any(config.is_prompt_learning for config in active.values()):
+        _refuse_lost(filled, list(active), params)
+    filled.save_pretrained(str(directory), selected_adapters=list(active))
+    only = next(iter(active)) if len(active) == 1 else "default"
+    return Path(directory) if only == "default" else Path(directory) / only
 
 
-def _active(peft_model: nn.Module) -> tuple[str, Any]:
-    """The name and the configuration of the only active adapter."""
+def _active(peft_model: nn.Module) -> dict[str, Any]:
+    """The names and the configurations of the active adapters."""
     configs = getattr(peft_model, "peft_config", None)
     if not isinstance(configs, Mapping) or not hasattr(peft_model, "get_base_model"):
         raise InvalidArgument(
             f"Expected a PEFT model, got {type(peft_model).__name__}. Call peft.get_peft_model(model, config) before."
         )
     active: Any = getattr(peft_model, "active_adapters", [])
-    if len(active) != 1:
-        raise InvalidArgument(f"Expected one active adapter, got {list(active)}. Call peft_model.set_adapter(name).")
-    return active[0], configs[active[0]]
+    if not len(active):
+        raise InvalidArgument("Expected an active adapter, got none. Call peft_model.set_adapter(name).")
+    return {name: configs[name] for name in active}
 
 
 def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:  # noqa: ANN401  (PEFT's own)
@@ -155,7 +157,7 @@ def _refuse_state(peft_model: nn.Module) -> None:
         )
 
 
-def _parameters_of_others(peft_model: Any, active: str) -> set[int]:  # noqa: ANN401  (PEFT's own)
+def _parameters_of_others(peft_model: Any, active: Collection[str]) -> set[int]:  # noqa: ANN401  (PEFT's own)
     """The ids of what belongs to other adapters: PEFT keeps adapters in dictionaries, each under its name."""
     names = set(peft_model.peft_config)
     others: set[int] = set()
@@ -163,7 +165,7 @@ def _parameters_of_others(peft_model: Any, active: str) -> set[int]:  # noqa: AN
         if not isinstance(part, (nn.ModuleDict, nn.ParameterDict)) or not len(part) or not set(part) <= names:
             continue
         for name in part:
-            if name != active:
+            if name not in active:
                 held = part[name]
                 others.update(map(id, held.parameters() if isinstance(held, nn.Module) else [held]))
     return others
@@ -181,18 +183,18 @@ def _with_values(module: nn.Module, params: Params) -> nn.Module:
     return result
 
 
-def _refuse_lost(filled: nn.Module, name: str, params: Params) -> None:
+def _refuse_lost(filled: nn.Module, names: list[str], params: Params) -> None:
     """Parameters that PEFT would not write."""
     from peft import get_peft_model_state_dict
 
     with torch.no_grad():
-        written = get_peft_model_state_dict(filled, adapter_name=name, save_embedding_layers=False)
-    places = {value.data_ptr() for value in written.values() if isinstance(value, Tensor)}
+        written = [get_peft_model_state_dict(filled, adapter_name=name, save_embedding_layers=False) for name in names]
+    places = {value.data_ptr() for state in written for value in state.values() if isinstance(value, Tensor)}
     named = dict(filled.named_parameters())
     lost = [at for at in params if named[at].numel() and named[at].data_ptr() not in places]
     if lost:
         raise InvalidArgument(
-            f"Expected parameters of the adapter {name!r}, got {shorten(lost)}, which PEFT's format has no place for. "
+            f"Expected parameters of the adapters {names}, got {shorten(lost)}, which PEFT's format has no place for. "
             "Name their modules in modules_to_save, or save the whole model: "
             "dpfunc.with_params(peft_model, params)."
         )

@@ -8,8 +8,9 @@ import pytest
 import torch
 from models import Case
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
@@ -275,10 +276,7 @@ def test_packed_sequences(engine, enforce_sorted, dtype, name):
         case = Case(loss_of(forward), params, shortened(batch_of(len(lengths), 5), lengths))
         truth = truth_of(case)
         assert not without_gradient(truth)
-        try:
-            found = differences(run, case, truth)
-        except UnsupportedModel:  # a named engine refuses what the trace cannot follow; auto computes rows alone
-            found = differences(engines.auto(), case, truth)
+        found = differences(run, case, truth)
         assert not {what: value for what, value in found.items() if not value < TOLERANCE[dtype]}, lengths
 
 
@@ -290,11 +288,46 @@ def test_packed_sequences_in_any_order(engine, layer):
     loss_fn, run = loss_of(forward), ENGINES[engine]()
     for lengths in ((4, 4, 2), (2, 4, 3), (1, 3, 4, 2)):
         case = Case(loss_fn, params, shortened(batch_of(len(lengths), 4), lengths))
-        try:
-            found = differences(run, case, truth_of(case))
-        except UnsupportedModel:
-            found = differences(engines.auto(), case, truth_of(case))
+        found = differences(run, case, truth_of(case))
         assert not {what: value for what, value in found.items() if not value < 1e-10}, lengths
+
+
+LENGTHS = {
+    "of all samples": lambda ids_BT: (ids_BT != 0).sum().expand(len(ids_BT)) % 3 + 1,
+    "of the next sample": lambda ids_BT: (ids_BT != 0).sum(1).roll(1),
+    "of the place in the batch": lambda ids_BT: torch.arange(len(ids_BT)) % ids_BT.shape[1] + 1,
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("engine", FAST)
+def test_lengths_that_are_not_of_the_sample_are_refused(engine, lengths):
+    """The sizes of a packed sequence are numbers of all samples, and say nothing of whose they are."""
+    layer, table = nn.LSTM(D, H, batch_first=True).double(), torch.randn(WORDS, D, dtype=torch.float64)
+
+    def loss_fn(params, batch):
+        x = pack_padded_sequence(table[batch[0]], LENGTHS[lengths](batch[0]), batch_first=True, enforce_sorted=False)
+        output = functional_call(layer, params, (x,))[0]
+        return pad_packed_sequence(output, batch_first=True, total_length=LENGTH)[0].square().sum((1, 2))
+
+    batch = shortened(batch_of(3, LENGTH), (4, 2, 3))
+    with pytest.raises(UnsupportedModel, match="lengths|roll|sum"):
+        ENGINES[engine]()(loss_fn, functionalize(layer)[1], batch)
+
+
+@pytest.mark.parametrize("engine", FAST)
+def test_sizes_that_no_lengths_gave_are_refused(engine):
+    """Rows that a mask selected are those of other samples where another sample has more."""
+    layer, table = nn.GRU(D, H).double(), torch.randn(WORDS, D, dtype=torch.float64)
+
+    def loss_fn(params, batch):
+        rows = table[batch[0]].transpose(0, 1)[batch[0].T != 0]
+        packed = PackedSequence(rows, torch.tensor([3, 3, 2, 1]))
+        output = functional_call(layer, params, (packed,))[0]
+        return pad_packed_sequence(output, total_length=LENGTH)[0].square().sum((0, 2))
+
+    with pytest.raises(UnsupportedModel, match="number depends on values"):
+        ENGINES[engine]()(loss_fn, functionalize(layer)[1], shortened(batch_of(3, LENGTH), (4, 3, 2)))
 
 
 @every_layer

@@ -14,7 +14,7 @@ from zoo.parity import ENGINES, differences, truth_of
 
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Flat
-from dpfunc.engines import vmap
+from dpfunc.engines import bookkeeping, vmap
 from dpfunc.engines.layout import Layout
 from dpfunc.errors import DPFuncError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
@@ -619,3 +619,24 @@ def test_layouts_give_each_sample_its_rows():
     assert torch.equal(packed[1], torch.cat([rows[2:3], torch.zeros(2, 2)]))
     each = Layout(0, 2, 2).each(torch.tensor([[1.0], [2.0]]), 2)
     assert each.flatten().tolist() == [1, 1, 2, 2, 1, 1, 2, 2]
+
+
+def test_part_of_a_table_at_a_number_of_the_batch():
+    """As loops over experts take it: a value of parameters, whose gradient is theirs; the number is a doubt."""
+
+    def loss_fn(params, batch):
+        x, chosen = batch
+        total = 0.0
+        for expert in (chosen.max(), chosen.min()):
+            total = total + x @ params["w"].view(3, 2, 4)[expert].T
+        return total.square().sum(1)
+
+    batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([2, 0, 1])
+    params = {"w": torch.randn(6, 4, generator=torch.Generator().manual_seed(1))}
+    found = bookkeeping(unproven="audit")(loss_fn, params, batch)
+    assert found.doubts
+    leaves = {"w": params["w"].clone().requires_grad_()}
+    losses_B = loss_fn(leaves, batch)
+    for row in range(3):
+        (grad,) = torch.autograd.grad(losses_B[row], leaves["w"], retain_graph=True)
+        torch.testing.assert_close(found.sq_norms()["w"][row], grad.square().sum())

@@ -174,6 +174,37 @@ def test_only_the_active_adapter_is_trained(tmp_path):
     torch.testing.assert_close(again(**inputs).logits, forward(moved(params), **inputs).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_two_active_adapters_are_trained_and_saved(tmp_path):
+    from peft import PeftModel, get_peft_model
+
+    model = get_peft_model(base(), config("LoraConfig", **LORA), adapter_name="first").eval()
+    model.add_adapter("second", config("LoraConfig", **LORA))
+    model.base_model.set_adapter(["first", "second"])
+    names = adapters.trainable(model)
+    assert {which for name in names for which in ("first", "second") if f".{which}." in name} == {"first", "second"}
+    forward, params = adapters.functionalize(model)
+    engine = engines.auto(unproven="refuse")
+    assert_parity(make_loss_fn(forward, "causal_lm"), moved(params), batch(), engine=engine)
+    assert adapters.save(model, moved(params), tmp_path) == tmp_path
+    again = PeftModel.from_pretrained(base(), str(tmp_path / "first"), adapter_name="first")
+    again.load_adapter(str(tmp_path / "second"), adapter_name="second")
+    again.base_model.set_adapter(["first", "second"])
+    inputs = {key: value for key, value in batch().items() if key != "labels"}
+    expected = forward(moved(params), **inputs).logits
+    torch.testing.assert_close(again.eval()(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_sparse_changes_of_weights_are_trained():
+    """SHiRA adds a sparse matrix of trained numbers to a weight."""
+    from peft import get_peft_model
+
+    model = get_peft_model(base(), config("ShiraConfig", r=2, target_modules=["q_proj", "v_proj"], **TASK)).eval()
+    forward, params = adapters.functionalize(model)
+    engine = engines.auto(unproven="refuse")
+    assert_parity(make_loss_fn(forward, "causal_lm"), moved(params), batch(), engine=engine)
+
+
 def test_dropout_of_the_adapter_follows_the_mode():
     from peft import get_peft_model
 

@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.utils.rnn import pad_packed_sequence
 
+from dpfunc.engines.modes import unseen
 from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, replay, walk
+from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing.trace import current_trace
 
 State = tuple[Tensor, ...]
@@ -56,7 +58,19 @@ class Packing:
 
     def padded(self, data_Nd: Tensor) -> Tensor:
         """(N, d) -> (T, B, d)."""
-        return torch.unflatten(torch.index_select(data_Nd, 0, self.rows_TB), 0, self.mask_TB1.shape[:2])
+        trace, own = current_trace(), False
+        if trace is not None:
+            with unseen():
+                own = declared.declare_padded(trace, data_Nd, self.batch_sizes, self.rows_TB)
+        if trace is None:
+            rows_Kd = torch.index_select(data_Nd, 0, self.rows_TB)
+        else:
+            with torch._C.DisableTorchFunction():
+                rows_Kd = Padded.apply(data_Nd, self.rows_TB, self.places_N)  # type: ignore[no-untyped-call]
+        x_TBd = torch.unflatten(rows_Kd, 0, self.mask_TB1.shape[:2])
+        if trace is not None and own:  # all samples have all times now, of which the mask hides some
+            trace.mark_ragged(x_TBd, ragged=False)
+        return x_TBd
 
     def followed(self, x_TBd: Tensor) -> Packing:
         """The mask has the rows of the samples: how long each one is."""
@@ -71,31 +85,70 @@ class Packing:
         """(T, B, d) -> (N, d)."""
         return torch.index_select(x_TBd.flatten(0, 1), 0, self.places_N)
 
+    def given(self, x_TBd: Tensor) -> Tensor:
+        """The same, which the loss gets: how many rows a sample has depends on values."""
+        data_Nd, trace = self.packed(x_TBd), current_trace()
+        if trace is not None:
+            trace.mark_ragged(data_Nd)
+        return data_Nd
+
+
+class Padded(torch.autograd.Function):
+    """(N, d) -> (K, d), K = T * B places, of which those after the end of a sample have gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, data_Nd: Tensor, rows_K: Tensor, places_N: Tensor) -> Tensor:  # noqa: ANN401
+        """Each place has a row of its sample."""
+        ctx.save_for_backward(places_N)
+        return torch.index_select(data_Nd, 0, rows_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Each row has the gradient of its own place."""
+        return torch.index_select(grads[0], 0, ctx.saved_tensors[0]), None, None
+
 
 class Ordered(torch.autograd.Function):
     """Rows enter a packed layer, or leave it: outside of it, their order depends on the lengths of all samples."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: int, changed: bool, doubt: str = "") -> Tensor:  # noqa: ANN401
-        """`changed`: they leave it."""
-        ctx.axis, ctx.changed = axis, changed
-        trace = current_trace()
-        return x.clone() if trace is None else trace.ordered(x, axis, changed=changed, doubt=doubt)
+    def forward(ctx: Any, x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str = "") -> Tensor:  # noqa: ANN401
+        """`changed`: they leave it. `is_sorted`: in another order than they have in the batch."""
+        ctx.axis, ctx.changed, ctx.is_sorted = axis, changed, is_sorted
+        return _relabelled(x, axis, changed, is_sorted, doubt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The other way."""
-        trace = current_trace()
-        grad = grads[0] if trace is None else trace.ordered(grads[0], ctx.axis, changed=not ctx.changed)
-        return grad, None, None, None
+        return _relabelled(grads[0], ctx.axis, not ctx.changed, ctx.is_sorted), None, None, None, None
 
 
-def ordered(x: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
-    """See `Ordered`; nothing where no trace looks."""
-    if current_trace() is None:
+def _relabelled(x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str = "") -> Tensor:
+    trace = current_trace()
+    if trace is None:
+        return x.clone()
+    with unseen():
+        return declared.ordered(trace, x, axis, changed=changed, is_sorted=is_sorted, doubt=doubt)
+
+
+def entering(x: Tensor, axis: int, doubt: str = "") -> Tensor:
+    """Rows of the loss enter; see `Ordered`. Nothing where no trace looks."""
+    return _ordered(x, axis, x, False, doubt)
+
+
+def leaving(x: Tensor, axis: int, sizes: Tensor, doubt: str = "") -> Tensor:
+    """Rows leave, in the order of a packed sequence of these sizes."""
+    return _ordered(x, axis, sizes, True, doubt)
+
+
+def _ordered(x: Tensor, axis: int, like: Tensor, changed: bool, doubt: str) -> Tensor:
+    trace = current_trace()
+    if trace is None:
         return x
+    with unseen():
+        is_sorted = declared.are_sorted(trace, like)
     with torch._C.DisableTorchFunction():
-        return Ordered.apply(x, axis, changed, doubt)  # type: ignore[no-any-return, no-untyped-call]
+        return Ordered.apply(x, axis, changed, is_sorted, doubt)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _total_is_given() -> bool:
@@ -114,7 +167,7 @@ def pad_packed(
     """torch's `_pad_packed_sequence`, by one index_select, so that it is seen whose rows go where."""
     length = max(total_length, len(batch_sizes))
     sizes = torch.cat([batch_sizes, batch_sizes.new_zeros(length - len(batch_sizes))])
-    pack = packing(sizes, data.device)
+    pack = replace(packing(sizes, data.device), batch_sizes=batch_sizes)
     rows_TBd = pack.padded(data.flatten(1) if data.ndim > 1 else data[:, None])
     mask_TB1 = pack.followed(rows_TBd).mask_TB1
     x_TBd = torch.where(mask_TB1, rows_TBd, padding_value)
@@ -123,8 +176,8 @@ def pad_packed(
     doubt = (
         "" if _total_is_given() else "pad_packed_sequence without total_length: the longest sample decides the shape"
     )
-    x_TBd = ordered(x_TBd, 1, changed=True, doubt=doubt)
-    lengths_B = ordered(mask_TB1.squeeze(2).sum(0), 0, changed=True)
+    x_TBd = leaving(x_TBd, 1, batch_sizes, doubt)
+    lengths_B = leaving(mask_TB1.squeeze(2).sum(0), 0, batch_sizes)
     return (x_TBd.transpose(0, 1) if batch_first else x_TBd), lengths_B.cpu()
 
 
@@ -132,12 +185,12 @@ def pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tens
     """torch's `_pack_padded_sequence`, by one index_select, whose gradient is one operation."""
     with torch.no_grad(), torch._C.DisableTorchFunction():  # checks the lengths
         sizes: Tensor = torch._C._VariableFunctions._pack_padded_sequence(input, lengths, batch_first)[1]
-    x_TBd = ordered(input.transpose(0, 1) if batch_first else input, 1, changed=False)
-    data_Nd = packing(sizes, input.device).packed(x_TBd)
-    trace = current_trace()
+    x_TBd, trace, doubt = input.transpose(0, 1) if batch_first else input, current_trace(), ""
     if trace is not None:
-        trace.mark_ragged(data_Nd)
-    return data_Nd, sizes
+        with unseen():
+            doubt = declared.declare_sizes(trace, x_TBd, lengths, sizes)
+    x_TBd = entering(x_TBd, 1, doubt)
+    return packing(sizes, input.device).given(x_TBd), sizes
 
 
 def packing(batch_sizes: Tensor, device: torch.device) -> Packing:
@@ -269,9 +322,9 @@ def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
         x_TBd = pack.padded(data)
         pack = pack.followed(x_TBd)
         layers = Layers(kind, has_biases, num_layers, dropout, train, bidirectional, pack)
-        states = [ordered(state, 1, changed=False) for state in ([hx] if isinstance(hx, Tensor) else hx)]
+        states = [entering(state, 1) for state in ([hx] if isinstance(hx, Tensor) else hx)]
         output, *lasts = layers.run(x_TBd, states[0] if isinstance(hx, Tensor) else states, params)
-        return (pack.packed(output), *(ordered(last, 1, changed=True) for last in lasts))
+        return (pack.given(output), *(leaving(last, 1, batch_sizes) for last in lasts))
 
     def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)
         is_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple)))

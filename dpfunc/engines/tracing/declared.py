@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing import rows as rows_module
-from dpfunc.engines.tracing.entries import Constant, fits
+from dpfunc.engines.tracing.entries import Constant, fits, key_of
+from dpfunc.engines.tracing.families.packed import doubt_of_lengths
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, stored
 
 if TYPE_CHECKING:
@@ -65,10 +66,57 @@ def with_rows_of(trace: Trace, constant: Tensor, other: Tensor, axis: int, *, un
     return made
 
 
-def ordered(trace: Trace, tensor: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
+def declare_sizes(trace: Trace, x_TBd: Tensor, lengths_B: Tensor, sizes_T: Tensor) -> str:
+    """Note that the sizes of a packed sequence follow from the lengths of its samples.
+
+    Returns:
+        Why a length may not be of its own sample alone; empty if it is.
+    """
+    kind = trace.type_of(x_TBd)
+    if trace.alone or not isinstance(kind, Rows) or kind.axis != 1:
+        return ""
+    doubt = doubt_of_lengths(trace, kind, lengths_B)
+    if not doubt:
+        trace.note(sizes_T, Constant.SIZES if kind.slots is None else Constant.SORTED)
+    return doubt
+
+
+def declare_padded(trace: Trace, data_Nd: Tensor, sizes_T: Tensor, rows_TB: Tensor) -> bool:
+    """Rows of packed data that belong to each sample (T * B,), seen by value; of sizes that follow from lengths.
+
+    Returns:
+        True if they are known.
+    """
+    kind, entry = trace.type_of(data_Nd), trace.entries.get(key_of(sizes_T))
+    if entry is None or entry[1] not in (Constant.SIZES, Constant.SORTED) or not isinstance(kind, Rows) or kind.axis:
+        return False
+    samples, count = rows_module.spread(kind), int(sizes_T[0])
+    first, steps = samples[:count], len(rows_TB) // count
+    known = len(samples) == int(sizes_T.sum()) and torch.equal(samples[rows_TB.cpu()], first.repeat(steps))
+    if known:
+        own = rows_module.normal(first, trace.num_samples)
+        trace.note(rows_TB, stored(Rows(0, count, steps, 1, own, kind.doubt), rows_TB))
+    return known
+
+
+def are_sorted(trace: Trace, tensor: Tensor) -> bool:
+    """True of sizes of sorted samples, and of rows in an order that depends on several samples."""
+    entry = trace.entries.get(key_of(tensor))
+    if entry is None or isinstance(entry[1], Constant):
+        return entry is not None and entry[1] is Constant.SORTED
+    kind = trace.type_of(tensor)
+    return isinstance(kind, Rows) and kind.slots is not None
+
+
+def ordered(
+    trace: Trace, tensor: Tensor, axis: int, *, changed: bool, is_sorted: bool = False, doubt: str = ""
+) -> Tensor:
     """Copy a tensor, and mark its rows as in an order that depends on several samples, or as ordinary again.
 
     Packed sequences are sorted by length. Inside of a recurrent layer each row goes on alone, wherever it is.
+
+    Args:
+        is_sorted: that order happens to be the one of the batch, perhaps.
     """
     kind = trace.type_of(tensor)
     made = tensor.clone(memory_format=torch.contiguous_format)
@@ -78,10 +126,14 @@ def ordered(trace: Trace, tensor: Tensor, axis: int, *, changed: bool, doubt: st
     if isinstance(kind, Rows) and kind.axis == axis and fits(kind, made):
         # the result has a row for each sample
         kind = kind._replace(slots=None, of=0, ragged=kind.ragged and not changed)
-        if changed and kind.ids is not None:
+        if not changed and kind.ids is not None:
+            kind = kind._replace(ids=rows_module.normal(kind.ids, trace.num_samples))
+        if changed and (kind.ids is not None or is_sorted):
             slots, of = rows_module.slots_of(kind, trace.num_samples)
             kind = (
-                kind._replace(slots=slots, of=of) if of == trace.num_samples else kind.doubted("samples of some rows")
+                kind._replace(ids=rows_module.spread(kind), slots=slots, of=of)
+                if of == trace.num_samples
+                else kind.doubted("samples of some rows")
             )
             trace.shuffle()
         kind = kind.doubted(doubt) if doubt else kind

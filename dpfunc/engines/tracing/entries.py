@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from dpfunc.engines.modes import unseen
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored
 from dpfunc.sharding import is_dtensor
 
@@ -21,6 +22,8 @@ class Constant(Enum):
 
     EQUAL = "all numbers are the same"
     RANDOM = "random numbers, each with the same law"
+    SIZES = "how many samples have each time of a packed sequence"
+    SORTED = "the same, of samples that were sorted by their lengths"
     ANY = "anything else"
 
 
@@ -63,6 +66,15 @@ def parts(values: Any) -> Any:  # noqa: ANN401  (arguments of an operation)
 def key_of(tensor: Tensor) -> int:
     """The key of the memory of a tensor, 0 where it has no single one."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The places and the numbers of a sparse tensor, which have memory; any other tensor itself."""
+    if tensor.layout is not torch.sparse_coo:
+        return (tensor,)
+    with unseen():
+        plain = tensor.detach()
+        return plain._indices(), plain._values()
 
 
 def fits(kind: Rows, tensor: Tensor) -> bool:

@@ -6,9 +6,15 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
 
+# Loops over the experts that any token chose: the others would add nothing.
+LOOPING = (
+    ("transformers.models.dbrx.*", "DbrxExperts.forward"),
+    ("transformers.models.switch_transformers.*", "SwitchTransformersExperts.forward"),
+)
 # Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
 # left out, for example.
 TRUSTED = (
+    *LOOPING,
     ("dpfunc.engines.rules.*", "*"),
     ("transformers.masking_utils", "*"), ("transformers.modeling_attn_mask_utils", "*"),
     # Checks: they raise, or nothing follows from them but a message.
@@ -53,6 +59,12 @@ def reader() -> tuple[str, int, str]:
             return module, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return "?", 0, ""
+
+
+def loops_over_experts() -> bool:
+    """True if an operation is that of a loop over experts."""
+    module, _, name = reader()
+    return listed(LOOPING, module, name)
 
 
 def checks_itself() -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
-from dpfunc.engines.tracing.entries import Constant, key_of, part
+from dpfunc.engines.tracing.entries import Constant, key_of, part, pieces_of
 from dpfunc.engines.tracing.operations import (
     AGREEING,
     COPYING,
@@ -50,11 +51,22 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
     kinds = types_of(trace, known, call, len(results))
     for result, kind in zip(results, kinds, strict=True):
         if isinstance(result, Tensor):
+            _mark_sparse(trace, call, result)
             trace.store(result, kind, Constant.ANY)
     if known.name in WRITING_STATISTICS and call.args[5] is True:
         for statistic in tensors_of(call.args[3:5]):
             if key_of(part(statistic)) in trace.entries:
                 trace.note(part(statistic), Mixed(f"statistics of {known.name}"))
+
+
+def _mark_sparse(trace: Trace, call: Call, result: Tensor) -> None:
+    """New memory of a sparse result that depends on the batch; it was filled by operations that were not seen."""
+    if result.layout is not torch.sparse_coo or trace.alone:
+        return
+    given = {key_of(piece) for value in call.inputs for piece in pieces_of(part(value))}
+    for piece in pieces_of(part(result)):
+        if key_of(piece) not in given and key_of(piece) not in trace.entries:
+            trace.note(piece, Mixed("a sparse tensor of the batch"))
 
 
 def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:

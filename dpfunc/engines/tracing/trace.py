@@ -37,6 +37,7 @@ from dpfunc.engines.tracing.entries import (
     key_of,
     part,
     parts,
+    pieces_of,
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
@@ -119,6 +120,8 @@ class Trace(DispatchMode):
         if type(own) is not Tensor and has_own_dispatch(type(own)):
             return Rows(WHOLE, 1) if self.alone else Mixed(f"a {type(own).__name__}, which is not followed")
         if own.layout is not torch.strided:
+            if own.layout is torch.sparse_coo and self._is_constant(own):
+                return None
             return Rows(WHOLE, 1) if self.alone else Mixed("a tensor that is not strided, which is not followed")
         key = key_of(own)
         entry = self.entries.get(key)
@@ -141,6 +144,12 @@ class Trace(DispatchMode):
             return Mixed(f"a view {tuple(tensor.shape)} across samples")
         return found
 
+    def _is_constant(self, sparse: Tensor) -> bool:
+        """True of a sparse tensor made here of constants: of others, the memory was not seen, or is mixed."""
+        places, values = pieces_of(sparse)
+        known = self.entries.get(key_of(values))
+        return known is not None and isinstance(known[1], Constant) and self.type_of(places) is None
+
     def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool:
         """True if a tensor without rows has equal numbers for each row along an axis."""
         own = part(tensor)
@@ -152,10 +161,7 @@ class Trace(DispatchMode):
         return rows_module.uniform(own, rows, axis)
 
     def remember(self, values: Tensor) -> None:
-        """Keep integers that belong to their samples, one a row.
-
-        Integers that a later operation uses as segments are compared with them.
-        """
+        """Keep integers of the samples\' own, one a row: what a later operation computes by segments is compared."""
         self.integers.append(values)
 
     def own(self, values: Tensor, rows: Rows) -> bool:
@@ -215,17 +221,12 @@ class Trace(DispatchMode):
         with unseen():
             return declared.with_rows_of(self, constant, other, axis, uniform=uniform)
 
-    def mark_ragged(self, tensor: Tensor) -> None:
-        """Note that the number of rows of a new tensor depends on values of the batch."""
+    def mark_ragged(self, tensor: Tensor, *, ragged: bool = True) -> None:
+        """Note that the number of rows of a new tensor depends on values of the batch, or no longer does."""
         entry = self.entries.get(key_of(part(tensor)))
         if entry is not None and isinstance(entry[1], Stored):
-            self.ragged = True
-            self.note(part(tensor), replace(entry[1], ragged=True))
-
-    def ordered(self, tensor: Tensor, axis: int, *, changed: bool, doubt: str = "") -> Tensor:
-        """A copy whose rows are in an order that depends on several samples: see `declared.ordered`."""
-        with unseen():
-            return declared.ordered(self, tensor, axis, changed=changed, doubt=doubt)
+            self.ragged = self.ragged or ragged
+            self.note(part(tensor), replace(entry[1], ragged=ragged))
 
     def check_own(self, tensor: Tensor | None, what: str) -> None:
         """Check that a result of a row computed alone does not depend on other rows.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, broadcast, combined, tensors_of
-from dpfunc.engines.tracing.entries import Constant, Entry, doubted, fits, key_of, part
+from dpfunc.engines.tracing.entries import Constant, Entry, doubted, fits, key_of, part, pieces_of
 from dpfunc.engines.tracing.operations import Kind, Known
 from dpfunc.engines.tracing.results import constant_of, types_of
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, stored
@@ -98,6 +98,11 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None
 
 
 def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Constant) -> None:
+    if target.layout is not torch.strided:
+        for piece in pieces_of(target):
+            if kind is not None and not trace.alone and key_of(piece) in trace.entries:
+                trace.note(piece, Mixed("a sparse tensor of the batch"))
+        return
     key = key_of(target)
     known_entry = trace.entries.get(key)
     if known_entry is None and kind is None:

@@ -8,6 +8,7 @@ from oracle import clean, differences, quiet, replaced
 from programs import Program, Rows, Step, run
 from torch.nn import functional as F  # noqa: N812
 
+from dpfunc.engines import bookkeeping, loop
 from dpfunc.engines.tracing.families import FAMILIES
 
 SIZES = {"B": 3, "T": 4, "d": 6, "e": 2, "H": 2}
@@ -237,3 +238,56 @@ def test_names_are_those_of_operations():
     }
     assert missing <= OTHER_BUILDS, sorted(missing - OTHER_BUILDS)
     assert len(TABLE) >= 120
+
+
+PLACES = torch.tensor([[0, 1, 2], [1, 0, 2]])
+
+
+def made_sparse(places, values):
+    return torch.sparse_coo_tensor(places, values, (3, 3), check_invariants=False)
+
+
+def changed_in_place(sparse, b):
+    sparse._values().mul_(b["x"][0, 0])
+    return sparse
+
+
+SPARSE = {
+    "numbers": lambda fixed, b: made_sparse(PLACES, b["x"][0]),
+    "places": lambda fixed, b: made_sparse((b["x"][:2] > 0).long(), fixed.clone()),
+    "places of another type": lambda fixed, b: made_sparse((b["x"][:2] > 0).int(), fixed.clone()),
+    "all": lambda fixed, b: b["x"][:3].to_sparse(),
+    "rows chosen": lambda fixed, b: made_sparse(PLACES, fixed.clone()).index_select(0, b["x"][:3, 0].argsort()),
+    "a factor": lambda fixed, b: made_sparse(PLACES, fixed.clone()) * b["x"][0, 0],
+    "a factor in place": lambda fixed, b: made_sparse(PLACES, fixed.clone()).mul_(b["x"][0, 0]),
+    "its numbers in place": lambda fixed, b: changed_in_place(made_sparse(PLACES, fixed.clone()), b),
+    "a sum in place": lambda fixed, b: made_sparse(PLACES, fixed.clone()).add_(b["x"][:3].to_sparse()),
+}
+
+
+def sparse_loss(make):
+    def loss_fn(p, b):
+        return (b["x"] @ (p["w"].detach() + make(p["v"].detach(), b)).T @ p["w"]).square().sum(1)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_tensors_of_the_batch_are_not_constants(name):
+    """Their memory is filled by operations that are not seen."""
+    batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
+    params = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(1)), "v": torch.ones(3)}
+    assert bookkeeping(unproven="audit")(sparse_loss(SPARSE[name]), params, batch).doubts
+
+
+def test_sparse_tensors_of_parameters_are_constants():
+    """Also where they are trained."""
+
+    def loss_fn(p, b):
+        return (b["x"] @ (p["w"] + made_sparse(PLACES, p["v"] * 2)).T).square().sum(1)
+
+    batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
+    params = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(1)), "v": torch.ones(3)}
+    found = bookkeeping(unproven="refuse")(loss_fn, params, batch).sq_norms()
+    for name, sq_B in loop()(loss_fn, params, batch).sq_norms().items():
+        assert torch.allclose(found[name], sq_B, rtol=1e-5)

@@ -24,6 +24,7 @@ from dpfunc.engines.tracing.families.positions import (
     same_rows,
     single_axis,
 )
+from dpfunc.engines.tracing.readers import loops_over_experts
 from dpfunc.engines.tracing.rows import (
     WHOLE,
     Mixed,
@@ -139,7 +140,8 @@ def _beside(
     doubt = ""
     for item in given:
         if isinstance(item.kind, Mixed):
-            doubt = doubt or item.kind.reason
+            if item.values.numel() > 1 or not loops_over_experts():
+                doubt = doubt or item.kind.reason
         elif item.kind is not None:
             doubt = doubt or item.kind.doubt
             here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from dpfunc.engines.tracing.call import Call, Handler, Type
-from dpfunc.engines.tracing.rows import Rows, gathered, normal, spread
+from dpfunc.engines.tracing.call import Call, Handler, Type, Types
+from dpfunc.engines.tracing.rows import Mixed, Rows, gathered, normal, same_slots, spread
+
+
+def doubt_of_lengths(types: Types, kind: Rows, lengths: torch.Tensor) -> str:
+    """Why the length of a sample may follow from other samples, or from its place in the batch; empty if it does not.
+
+    Nothing else says that: how many samples have each time is typed as constant.
+    """
+    own = types.type_of(lengths)
+    if isinstance(own, Mixed):
+        return f"lengths from {own.reason}"
+    if own is None:
+        same = types.uniform(lengths, kind.moved(0), 0)
+        return "" if same else "lengths that differ between positions of the batch"
+    if own.axis != 0 or not torch.equal(spread(own), spread(kind)) or not same_slots(own, kind):
+        return "lengths of other samples"
+    return own.doubt
 
 
 def pack(call: Call) -> list[Type]:
@@ -15,8 +31,9 @@ def pack(call: Call) -> list[Type]:
     if not isinstance(kind, Rows) or kind.axis != (0 if batch_first else 1) or kind.pre != 1 or kind.post != 1:
         return [call.mixed() if kind is not None else None, None]
     samples, sizes = spread(kind), call.out[1]
+    doubt = kind.doubt or doubt_of_lengths(call.types, kind, call.args[1])
     ids = torch.cat([samples[: int(size)] for size in sizes])  # sizes are typed as constant: recurrent layers read them
-    return [gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True), None]
+    return [gathered(ids, 0, call.types.num_samples, doubt)._replace(ragged=True), None]
 
 
 def pack_backward(call: Call) -> Type:
