@@ -52,8 +52,8 @@ SAME_FOR_ALL = (
 EACH_IMAGE = (
     *((f"transformers.models.{kind}.modeling_{kind}", part)
       for kind in ("idefics2", "idefics3", "smolvlm")
-      for part in ("*Model.get_image_features", "*Vision*", "*Connector.*", "*Perceiver*", "eager_attention_forward",
-                   "repeat_kv")),
+      for part in ("*Model.get_image_features*", "*Model.inputs_merger", "*Vision*", "*Connector.*", "*Perceiver*",
+                   "eager_attention_forward", "repeat_kv")),
     ("transformers.integrations.sdpa_attention", "*"),
 )  # fmt: skip
 # Functions that go through the samples one by one and compute positions of each from its own row. From one sample to
@@ -71,6 +71,7 @@ WATCHING = (
     "dpfunc.engines.tracing.places",
     "dpfunc.engines.tracking",
     "torch.overrides",
+    "torch._tensor",  # len
 )
 CHECKING_SHAPES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 

@@ -31,7 +31,7 @@ def may_measure(trace: Trace, kind: Type, module: str, name: str) -> bool:
     """True if a shape that follows from values says, there, nothing of other samples."""
     if listed(TRUSTED, module, name) or (_own(kind) and listed(ONE_BY_ONE, module, name)):
         return True
-    return _even(kind, trace.num_samples) and listed(EACH_IMAGE, module, name)
+    return (_own(kind) or _even(kind, trace.num_samples)) and listed(EACH_IMAGE, module, name)
 
 
 def _even(kind: Type, count: int) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, vision_utils
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    vision_utils,
+)
 
 from dpfunc import engines
 from dpfunc.errors import UnsupportedModel
@@ -154,3 +160,100 @@ def test_sizes_of_the_batch_are_not_proven(use):
     """Sums over the batch, and sizes that come from all samples, also where all are the same."""
     loss_fn, params = small(use)
     assert engines.bookkeeping(unproven="audit")(loss_fn, params, images(SAME)).doubts
+
+
+@pytest.fixture(scope="module")
+def idefics():
+    torch.manual_seed(0)
+    text = {"model_type": "llama", "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 16,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = Idefics3Config(text_config=text, vision_config=vision, scale_factor=2, image_token_id=IMAGE)
+    return Idefics3ForConditionalGeneration(config).eval().requires_grad_(False)
+
+
+def pictures(counts):
+    """At most two images of each sample; those that are all zero are padding."""
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(len(counts), 2, 3, 16, 16, generator=generator)
+    ids = torch.randint(0, IMAGE, (len(counts), LENGTH), generator=generator)
+    for row, count in enumerate(counts):
+        pixels[row, count:] = 0.0
+        ids[row, row : row + count] = IMAGE
+    return {"ids": ids, "pixels": pixels}
+
+
+def idefics_loss(model):
+    def loss_fn(params, batch):
+        given = {"input_ids": batch["ids"], "pixel_values": batch["pixels"]}
+        logits = torch.func.functional_call(model, params, kwargs=given).logits
+        return F.cross_entropy(logits[:, :-1].mT, batch["ids"][:, 1:], reduction="none").sum(1)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 2), (1, 1, 1)])
+def test_as_many_images_of_each_sample_are_proven(idefics, counts):
+    doubts, difference = compared(idefics_loss(idefics), dict(idefics.named_parameters()), pictures(counts))
+    assert doubts == ()
+    assert difference < 1e-3
+
+
+def test_different_numbers_of_images_are_not_proven(idefics):
+    params = {name: param for name, param in idefics.named_parameters() if "connector" in name}
+    assert engines.bookkeeping(unproven="audit")(idefics_loss(idefics), params, pictures((1, 2, 1))).doubts
+
+
+def test_the_number_of_images_of_the_batch_is_not_proven():
+    """Where each sample has as many as the others, too: it is a sum over the samples."""
+    params = {"w": torch.randn(16, generator=torch.Generator().manual_seed(2))}
+
+    def loss_fn(params, batch):
+        flat = batch["pixels"].flatten(0, 1)
+        real = flat[(flat != 0).flatten(1).any(1)]
+        values = (real @ params["w"]).flatten(1).sum(1)
+        return values.view(len(batch["ids"]), -1).sum(1) / len(real)
+
+    assert engines.bookkeeping(unproven="audit")(loss_fn, params, pictures((2, 2, 2))).doubts
+
+
+def one_by_one(join):
+    """A loss that joins a parameter to the picture of each sample, one after the other."""
+    params = {"w": torch.randn(16, generator=torch.Generator().manual_seed(2)), "end": torch.ones(3, 16, 1)}
+
+    def loss_fn(params, batch):
+        parts = [join(row * params["w"], params["end"], row) for row in batch["pixels"][:, 0].unbind(0)]
+        return torch.stack(parts).flatten(1).tanh().square().sum(1)
+
+    return loss_fn, params
+
+
+@pytest.mark.parametrize("engine", [engines.bookkeeping, engines.ghost])
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda row, end, _: torch.cat((row, end), -1),
+        lambda row, end, _: torch.cat((end * 2, row, end), dim=2),
+        lambda row, end, _: row * end,
+        lambda row, end, own: torch.cat((row, end.expand(3, 16, 2)), -1) * own.sum(),
+    ],
+)
+def test_parameters_joined_to_one_sample(join, engine):
+    loss_fn, params = one_by_one(join)
+    found = engine(unproven="audit")(loss_fn, params, pictures((1, 2, 1)))
+    single = engines.loop()(loss_fn, params, pictures((1, 2, 1)))
+    assert found.doubts == ()
+    for name, norms_B in single.sq_norms().items():
+        torch.testing.assert_close(found.sq_norms()[name], norms_B, rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_joined_to_one_sample_that_others_see():
+    params = {"end": torch.ones(3, 16, 1)}
+
+    def loss_fn(params, batch):
+        pixels = batch["pixels"][:, 0]
+        first = torch.cat((pixels[0], params["end"]), -1)
+        return (pixels + first[..., :-1] * first[..., -1:]).flatten(1).square().sum(1)
+
+    assert engines.bookkeeping(unproven="audit")(loss_fn, params, pictures((1, 2, 1))).doubts
