@@ -161,6 +161,9 @@ def read_copies(tracked: Tracked, layout: Layout, trace: Trace | None, grad: Ten
     """The gradient of private copies."""
     if trace is not None:
         trace.credited(grad, layout, f"the gradient of parameter {tracked.name!r}")
+        if layout.alone():
+            with unseen():
+                return {id(tracked.tensor): Dense(layout.among(arrived(grad), trace.num_samples))}
     grads_B = arrived(grad).movedim(layout.axis, 0)
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 

@@ -13,7 +13,8 @@ class Layout:
     """The samples are on `axis`, which has `pre * rows * post` positions.
 
     Args:
-        axis: of the tensor. pre, post: how often all rows repeat, and how many positions each row has.
+        axis: of the tensor; -1 if all of it belongs to one sample, the first of `ids`. pre, post: how often all rows
+            repeat, and how many positions each row has.
         ids: the sample of each row, int64; None if row r is sample r. slots, of: see `Rows`.
         guess: what to try otherwise where this was guessed by shape: the gradient shows whether it is right.
     """
@@ -25,6 +26,16 @@ class Layout:
     slots: Tensor | None = field(default=None, compare=False)
     of: int = 0
     guess: object = field(default=None, compare=False)
+
+    def alone(self) -> bool:
+        """True if all of the tensor belongs to one sample."""
+        return self.axis < 0
+
+    def among(self, grad: Tensor, num_samples: int) -> Tensor:
+        """The gradient of one sample, and zeros for the others, (B, ...)."""
+        grads_B = grad.new_zeros(num_samples, *grad.shape)
+        grads_B[0 if self.ids is None else int(self.ids[0])] = grad  # None is sample 0
+        return grads_B
 
     def split(self, tensor: Tensor, num_samples: int) -> Tensor:
         """(..., pre * B * post, ...) -> (B, ..., pre * post, ...): what belongs to one sample becomes one row.

@@ -30,7 +30,7 @@ from dpfunc.engines.functions import (
     writes,
 )
 from dpfunc.engines.layout import Layout
-from dpfunc.engines.rules import COMPOSITES, EXPANDING, LIKE_FIRST, POINTWISE, RULES
+from dpfunc.engines.rules import COMPOSITES, EXPANDING, JOINING, LIKE_FIRST, POINTWISE, RULES
 from dpfunc.engines.rules.composite import opened
 from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.recurrent import PADDING
@@ -266,11 +266,18 @@ class Tracker(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         for tracked in found:
             tracked.used.append(version(tracked.tensor))
-        if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST:
+        joins = func in JOINING and self._of_one(key, tensors)
+        if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST or joins:
             return self._pointwise(func, args, kwargs, found, key, guess)
         if func not in RULES or any(tensor.is_complex() for tensor in tensors):
             raise no_rule(func, tensors, found)
         return self._rule(RULES[func], func, args, kwargs, found, key, guess)
+
+    def _of_one(self, key: Key, tensors: Sequence[Tensor]) -> bool:
+        """True if what is beside parameters belongs to one sample."""
+        others = [tensor for tensor in tensors if id(tensor) not in self.tracked]
+        layout = None if torch.compiler.is_compiling() else self.places.broadcast(key, others, tensors[0].ndim)
+        return layout is not None and layout.alone()
 
     def _replaced(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
         if isinstance(value, Tensor) and id(value) in self.tracked:
@@ -309,7 +316,8 @@ class Tracker(TorchFunctionMode):
                 leaf = leaf.detach().contiguous().requires_grad_()  # memory of its own, which the trace can follow
                 self.places.copied(leaf, axis)
                 aligned = layout.each(leaf, self.num_samples)
-            self.recorder.copies(tracked, leaf, Layout(axis, guess=layout.guess))
+            of_one = layout.ids if layout.alone() else None
+            self.recorder.copies(tracked, leaf, Layout(axis, ids=of_one, guess=layout.guess))
             by[id(tracked.tensor)] = aligned
         if func in EXPANDING:
             return by[id(found[0].tensor)].expand(output)
@@ -339,7 +347,7 @@ class Tracker(TorchFunctionMode):
             with torch.no_grad():
                 shape: torch.Size = func(*args, **kwargs).shape
                 return shape
-        if func in LIKE_FIRST:
+        if func in LIKE_FIRST or func in JOINING:
             first: torch.Size = tensors_in(args)[0].shape
             return first
         shapes = (tensor.shape for tensor in tensors_in((*args, *kwargs.values())))

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 from dpfunc.engines.rules.bags import embedding_bag
 from dpfunc.engines.rules.distances import DISTANCES
 from dpfunc.engines.rules.recurrent import CELLS, RECURRENT
+from dpfunc.engines.rules.sampling import sampler
 
 
 @functools.cache
@@ -31,6 +32,7 @@ def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: opened(F.multi_head_attention_forward),
     F.embedding_bag: embedding_bag,
+    F.grid_sample: sampler(opened(F.grid_sample)),
     **DISTANCES,
     **RECURRENT,
     **CELLS,

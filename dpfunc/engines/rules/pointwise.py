@@ -32,6 +32,7 @@ POINTWISE: frozenset[Callable[..., Any]] = frozenset(
 )
 # These broadcast the leading axes only; their result has the shape of the first argument there.
 LIKE_FIRST: frozenset[Callable[..., Any]] = frozenset((F.scaled_dot_product_attention,))
+JOINING: frozenset[Callable[..., Any]] = frozenset((torch.cat, torch.concat, torch.concatenate))
 EXPANDING: frozenset[Callable[..., Any]] = frozenset(
     (Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to)
 )
@@ -48,6 +49,9 @@ def copies_for(
     Raises:
         UnsupportedModel: the axis of the samples is one of the parameter's own.
     """
+    if layout.alone():  # one sample needs no copies
+        leaf = param.detach().requires_grad_()
+        return leaf, leaf, layout.axis
     aligned = (1,) * (len(output) - param.ndim) + tuple(param.shape)
     if len(aligned) != len(output) or aligned[layout.axis] != 1:
         raise UnsupportedModel(

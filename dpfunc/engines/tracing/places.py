@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dpfunc.engines.layout import Layout
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, same_ids
 from dpfunc.engines.tracing.trace import Trace
 from dpfunc.errors import UnsupportedModel
 
@@ -123,12 +123,17 @@ class Traced:
             kind = self.trace.type_of(tensor)
             if kind is None:
                 continue
-            if isinstance(kind, Mixed) or kind.axis == WHOLE:
+            if isinstance(kind, Mixed):
                 raise Unplaced
-            here = kind.moved(kind.axis + ndim - tensor.ndim)
+            here = kind if kind.axis == WHOLE else kind.moved(kind.axis + ndim - tensor.ndim)
             if found is not None and (here.axis, here.pre, here.post) != (found.axis, found.pre, found.post):
                 raise Unplaced
+            if found is not None and found.axis == WHOLE and not same_ids(found.ids, here.ids):
+                raise Unplaced
             found = here
+        if found is not None and found.axis == WHOLE:  # of one sample, which a compiled step does not know
+            self.unclear.add(key)
+            return Layout(WHOLE, ids=found.ids)
         return self._laid(key, found)
 
     def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:

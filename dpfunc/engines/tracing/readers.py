@@ -29,7 +29,44 @@ TRUSTED = (
 )  # fmt: skip
 # Functions that draw a mask for each sample, with numbers of other libraries and the length of the sample's own row.
 DRAWING = (("transformers.models.*", "*._mask_hidden_states"), ("transformers.models.*", "_compute_mask_indices"))
-
+# Functions that compute places and lengths of images from their grids (frames, height, width), image by image, and join
+# what they have found in the order of the images. Where all images have the same grid, that is for the images of
+# a sample, place by place, what it is for the sample alone.
+SAME_FOR_ALL = (
+    # Lengths of sequences, and where each ends; of q, k, v only parts of that length are cut off.
+    ("transformers.vision_utils", "get_vision_cu_seqlens"),
+    # Row and column of each patch in its image.
+    ("transformers.vision_utils", "get_vision_position_ids"),
+    # The order of patches in windows of their image, counted from its first patch on.
+    ("transformers.vision_utils", "get_vision_window_index"),
+    # Entries of a table of positions for each patch, and their weights, from its row and column.
+    ("transformers.vision_utils", "get_vision_interpolation_indices_and_weights"),
+    *((f"transformers.models.{kind}.modeling_{kind}", f"*Model.{function}") for kind in
+      ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+      # The number of patches of each image, by which the images are taken apart; positions of one image.
+      for function in ("get_image_features", "get_video_features", "get_vision_position_ids")),
+    # How many parts an image of a size has been cut into, and what of it is padding.
+    *((f"transformers.models.{kind}.modeling_{kind}", function)
+      for kind in ("llava_next", "llava_next_video", "llava_onevision")
+      for function in ("get_anyres_image_grid_shape", "image_size_to_num_patches", "unpad_image")),
+    # The number of real images of each sample, by which the images are taken apart.
+    *((f"transformers.models.{kind}.modeling_{kind}", "*Model.get_image_features") for kind in
+      ("idefics2", "idefics3", "smolvlm")),
+)  # fmt: skip
+# Models of images, each on its own, whose number (without those that are padding) follows from values of the batch:
+# what they do with it is to give a batch of images its shape.
+EACH_IMAGE = (
+    *((f"transformers.models.{kind}.modeling_{kind}", part)
+      for kind in ("idefics2", "idefics3", "smolvlm")
+      for part in ("*Model.get_image_features*", "*Model.inputs_merger", "*Vision*", "*Connector.*", "*Perceiver*",
+                   "eager_attention_forward", "repeat_kv")),
+    ("transformers.integrations.sdpa_attention", "*"),
+)  # fmt: skip
+# Functions that go through the samples one by one and compute positions of each from its own row. From one sample to
+# the next they only count images, which `SAME_FOR_ALL` finds to have the same grid.
+ONE_BY_ONE = tuple((module, "*Model.get_rope_index") for module in dict.fromkeys(
+    module for module, name in SAME_FOR_ALL if name.endswith("get_vision_position_ids") and ".models." in module
+))  # fmt: skip
 
 # Frames between the one who reads a number and the operation.
 PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
@@ -40,6 +77,7 @@ WATCHING = (
     "dpfunc.engines.tracing.places",
     "dpfunc.engines.tracking",
     "torch.overrides",
+    "torch._tensor",  # len
 )
 CHECKING_SHAPES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type, assumed, broadcast, combined, tensors_of
-from dpfunc.engines.tracing.entries import Constant, key_of, part, pieces_of
+from dpfunc.engines.tracing.entries import Constant, Entry, key_of, part, pieces_of
 from dpfunc.engines.tracing.operations import (
     AGREEING,
     COPYING,
@@ -22,10 +22,13 @@ from dpfunc.engines.tracing.operations import (
     Known,
 )
 from dpfunc.engines.tracing.readers import DRAWING, listed, reader
+from dpfunc.engines.tracing.reviewed import as_numbers, kept_numbers
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
+
+LIFTED = ("lift_fresh", "lift_fresh_copy")
 
 
 def type_results(trace: Trace, known: Known, call: Call) -> None:
@@ -43,12 +46,16 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
             trace.store(result, kind, entry)
         return
     if call.constant():
-        constant = constant_of(trace, known, call.inputs)
+        constant: Entry = constant_of(trace, known, call.inputs)
+        if known.name in LIFTED:  # numbers that may be of the batch stay in memory
+            constant = kept_numbers() or constant
         for result in tensors_of(results):
             if key_of(part(result)) not in trace.entries:
                 trace.note(part(result), constant)
         return
     kinds = types_of(trace, known, call, len(results))
+    if any(isinstance(kind, Mixed) for kind in kinds) and as_numbers(trace, call, kinds[0]):
+        kinds = [None]
     for result, kind in zip(results, kinds, strict=True):
         if isinstance(result, Tensor):
             _mark_sparse(trace, call, result)
@@ -104,7 +111,7 @@ def _lawful(trace: Trace, inputs: Sequence[Tensor]) -> bool:
 
 def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constant:
     """Kind of constant that an operation on constants gives: elementwise functions keep EQUAL and RANDOM."""
-    if known.name in ("lift_fresh", "lift_fresh_copy"):  # made of Python or NumPy numbers
+    if known.name in LIFTED:  # made of Python or NumPy numbers
         module, _, name = reader()
         return Constant.RANDOM if listed(DRAWING, module, name) else Constant.ANY
     if known.kind is not Kind.POINTWISE and known.name not in COPYING:

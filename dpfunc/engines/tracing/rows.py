@@ -162,7 +162,9 @@ def stored(rows: Rows, tensor: Tensor) -> Stored:
 def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
     """Rows of any tensor in this memory; None where its axes run across rows in no regular way.
 
-    A part of rows whose order, or whose number, depends on several samples has a doubt.
+    A part of rows whose order, or whose number, depends on several samples has a doubt. Where each sample has as many
+    numbers as the others, a part is that of each sample, or of one, as it is of any rows: in a batch in which they have
+    different numbers, it is not.
     """
     offset = tensor.storage_offset() * tensor.element_size() - memory.base
     if offset < 0 or memory.step <= 0:  # before the rows; or rows that share their memory
@@ -178,7 +180,8 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
     if place.count != memory.count or place.axis == WHOLE:
         ids = _chosen(memory, place, num_samples)
     found = Rows(place.axis, place.count, place.pre, place.post, ids, memory.doubt, memory.ragged)
-    if memory.ragged and memory.count > 1 and found.count < memory.count:
+    even = memory.ids is None and memory.count == num_samples
+    if memory.ragged and not even and memory.count > 1 and found.count < memory.count:
         return found.doubted("a part of rows whose number depends on values of the batch")
     if memory.slots is None:
         return found

@@ -41,8 +41,9 @@ from dpfunc.engines.tracing.entries import (
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
-from dpfunc.engines.tracing.readers import DRAWING, TRUSTED, checks_itself, listed, reader
+from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
+from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, stored
 from dpfunc.engines.tracing.writes import before, refuse_writes, write
 from dpfunc.errors import UnsupportedModel
@@ -180,7 +181,7 @@ class Trace(DispatchMode):
         if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
             return
         module, line, name = reader()
-        if not listed(TRUSTED, module, name) and not listed(DRAWING, module, name):
+        if not may_read(self, value, kind, module, name):
             self.reads.append(f"{what} of numbers of the batch, in {module} line {line}")
             self.doubts.append(self.reads[-1])
 
@@ -203,7 +204,7 @@ class Trace(DispatchMode):
                 return
             module, line, name = reader()
             own_axis = value.ndim == 1 and isinstance(kind, Rows) and kind == Rows(0, self.num_samples, ragged=True)
-            if not own_axis and not listed(TRUSTED, module, name):
+            if not own_axis and not may_measure(self, kind, module, name):
                 self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
 
     def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:

@@ -105,7 +105,7 @@ def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Con
         return
     key = key_of(target)
     known_entry = trace.entries.get(key)
-    if known_entry is None and kind is None:
+    if (known_entry is None and kind is None) or not target.numel():
         return
     entry = Constant.ANY if known_entry is None else known_entry[1]
     if isinstance(kind, Rows) and not fits(kind, target):

@@ -47,6 +47,8 @@ TABLE = [
     ("flip of samples", lambda x: x.flip(0), "BTd", MIXED),
     ("roll", lambda x: x.roll(1, 2), "TBd", 1),
     ("roll of samples", lambda x: x.roll(1, 1), "TBd", MIXED),
+    ("grid_sample of a constant", lambda g, x: F.grid_sample(x[None], g[None]), "BTe ddd", 2),
+    ("grid_sample of own pictures", lambda g, x: F.grid_sample(x[:, None], g[:, None]), "BTe Bdd", 0),
     ("glu", F.glu, "BTd", 0),
     ("renorm", lambda x: x.renorm(2, 0, 0.1), "BTd", 0),
     ("renorm of channels", lambda x: x.renorm(2, 1, 0.1), "BTd", MIXED),

@@ -19,7 +19,7 @@ from dpfunc.engines.tracing.families.positions import (
     place_of,
     same_rows,
 )
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, shuffled, slots_of, spread
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, same_ids, shuffled, slots_of, spread
 
 
 def index_put(call: Call) -> Type:
@@ -162,6 +162,8 @@ def _placed(
             if kind is None and not call.types.uniform(self, own, axis):
                 problem = problem or "a tensor whose values differ between places in the batch"
             found.append(own.doubted(problem) if problem else own)
+    if not found and rows.axis == WHOLE and (kind is None or (kind.axis == WHOLE and same_ids(kind.ids, rows.ids))):
+        return rows.doubted(doubt) if doubt else rows._replace(ragged=False)  # what is written into is of that sample
     return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
 
 

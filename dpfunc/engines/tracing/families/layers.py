@@ -7,12 +7,21 @@ from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
 from dpfunc.engines.tracing.families.aligning import first_axis
+from dpfunc.engines.tracing.rows import Rows
 
 
 def dropout(call: Call) -> list[Type]:
     """`(input, p, train)`: the result and its mask."""
     kind = call.type_of(call.args[0])
     return [kind, kind]
+
+
+def sampled(call: Call) -> Type:
+    """`(input, grid, ...)`: samples on axis 0 of both; or the places of all in one constant picture (a table)."""
+    input, grid = call.args[:2]
+    kind = call.type_of(grid)
+    table = call.type_of(input) is None and isinstance(kind, Rows) and 0 < kind.axis < grid.ndim - 1
+    return kind.moved(kind.axis + 1) if table and isinstance(kind, Rows) else first_axis(call)
 
 
 def _ndim(call: Call) -> int:
@@ -22,10 +31,11 @@ def _ndim(call: Call) -> int:
 
 FAMILY: dict[str, Handler] = {
     **dict.fromkeys(
-        ("im2col", "col2im", "grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward",
-         "grid_sampler_3d_backward", "affine_grid_generator", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
+        ("im2col", "col2im", "grid_sampler_2d_backward", "grid_sampler_3d_backward", "affine_grid_generator",
+         "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
         first_axis,
     ),
+    **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), sampled),
     "native_dropout": dropout,
     **dict.fromkeys(
         ("_prelu_kernel", "_prelu_kernel_backward", "hardtanh_backward", "leaky_relu_backward", "softplus_backward",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, spread
+from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, same_ids, spread
 
 
 def cat(call: Call) -> Type:
@@ -25,6 +25,8 @@ def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     found = [kind for kind in kinds if isinstance(kind, Rows)]
     if all(kind.axis not in (dim, WHOLE) for kind in found):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
+    if len(found) < len(kinds) and all(kind.axis == WHOLE and same_ids(kind.ids, found[0].ids) for kind in found):
+        return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])  # one sample, and constants
     pieces, doubt = [], ""
     for tensor, kind in zip(tensors, kinds, strict=True):
         if isinstance(kind, Mixed):
