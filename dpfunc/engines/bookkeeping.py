@@ -269,7 +269,8 @@ def keep_books(loss_fn: LossFn, params: Params, batch: Batch, places: Places, bo
 def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> PerSample:
     """The backward pass, and what the book says about it."""
     watched = {**params, **tracker.canaries}
-    caught = torch.autograd.grad(losses_B.sum(), (*book.leaves, *watched.values()), allow_unused=True)
+    inputs = (*book.leaves, *watched.values())
+    caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
     refuse_escaped(watched, caught[len(book.leaves) :])
     if not torch.compiler.is_compiling():
         check_depends(is_stood_in() or any(grad is not None for grad in caught[: len(book.leaves)]))

@@ -236,7 +236,8 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
         watched = {**leaves, **tracker.canaries}
         targets = (*copies, *watched.values(), meter.anchor)
         with torch_seed(seed):
-            caught = torch.autograd.grad(total, targets, allow_unused=True, retain_graph=True)
+            ones_B = torch.ones_like(losses_B)
+            caught = torch.autograd.grad(losses_B, targets, ones_B, allow_unused=True, retain_graph=True)
         refuse_escaped(watched, caught[len(copies) : -1])
         for (tracked, _, layout), grad in zip(meter.leaves, caught, strict=False):
             if grad is not None:

@@ -78,6 +78,7 @@ WATCHING = (
     "dpfunc.engines.tracking",
     "torch.overrides",
     "torch._tensor",  # len
+    "torch.autograd",
 )
 CHECKING_SHAPES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 

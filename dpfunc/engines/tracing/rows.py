@@ -185,7 +185,7 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
         return found.doubted("a part of rows whose number depends on values of the batch")
     if memory.slots is None:
         return found
-    if found.axis == WHOLE or found.count != memory.count or found.pre > 1 or found.post > 1:
+    if found.axis == WHOLE or found.count != memory.count or found.pre > 1:
         return found.doubted("a part of rows whose order depends on several samples")
     return found._replace(slots=memory.slots, of=memory.of)
 

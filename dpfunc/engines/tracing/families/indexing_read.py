@@ -90,6 +90,8 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     if place != WHOLE:
         rows = rows.moved(place + width - target.ndim)
     if isinstance(on_samples.kind, Rows) and on_samples.kind.slots is not None and place != WHOLE:
+        if len(on_samples.kind.slots) != len(ids):
+            return call.mixed("at several positions of each row")
         rows = Rows(rows.axis, len(ids), 1, 1, ids, slots=on_samples.kind.slots, of=on_samples.kind.of)
     for item in given:
         problem = _disagrees(call, item, rows, width, item is on_samples)
@@ -105,6 +107,8 @@ def reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor
     """Rows at positions that several samples decide: all of them, each as often as the others, in another order."""
     values, length = item.values.cpu(), self.shape[kind.axis]
     if not isinstance(item.kind, Mixed) or values.ndim != 1 or kind.doubt or not equally_often(values, length):
+        return None
+    if kind.slots is not None and len(kind.slots) != length:  # several positions a row
         return None
     slots, of = (kind.slots, kind.of) if kind.slots is not None else slots_of(kind, call.types.num_samples)
     found = shuffled(ids, start, slots[values], of, call.types.num_samples, kind.slots is not None)
