@@ -29,7 +29,8 @@ def numbers_of(value: Tensor, kind: Rows | None, sample: int) -> Tensor:
         return value.reshape(-1) if own == sample else value.reshape(-1)[:0]
     places = (spread(kind) == sample).nonzero().flatten()
     if kind.slots is not None:  # in an order that several samples decide: in that of the places they had
-        places = places[kind.slots[places].argsort(stable=True)]
+        slots = kind.slots.repeat_interleave(kind.post)
+        places = places[slots[places].argsort(stable=True)]
     return value.index_select(kind.axis, places)
 
 

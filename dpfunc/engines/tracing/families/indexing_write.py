@@ -89,6 +89,9 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
         return kind.doubted(doubt) if doubt else kind
     if rows is None:
         return Mixed(doubt) if doubt else None
+    given = [item.kind for item in indices if item is not None]
+    if kind is None and rows.axis == WHOLE and all(isinstance(own, Rows) and own.axis == WHOLE for own in given):
+        return rows.doubted(doubt) if doubt else rows
     if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
         doubt = doubt or "values that differ between places in the batch"
     return _placed(call, self, kind, indices, rows, width, doubt)
@@ -186,6 +189,8 @@ def _own(call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, 
     count, length = call.types.num_samples, self.shape[axis]
     flat = item.values.reshape(-1).cpu()
     own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
+    if isinstance(item.kind, Rows) and not item.kind.doubt:  # and so is that it is the place of the sample
+        return None
     if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and all_once(flat, length):
         return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
     shape = [1] * width
