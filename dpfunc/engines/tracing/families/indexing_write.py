@@ -68,7 +68,8 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
         rows = rows.moved(rows.axis - start)
     back = put_back(call, self, kind, indices, rows, doubt) if rows is not None else None
     if back is not None:
-        return back
+        ragged = (kind is not None and kind.ragged) or (rows is not None and rows.ragged)
+        return back._replace(ragged=True) if isinstance(back, Rows) and ragged else back
     if (rows is not None and rows.slots is not None) or (kind is not None and kind.slots is not None):
         return call.mixed("in an order that depends on several samples")
     for item in indices:  # what is written where may be decided by the samples' positions alone
@@ -189,8 +190,6 @@ def _own(call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, 
     count, length = call.types.num_samples, self.shape[axis]
     flat = item.values.reshape(-1).cpu()
     own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
-    if isinstance(item.kind, Rows) and not item.kind.doubt:  # and so is that it is the place of the sample
-        return None
     if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and all_once(flat, length):
         return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
     shape = [1] * width
