@@ -68,7 +68,7 @@ class Trace(DispatchMode):
         strangers: memory that was not seen being made: parameters, constants of the loss.
         integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that
             depends on several samples. held: constants before they were written into.
-        meshes: on which layers are split that were computed. conditions: memory of those whose values were looked at.
+        meshes: on which layers are split that were computed. marks: what families remember of tensors.
     """
 
     num_samples: int
@@ -85,7 +85,7 @@ class Trace(DispatchMode):
     shuffled: bool = False
     held: Tensor | None = None
     meshes: list[Any] = field(default_factory=list)
-    conditions: set[int] = field(default_factory=set)
+    marks: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,13 +185,13 @@ class Trace(DispatchMode):
             self.reads.append(f"{what} of numbers of the batch, in {module} line {line}")
             self.doubts.append(self.reads[-1])
 
-    def look_at(self, condition: Tensor) -> None:
-        """Remember a condition whose values decided what a result depends on; the backward pass has it again."""
-        self.conditions.add(key_of(part(condition)))
+    def mark(self, what: str, tensor: Tensor) -> None:
+        """Remember something of a tensor, and of all at the same place of its memory."""
+        self.marks.add((what, key_of(part(tensor)), int(tensor.storage_offset()), tensor.stride()))
 
-    def looked_at(self, condition: Tensor) -> bool:
-        """True if the values of a condition, or of another in its memory, were looked at."""
-        return key_of(part(condition)) in self.conditions
+    def marked(self, what: str, tensor: Tensor) -> bool:
+        """True if that was remembered of it."""
+        return (what, key_of(part(tensor)), int(tensor.storage_offset()), tensor.stride()) in self.marks
 
     def measured(self, value: Tensor) -> None:
         """Note a doubt where a shape that follows from values of the batch is read."""

@@ -7,6 +7,8 @@ from torch import Tensor
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
 from dpfunc.engines.tracing.rows import Mixed, Rows
 
+CONDITION = "a condition whose values were looked at"
+
 
 def where(call: Call) -> Type:
     """`where(condition, one, other)`.
@@ -20,8 +22,10 @@ def where(call: Call) -> Type:
     condition, one, other = call.inputs
     kind = call.type_of(condition)
     unsure = isinstance(call.type_of(one), Mixed) or isinstance(call.type_of(other), Mixed)
-    if (unsure or call.types.looked_at(condition)) and (kind is None or (isinstance(kind, Rows) and not kind.doubt)):
-        call.types.look_at(condition)
+    if (unsure or call.types.marked("a condition", condition)) and (
+        kind is None or (isinstance(kind, Rows) and not kind.doubt)
+    ):
+        call.types.mark("a condition", condition)
         if bool(condition.all()):
             return chosen(call, one)
         if not bool(condition.any()):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, combined, leading
 from dpfunc.engines.tracing.families.positions import (
+    PLACES,
     Positions,
     all_once,
     doubt_of,
@@ -38,7 +39,8 @@ def index_add(call: Call) -> Type:
     """`self[..., index, ...] += source`, for whole slices; index_copy writes instead."""
     self: Tensor = call.args[0]
     (axis,) = axes_of(call.arg(1, "dim"), self.ndim)
-    positions = Positions(call.arg(2, "index"), call.type_of(call.arg(2, "index")))
+    index = call.arg(2, "index")
+    positions = Positions(index, call.type_of(index), call.types.marked(PLACES, index))
     return written(call, self, [*[None] * axis, positions], call.arg(3, "source"))
 
 
@@ -90,8 +92,7 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
         return kind.doubted(doubt) if doubt else kind
     if rows is None:
         return Mixed(doubt) if doubt else None
-    given = [item.kind for item in indices if item is not None]
-    if kind is None and rows.axis == WHOLE and all(isinstance(own, Rows) and own.axis == WHOLE for own in given):
+    if kind is None and rows.axis == WHOLE and all(item is None or _of_one(item) for item in indices):
         return rows.doubted(doubt) if doubt else rows
     if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
         doubt = doubt or "values that differ between places in the batch"
@@ -126,6 +127,11 @@ def put_back(
     slots, of = slots_of(rows, count)
     inverse = torch.empty(length, dtype=torch.int64).index_put((values,), torch.arange(length))
     return shuffled(ids[inverse], axis, slots[inverse], of, count, False)
+
+
+def _of_one(item: Positions) -> bool:
+    """True for positions that one sample chose; not for places of several, of which only one has any."""
+    return isinstance(item.kind, Rows) and item.kind.axis == WHOLE and not item.places
 
 
 def _alike_everywhere(self: Tensor, kind: Rows, indices: Sequence[Positions | None], values: Tensor) -> bool:
@@ -190,6 +196,8 @@ def _own(call: Call, self: Tensor, axis: int, item: Positions, samples: Tensor, 
     count, length = call.types.num_samples, self.shape[axis]
     flat = item.values.reshape(-1).cpu()
     own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
+    if isinstance(item.kind, Rows) and not item.kind.doubt and not item.places:  # and that it is the sample's place
+        return None
     if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and all_once(flat, length):
         return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
     shape = [1] * width

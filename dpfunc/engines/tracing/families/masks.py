@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
+from dpfunc.engines.tracing.families.positions import PLACES
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, gathered, spread
 
 
@@ -16,6 +17,7 @@ def nonzero(call: Call) -> Type:
         return kind._replace(shaped=True)
     if kind is None or kind.axis == WHOLE:
         return kind and kind._replace(ragged=True)
+    call.types.mark(PLACES, call.out[:, kind.axis])
     ids = spread(kind)[call.out[:, kind.axis].cpu()]
     return gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True)
 

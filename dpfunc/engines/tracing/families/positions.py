@@ -11,12 +11,16 @@ from torch import Tensor
 from dpfunc.engines.tracing.call import Call, Type
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, gathered, same_ids, same_slots, spread
 
+PLACES = "coordinates of samples"
+"""Mark of positions that were found by searching along the axis of the samples."""
+
 
 class Positions(NamedTuple):
-    """Positions on one axis: the values, and what they depend on."""
+    """Positions on one axis: the values, what they depend on, and whether they are places of the samples."""
 
     values: Tensor
     kind: Type
+    places: bool = False
 
 
 def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positions | None]:
@@ -27,13 +31,13 @@ def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positio
             found.append(None)
         elif index.dtype in (torch.bool, torch.uint8):
             kind = call.type_of(index)
-            places = index.nonzero()
+            places, along = index.nonzero(), kind.axis if isinstance(kind, Rows) else WHOLE
             if isinstance(kind, Rows) and kind.axis != WHOLE:
                 kind = gathered(spread(kind)[places[:, kind.axis].cpu()], 0, call.types.num_samples, kind.doubt)
                 kind = kind._replace(ragged=True)
-            found.extend(Positions(places[:, axis], kind) for axis in range(index.ndim))
+            found.extend(Positions(places[:, axis], kind, axis == along) for axis in range(index.ndim))
         else:
-            found.append(Positions(index, call.type_of(index)))
+            found.append(Positions(index, call.type_of(index), call.types.marked(PLACES, index)))
     return found
 
 
