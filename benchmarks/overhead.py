@@ -29,13 +29,12 @@ from benchmarks.engines.__main__ import check_cases
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import ours, plain
 from dpfunc.engines.audit import ROWS_IN, STEPS_IN
-from dpfunc.engines.bookkeeping import Book, bookkeeping, keep_books
+from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, Book, bookkeeping, keep_books
 from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.places import Remembered
 from dpfunc.tree import rows
 
 RESULT = Path(__file__).parent / "results" / "overhead.json"
-BUDGET = 1 << 30
 
 
 def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
@@ -48,13 +47,13 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
         inputs, targets = batch
         return problem.losses(forward(params, inputs), targets)
 
-    engine = bookkeeping(BUDGET)
+    engine = bookkeeping(DEFAULT_BUDGET)
     known = Remembered(engine._memory.recalled(loss_fn, params, batch, engine))
 
     def untraced() -> Any:  # noqa: ANN401
         """As a compiled step does: the places are those of an earlier trace, and nothing is followed."""
         with mock.patch.object(sys.modules[keep_books.__module__], "following", return_value=nullcontext()):
-            return keep_books(loss_fn, params, batch, known, Book(BUDGET))
+            return keep_books(loss_fn, params, batch, known, Book(DEFAULT_BUDGET))
 
     check_parity(engine(loss_fn, params, batch).sq_norms(), untraced().sq_norms(), name)
     row = rows(batch, 0, 1)
@@ -71,7 +70,7 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
             times[kind].append(seconds(step))
     median = {kind: statistics.median(values) for kind, values in times.items()}
     audited = max(problem.batch_size // ROWS_IN, 1 / STEPS_IN)
-    pairs = [traced / untraced - 1 for traced, untraced in zip(times["traced"], times["untraced"], strict=True)]
+    pairs = [one / other - 1 for one, other in zip(times["traced"], times["untraced"], strict=True)]
     return {
         "batch_size": problem.batch_size,
         "rounds": rounds,

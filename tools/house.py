@@ -84,7 +84,8 @@ def modules_imported(tree: ast.AST) -> set[str]:
 
 def inner_imports(tree: ast.AST) -> int:
     """Imports inside of functions."""
-    return sum(isinstance(node, (ast.Import, ast.ImportFrom)) for each in functions(tree) for node in ast.walk(each))
+    inner = (node for each in functions(tree) for node in ast.walk(each))  # those of nested functions come twice
+    return len({node for node in inner if isinstance(node, (ast.Import, ast.ImportFrom))})
 
 
 def way_of_a_batch() -> list[str]:

@@ -59,7 +59,7 @@ def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, .
 
 @dataclass
 class Book:
-    """What one forward pass wrote down: leaves, and how their gradients become per-sample gradients.
+    """Record of one forward pass: leaves, and how their gradients become per-sample gradients.
 
     Args:
         budget: bytes that may still be formed. leaves: tensors whose gradients are asked for.
@@ -99,7 +99,7 @@ class Book:
         self.closed = True
 
     def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
-        """Whether the gradients of a use are formed: where that is better, and fits into the budget."""
+        """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
         key = (*use.wanted.values(), use.name, *use.output)
         if key not in self.decided:  # checkpointing asks again, and must hear the same
             self.decided[key] = self._decide(use, output, saved)
@@ -170,7 +170,7 @@ def read_copies(tracked: Tracked, layout: Layout, trace: Trace | None, grad: Ten
 
 @dataclass(frozen=True)
 class Bookkeeping:
-    """See `bookkeeping`."""
+    """The fast engine, made by `bookkeeping`, with what it remembers of each loss."""
 
     memory_budget: int
     unproven: Literal["audit", "refuse"] = "refuse"
@@ -186,7 +186,7 @@ class Bookkeeping:
         return result
 
     def read(self, loss_fn: LossFn) -> str:
-        """How a loss gave numbers of its batch to Python; empty if it never did."""
+        """The first place where a loss gave numbers of its batch to Python; empty if it never did."""
         return self._memory.reads.get(loss_fn, "")
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:

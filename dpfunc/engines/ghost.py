@@ -111,7 +111,7 @@ class Meter:
             self.leaves.append((tracked, copies, layout))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
-        """What is also used through a derived value has no norm of its own."""
+        """Note that parameters are also used through a derived value: the norm of one use is not theirs."""
         for tracked in sources:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2
 
@@ -163,7 +163,7 @@ class Ghost:
 
 @dataclass(frozen=True)
 class GhostEngine:
-    """See `ghost`."""
+    """The engine of two backward passes, made by `ghost`, with what it remembers of each loss."""
 
     unproven: Literal["audit", "refuse"] = "refuse"
     _memory: Memory = field(default_factory=Memory, repr=False, compare=False)

@@ -43,7 +43,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the rows of a PackedSequence are in the padded tensor.
+    """Places of the rows of a PackedSequence in the padded tensor.
 
     Args:
         rows_TB: the row of each place, T * B; places after the end of a sample have its first row.
@@ -119,7 +119,7 @@ class Ordered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """The other way."""
+        """Gradients leave the layer where values entered it, and the reverse."""
         return _relabelled(grads[0], ctx.axis, not ctx.changed, ctx.is_sorted), None, None, None, None
 
 
@@ -152,7 +152,7 @@ def _ordered(x: Tensor, axis: int, like: Tensor, changed: bool, doubt: str) -> T
 
 
 def _total_is_given() -> bool:
-    """Whether the loss said how long padded sequences are; otherwise the longest sample decides it."""
+    """True if the loss gave the length of padded sequences; otherwise the longest sample decides it."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is pad_packed_sequence.__code__:
@@ -290,7 +290,7 @@ def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Wei
 
 
 def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
-    """What stands in for a recurrent function of torch: the same arguments, the same results."""
+    """Replacement of a recurrent function of torch, with the same arguments and results."""
 
     def _padded(
         input: Tensor,

@@ -53,12 +53,7 @@ class Call(NamedTuple):
     @staticmethod
     def of(types: Types, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call:  # noqa: ANN401
         """Collect the tensors among the arguments of an operation, with their types."""
-        inputs: list[Tensor] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor):
-                inputs.append(value)
-            elif isinstance(value, (list, tuple)):
-                inputs.extend(tensors_of(value))
+        inputs = list(tensors_of((*args, *kwargs.values())))
         return Call(types, name, args, kwargs, out, inputs, {id(tensor): types.type_of(tensor) for tensor in inputs})
 
     def constant(self) -> bool:
@@ -73,10 +68,6 @@ class Call(NamedTuple):
         """Type of a tensor, from the inputs of the call if it is one of them."""
         key = id(tensor)
         return self.kinds[key] if key in self.kinds else self.types.type_of(tensor)
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments, those inside of lists included."""
-        return self.inputs
 
     def mixed(self, why: str = "") -> Mixed:
         """The result depends on several samples."""
@@ -169,7 +160,7 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
 def assumed(call: Call, reason: str) -> list[Type]:
     """The types of results of an operation that is not known: the rows stay where they were, if the shape allows it."""
     results = list(call.out) if isinstance(call.out, (list, tuple)) else [call.out]
-    inputs = [(tensor, call.type_of(tensor)) for tensor in call.tensors()]
+    inputs = [(tensor, call.type_of(tensor)) for tensor in call.inputs]
     if all(kind is None for _, kind in inputs):
         return [None] * len(results)
     found: list[Type] = []

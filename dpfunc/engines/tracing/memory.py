@@ -44,7 +44,7 @@ class Result(Protocol):
 
 
 def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
-    """Where layers are split, check that all processes have the same losses, and norms of what each holds whole.
+    """Check, of split layers, that all processes have the same losses, and norms of what each holds whole.
 
     Raises:
         UnsupportedModel: see `check_replicated`.

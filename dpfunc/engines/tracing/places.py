@@ -26,7 +26,7 @@ class Unplaced(Exception):
 
 
 class Places(Protocol):
-    """Who knows where the samples are."""
+    """Source of knowledge about where the samples are; its methods are described here."""
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
         """True if what a use has beside parameters depends on no sample."""
@@ -57,7 +57,7 @@ class Places(Protocol):
         ...
 
     def assigned(self, result: Tensor, layout: Layout) -> bool:
-        """Whether the result of a guessed use is the same for each sample; then it has their rows from here on."""
+        """True if the result of a guessed use is the same for each sample; then it has their rows from here on."""
         ...
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
@@ -88,11 +88,9 @@ class Traced:
     unclear: set[Key] = field(default_factory=set)
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
-        """By their types."""
         return all(self.trace.type_of(tensor) is None for tensor in others)
 
     def of(self, key: Key, output: Tensor) -> Layout:
-        """By its type."""
         return self._laid(key, self.trace.type_of(output))
 
     def guessed(self, key: Key, before: tuple[int, ...], after: tuple[int, ...], private: bool) -> Layout | None:
@@ -154,7 +152,6 @@ class Traced:
         return None
 
     def constant(self, value: Tensor) -> bool:
-        """By its type."""
         return self.trace.type_of(value) is None
 
     def copied(self, leaf: Tensor, axis: int) -> None:
@@ -162,7 +159,6 @@ class Traced:
         self.trace.copied(leaf, axis)
 
     def assigned(self, result: Tensor, layout: Layout) -> bool:
-        """By its values."""
         return self.trace.assigned(result, Rows(layout.axis, self.trace.num_samples, layout.pre, layout.post))
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
@@ -202,26 +198,21 @@ class Remembered:
     known: Mapping[Key, Layout | None]
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
-        """As it was."""
         return self._recalled(key) is None
 
     def of(self, key: Key, output: Tensor) -> Layout:
-        """As it was."""
         layout = self._recalled(key)
         if layout is None:
             raise UnsupportedModel(f"{key[1]} of parameter {key[0]!r} lies differently when it is compiled.")
         return layout
 
     def guessed(self, key: Key, before: tuple[int, ...], after: tuple[int, ...], private: bool) -> Layout | None:
-        """As it was."""
         return self._recalled(key)
 
     def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> Layout | None:
-        """As it was."""
         return self._recalled(key)
 
     def expanded(self, key: Key, before: tuple[int, ...], after: tuple[int, ...]) -> Layout | None:
-        """As it was."""
         return self._recalled(key)
 
     def constant(self, value: Tensor) -> bool:
@@ -229,10 +220,9 @@ class Remembered:
         return False
 
     def copied(self, leaf: Tensor, axis: int) -> None:
-        """Nothing to do."""
+        """Ignore it: nothing is followed while dynamo traces."""
 
     def assigned(self, result: Tensor, layout: Layout) -> bool:
-        """As it was."""
         return True
 
     def taken(self, what: str, value: Tensor, result: object) -> None:
@@ -242,7 +232,6 @@ class Remembered:
         """dynamo does not compile shapes that follow from values."""
 
     def trusting(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-        """Nothing to do."""
         return nullcontext()
 
     def _recalled(self, key: Key) -> Layout | None:

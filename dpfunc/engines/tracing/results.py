@@ -38,9 +38,9 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
         entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
         if known.name in ("bernoulli", "normal"):
             kind = _pointwise(trace, call)
-            entry = Constant.RANDOM if _lawful(trace, call.tensors()) else Constant.ANY
+            entry = Constant.RANDOM if _lawful(trace, call.inputs) else Constant.ANY
         elif trace.ragged:  # how many there are depends on values
-            same = (tensor for tensor in call.tensors() if tensor.shape == results[0].shape)
+            same = (tensor for tensor in call.inputs if tensor.shape == results[0].shape)
             kind = next((kind for kind in map(partial(_shaped, trace), same) if kind is not None), None)
         for result in tensors_of(results):
             trace.store(result, kind, entry)
@@ -86,7 +86,7 @@ def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:
     else:
         kind = assumed(call, f"{known.name}, which is not in the table of operations")
     kinds = kind if isinstance(kind, list) else [kind] * count
-    if trace.ragged and known.name.rstrip("_") not in PLACING and any(map(partial(_shaped, trace), call.tensors())):
+    if trace.ragged and known.name.rstrip("_") not in PLACING and any(map(partial(_shaped, trace), call.inputs)):
         kinds = [found._replace(shaped=True) if isinstance(found, Mixed) else found and found._replace(ragged=True)
                  for found in kinds]  # fmt: skip
     if any(type(found) is Mixed and found.agrees is not None for found in kinds) and known.name not in AGREEING:
@@ -125,7 +125,7 @@ def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constan
 
 def _still_shuffled(trace: Trace, call: Call, kinds: list[Type]) -> list[Type]:
     """Doubt results without slots of an operation on rows whose order depends on several samples."""
-    given = (trace.type_of(tensor) for tensor in call.tensors())
+    given = (trace.type_of(tensor) for tensor in call.inputs)
     if all(not isinstance(kind, Rows) or kind.slots is None for kind in given):
         return kinds
     reason = f"{call.name} of rows whose order depends on several samples"
@@ -139,9 +139,9 @@ def _whole(trace: Trace, call: Call) -> bool:
 
 def _pointwise(trace: Trace, call: Call) -> Type:
     out = call.out if isinstance(call.out, Tensor) else next(iter(tensors_of([call.out])))
-    kind = combined(call, [broadcast(tensor, out.ndim) for tensor in call.tensors()])
+    kind = combined(call, [broadcast(tensor, out.ndim) for tensor in call.inputs])
     if call.name == "add" and isinstance(kind, Rows) and kind.doubt and not out.is_floating_point():
-        for tensor in call.tensors():  # places of the samples' own, to which those of the samples are added
+        for tensor in call.inputs:  # places of the samples' own, to which those of the samples are added
             own = trace.type_of(tensor)
             if isinstance(own, Rows) and not own.doubt and own.axis == 0:
                 trace.remember(tensor)
@@ -170,7 +170,7 @@ def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
 
     What is only received has no tensor here that says what it depends on: mixed.
     """
-    tensors = [*call.tensors(), *tensors_of([call.out])]
+    tensors = [*call.inputs, *tensors_of([call.out])]
     if known.name in RECEIVING or any(trace.type_of(tensor) is not None for tensor in tensors):
         for tensor in tensors:
             trace.note(part(tensor), Mixed(f"{known.name} over processes"))
@@ -178,7 +178,7 @@ def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
 
 def check_complete(trace: Trace, known: Known, call: Call) -> None:
     """Mark results of a split tensor with a part of the samples as mixed: it may be joined with others unseen."""
-    for kind in map(trace.type_of, call.tensors()):
+    for kind in map(trace.type_of, call.inputs):
         if isinstance(kind, Rows) and (kind.axis == WHOLE or kind.ids is not None or kind.count != trace.num_samples):
             for result in tensors_of([call.out]):
                 trace.note(part(result), Mixed(f"{known.name} of a split tensor with a part of the samples"))

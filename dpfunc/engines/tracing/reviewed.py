@@ -75,7 +75,7 @@ def as_numbers(trace: Trace, call: Call, kind: Type) -> bool:
     """True if a reviewed function mixes integers that are the same for each image: as Python might do instead."""
     if not isinstance(kind, Mixed) or not isinstance(call.out, Tensor) or call.out.is_floating_point():
         return False
-    given = [tensor for tensor in call.tensors() if trace.type_of(tensor) is not None]
+    given = [tensor for tensor in call.inputs if trace.type_of(tensor) is not None]
     if any(tensor.is_floating_point() for tensor in given):
         return False
     module, _, name = reader()

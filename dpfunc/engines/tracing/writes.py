@@ -81,7 +81,7 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None
     targets = [args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
     flat = list(tensors_of(targets))
     if known.kind in (Kind.FILLED, Kind.RANDOM):
-        given = [tensor for tensor in call.tensors() if not any(tensor is target for target in flat)]
+        given = [tensor for tensor in call.inputs if not any(tensor is target for target in flat)]
         kinds: list[Type] = [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat]
     elif known.name == "copy_":
         kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
@@ -89,7 +89,7 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None
         kinds = [None] * len(flat)
     else:
         kinds = types_of(trace, known, call, len(flat))
-    made = constant_of(trace, known, call.tensors())
+    made = constant_of(trace, known, call.inputs)
     for target, kind in zip(flat, kinds, strict=True):
         _overwrite(trace, part(target), kind, known, made)
     for result in tensors_of([call.out]):

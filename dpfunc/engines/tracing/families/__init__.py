@@ -6,50 +6,34 @@ in no table makes a step unproven, not wrong: see `call.assumed`.
 
 from __future__ import annotations
 
-from dpfunc.engines.tracing.call import Handler
-from dpfunc.engines.tracing.families import (
-    along,
-    attention,
-    choices,
-    convolutions,
-    exchanges,
-    indexing_read,
-    indexing_write,
-    layers,
-    lookups,
-    losses,
-    masks,
-    norms,
-    packed,
-    pools,
-    products,
-    reading,
-    recurrent,
-    shaping,
-    tables,
-)
+from importlib import import_module
 
-_TABLES = (
-    along,
-    attention,
-    choices,
-    convolutions,
-    indexing_read,
-    indexing_write,
-    layers,
-    lookups,
-    losses,
-    masks,
-    norms,
-    packed,
-    pools,
-    products,
-    reading,
-    recurrent,
-    shaping,
-    tables,
+from dpfunc.engines.tracing.call import Handler
+from dpfunc.engines.tracing.families import exchanges
+
+_NAMES = (
+    "along",
+    "attention",
+    "choices",
+    "convolutions",
+    "indexing_read",
+    "indexing_write",
+    "layers",
+    "lookups",
+    "losses",
+    "masks",
+    "norms",
+    "packed",
+    "pools",
+    "products",
+    "reading",
+    "recurrent",
+    "shaping",
+    "tables",
 )
-FAMILIES: dict[str, Handler] = {name: handler for family in _TABLES for name, handler in family.FAMILY.items()}
+FAMILIES: dict[str, Handler] = {
+    name: handler for family in _NAMES for name, handler in import_module(f"{__name__}.{family}").FAMILY.items()
+}
 
 EXCHANGES: dict[str, Handler] = dict(exchanges.FAMILY)
 """Collectives of torch's own wrappers, which are not ATen operations."""

@@ -9,7 +9,7 @@ from dpfunc.engines.tracing.call import Aligned, Call, Type, combined, leading
 
 def first_axis(call: Call) -> Type:
     """Tensors whose samples are on axis 0; everything else is combined."""
-    tensors = [tensor for tensor in call.tensors() if tensor.ndim]
+    tensors = [tensor for tensor in call.inputs if tensor.ndim]
     return combined(call, [leading(tensor) for tensor in tensors], range(1, 16))
 
 

@@ -45,7 +45,7 @@ def whole_reduction(call: Call) -> Type:
         return reduction()(call)
     input: Tensor = call.args[0]
     if len(call.args) > 1 and isinstance(call.args[1], Tensor):  # max.other
-        return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.tensors()])
+        return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
     if "dim" in call.kwargs:
         return reduction()(call)
     return reduced(call.type_of(input), input.ndim, axes_of(None, input.ndim), False, call.mixed("over the batch"))
@@ -76,8 +76,8 @@ def last_axes(count: int, tensors: int = 8) -> Handler:
     """An operation that combines the last axes of its tensors: triangles, matrices."""
 
     def handler(call: Call) -> Type:
-        operands = [value for value in call.tensors() if value.ndim >= count][:tensors]
-        if any(call.type_of(value) is not None for value in call.tensors() if value.ndim < count):
+        operands = [value for value in call.inputs if value.ndim >= count][:tensors]
+        if any(call.type_of(value) is not None for value in call.inputs if value.ndim < count):
             return call.mixed("of a vector")
         ndim = max(operand.ndim for operand in operands)
         return combined(call, [broadcast(operand, ndim) for operand in operands], range(ndim - count, ndim))
@@ -118,7 +118,7 @@ def glu(call: Call) -> Type:
     """The halves of one axis are multiplied."""
     input: Tensor = call.args[-2] if isinstance(call.args[-1], int) and len(call.args) > 2 else call.args[0]
     dim = call.args[-1] if isinstance(call.args[-1], int) else -1
-    tensors = call.tensors()
+    tensors = call.inputs
     return combined(call, [broadcast(tensor, input.ndim) for tensor in tensors], axes_of(dim, input.ndim))
 
 

@@ -22,10 +22,9 @@ def where(call: Call) -> Type:
     condition, one, other = call.inputs
     kind = call.type_of(condition)
     unsure = isinstance(call.type_of(one), Mixed) or isinstance(call.type_of(other), Mixed)
-    if (unsure or call.types.marked("a condition", condition)) and (
-        kind is None or (isinstance(kind, Rows) and not kind.doubt)
-    ):
-        call.types.mark("a condition", condition)
+    clean = kind is None or (isinstance(kind, Rows) and not kind.doubt)
+    if clean and (unsure or call.types.marked(CONDITION, condition)):
+        call.types.mark(CONDITION, condition)
         if bool(condition.all()):
             return chosen(call, one)
         if not bool(condition.any()):

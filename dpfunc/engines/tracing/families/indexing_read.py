@@ -50,7 +50,7 @@ def index(call: Call) -> Type:
 
 
 def index_select(call: Call) -> Type:
-    """`self[..., index, ...]`."""
+    """Rows of whole slices at a list of positions on one axis: `self[..., index, ...]`."""
     self: Tensor = call.args[0]
     (axis,) = axes_of(call.args[1], self.ndim)
     positions = call.args[2].reshape(-1)

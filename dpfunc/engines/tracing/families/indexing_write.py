@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, combined, leading
 from dpfunc.engines.tracing.families.positions import (
-    PLACES,
     Positions,
     all_once,
     doubt_of,
@@ -18,6 +17,7 @@ from dpfunc.engines.tracing.families.positions import (
     expanded_masks,
     kept_axis,
     place_of,
+    positions_of,
     same_rows,
 )
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, same_ids, shuffled, slots_of, spread
@@ -39,8 +39,7 @@ def index_add(call: Call) -> Type:
     """`self[..., index, ...] += source`, for whole slices; index_copy writes instead."""
     self: Tensor = call.args[0]
     (axis,) = axes_of(call.arg(1, "dim"), self.ndim)
-    index = call.arg(2, "index")
-    positions = Positions(index, call.type_of(index), call.types.marked(PLACES, index))
+    positions = positions_of(call, call.arg(2, "index"))
     return written(call, self, [*[None] * axis, positions], call.arg(3, "source"))
 
 

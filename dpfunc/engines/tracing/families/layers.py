@@ -44,6 +44,6 @@ FAMILY: dict[str, Handler] = {
          "hardswish_backward", "mish_backward", "hardshrink_backward", "softshrink_backward", "huber_loss_backward",
          "clamp_backward", "nan_to_num", "isclose", "xlogy", "special_entr", "floor_divide", "hardswish",
          "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
-        lambda call: combined(call, [broadcast(t, _ndim(call)) for t in call.tensors()]),
+        lambda call: combined(call, [broadcast(t, _ndim(call)) for t in call.inputs]),
     ),
 }  # fmt: skip

@@ -44,7 +44,7 @@ def elementwise_loss(position: int) -> Handler:
     """A loss of two tensors with a reduction at a position of its arguments, 1 (the mean) where it is missing."""
 
     def handler(call: Call) -> Type:
-        tensors = call.tensors()
+        tensors = call.inputs
         ndim = max(tensor.ndim for tensor in tensors)
         kind = combined(call, [broadcast(tensor, ndim) for tensor in tensors])
         reduces = call.arg(position, "reduction", 1) != 0

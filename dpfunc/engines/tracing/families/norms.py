@@ -15,7 +15,7 @@ def layer_norm(call: Call) -> list[Type]:
     """`(input, shape, weight, bias, eps)` and the fused RMS norm: results, then statistics."""
     input, features = call.args[0], len(call.args[1])
     ndim = input.ndim
-    tensors = [tensor for tensor in call.tensors() if tensor is not input]
+    tensors = [tensor for tensor in call.inputs if tensor is not input]
     operands = [broadcast(input, ndim), *(broadcast(tensor, ndim) for tensor in tensors)]
     return [combined(call, operands, range(ndim - features, ndim))] * len(call.out)
 

@@ -13,7 +13,7 @@ def spatial(count: int) -> Handler:
     """Operations over the last axes: pools, interpolation, padding by reflection, and their backward passes."""
 
     def handler(call: Call) -> Type:
-        tensors = [tensor for tensor in call.tensors() if tensor.ndim > count]
+        tensors = [tensor for tensor in call.inputs if tensor.ndim > count]
         ndim = tensors[0].ndim
         return combined(call, [broadcast(tensor, ndim) for tensor in tensors], range(ndim - count, ndim))
 

@@ -23,6 +23,11 @@ class Positions(NamedTuple):
     places: bool = False
 
 
+def positions_of(call: Call, index: Tensor) -> Positions:
+    """The positions that an index tensor of integers holds."""
+    return Positions(index, call.type_of(index), call.types.marked(PLACES, index))
+
+
 def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positions | None]:
     """Masks as lists of positions, one an axis."""
     found: list[Positions | None] = []
@@ -37,7 +42,7 @@ def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positio
                 kind = kind._replace(ragged=True)
             found.extend(Positions(places[:, axis], kind, axis == along) for axis in range(index.ndim))
         else:
-            found.append(Positions(index, call.type_of(index), call.types.marked(PLACES, index)))
+            found.append(positions_of(call, index))
     return found
 
 

@@ -92,8 +92,8 @@ def cdist_backward(call: Call) -> Type:
 
 def solve(call: Call) -> Type:
     """`solve(A (..., n, n), B (..., n, k))` and triangular ones: the last two axes are combined."""
-    tensors = [tensor for tensor in call.tensors() if tensor.ndim >= 2]
-    if any(call.type_of(tensor) is not None for tensor in call.tensors() if tensor.ndim < 2):
+    tensors = [tensor for tensor in call.inputs if tensor.ndim >= 2]
+    if any(call.type_of(tensor) is not None for tensor in call.inputs if tensor.ndim < 2):
         return call.mixed("of a vector")
     ndim = max(tensor.ndim for tensor in tensors)
     kinds = combined(call, [broadcast(tensor, ndim) for tensor in tensors], (ndim - 2, ndim - 1))

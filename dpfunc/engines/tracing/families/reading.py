@@ -11,14 +11,14 @@ from dpfunc.engines.tracing.call import Call, Type
 
 def read(call: Call) -> Type:
     """Note that Python was given a number, or the answer to a question about tensors."""
-    for tensor in call.tensors():
+    for tensor in call.inputs:
         call.types.taken(call.name, tensor, call.out)
     return None
 
 
 def by_values(call: Call) -> Type:
     """Results whose shapes depend on values: mixed where these depend on the batch."""
-    if any(call.type_of(tensor) is not None for tensor in call.tensors()):
+    if any(call.type_of(tensor) is not None for tensor in call.inputs):
         return call.mixed("whose shape depends on values of the batch")._replace(shaped=True)
     return None
 
@@ -30,7 +30,7 @@ def checked(call: Call) -> Type:
 
 def counted(call: Call) -> Type:
     """Counts of values in the whole tensor: mixed if it depends on the batch."""
-    return call.mixed("over the batch") if any(call.type_of(t) is not None for t in call.tensors()) else None
+    return call.mixed("over the batch") if any(call.type_of(t) is not None for t in call.inputs) else None
 
 
 def tensor_of_shape(call: Call) -> Type:
