@@ -1,4 +1,4 @@
-"""The rules of the house, read from the source: layers, bans, sizes, documentation."""
+"""The rules of the house, read from the source: layers, bans, documentation."""
 
 from __future__ import annotations
 
@@ -88,18 +88,6 @@ def test_no_foreign_attribute_is_written(path):
                     if target.attr == "grad" and layer_of(path) == "integrations":
                         continue
                     assert ast.unparse(target.value) == "self", f"{path}:{node.lineno} writes {ast.unparse(target)}"
-
-
-@every_file
-def test_sizes(path):
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 400, f"{path} has {len(lines)} lines"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef):
-            first = node.body[0]
-            documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-            start = first.end_lineno if documented else node.lineno
-            assert node.end_lineno - start <= 60, f"{path}:{node.lineno} {node.name} is long"
 
 
 @every_file

@@ -150,6 +150,22 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
     }
 
 
+def longest(count: int = 5) -> dict[str, list[str]]:
+    """The longest files and functions, in lines without docstrings."""
+    files: list[tuple[int, str]] = []
+    found: list[tuple[int, str]] = []
+    for path in ROOT.rglob("*.py"):
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        files.append((len(text.splitlines()), name))
+        for function in functions(ast.parse(text)):
+            start = function.body[0].end_lineno if ast.get_docstring(function) else function.lineno
+            found.append(((function.end_lineno or 0) - (start or 0), f"{name}: {function.name}"))
+    shown = {"files": files, "functions": found}
+    return {
+        what: [f"{name} ({lines})" for lines, name in sorted(all_)[: -count - 1 : -1]] for what, all_ in shown.items()
+    }
+
+
 def main() -> None:
     """Print them."""
     table = Table("what", "number")
@@ -158,6 +174,8 @@ def main() -> None:
         table.add_row(name, str(value))
     Console().print(table)
     Console().print("The way of a batch:", ", ".join(way))
+    for what, names in longest().items():
+        Console().print(f"The longest {what}:", ", ".join(names))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ class Constant(Enum):
 
 Entry = Stored | Mixed | Constant
 
+COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
+"""Of numbers of 16 bits."""
+
 # What the batches of earlier steps left in memory that is still in use; weak references, no result depends on them.
 LEFT: dict[int, StorageWeakRef] = {}
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"

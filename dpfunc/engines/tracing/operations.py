@@ -12,7 +12,7 @@ import torch
 from dpfunc.engines.collectives import communicates
 from dpfunc.engines.draws import draws_numbers
 from dpfunc.engines.tracing.call import Call
-from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES
+from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES, PURE
 
 
 class Kind(Enum):
@@ -33,7 +33,8 @@ class Known:
     Args:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
             name, that it writes into. random: it draws random numbers. exchange: it communicates. shares: its results
-            lie in the memory of its argument, always: nothing is to be noted.
+            lie in the memory of its argument, always: nothing is to be noted. pure: its type follows from shapes and
+            types alone, whatever the numbers are. number: of its own.
     """
 
     kind: Kind
@@ -43,6 +44,8 @@ class Known:
     random: bool = False
     exchange: bool = False
     shares: bool = False
+    pure: bool = False
+    number: int = 0
 
 
 FILLED = frozenset((
@@ -85,7 +88,7 @@ def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
     """Look up an operation in the tables at its first call, later in a cache."""
     found = _known.get(func)
     if found is None:
-        found = _known[func] = _look_up(func)
+        found = _known[func] = replace(_look_up(func), number=len(_known))
     return found
 
 
@@ -102,7 +105,11 @@ def _look_up(func: Any) -> Known:  # noqa: ANN401
     found = _kind_of(func, name, written)
     exchange = communicates(func)
     shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
-    return replace(found, random=draws_numbers(func), exchange=exchange, shares=shares)
+    random = draws_numbers(func)
+    pure = not (written or random or exchange) and (
+        found.kind in (Kind.POINTWISE, Kind.FILLED) or (found.kind is Kind.FAMILY and name in PURE)
+    )
+    return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)
 
 
 def _composite(func: Any) -> bool:  # noqa: ANN401

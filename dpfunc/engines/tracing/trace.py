@@ -28,6 +28,7 @@ from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
 from dpfunc.engines.tracing.credit import Misplaced, check_credited
 from dpfunc.engines.tracing.entries import (
+    COARSE_DTYPES,
     LEFT,
     Constant,
     Entry,
@@ -42,6 +43,7 @@ from dpfunc.engines.tracing.entries import (
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
+from dpfunc.engines.tracing.repeated import keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, stored
@@ -52,7 +54,6 @@ from dpfunc.types import Batch
 __all__ = ["Misplaced", "Trace", "current_trace", "following", "kept_apart"]
 
 INTEGERS = 8
-COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
 
 @dataclass(eq=False)
@@ -69,6 +70,7 @@ class Trace(DispatchMode):
         integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that
             depends on several samples. held: constants before they were written into.
         meshes: on which layers are split that were computed. marks: what families remember of tensors.
+        looked: the numbers of a constant decided how the last call was typed.
     """
 
     num_samples: int
@@ -86,6 +88,7 @@ class Trace(DispatchMode):
     held: Tensor | None = None
     meshes: list[Any] = field(default_factory=list)
     marks: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
+    looked: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,6 +162,7 @@ class Trace(DispatchMode):
         entry = self.entries.get(key_of(own))
         if entry is not None and entry[1] in (Constant.EQUAL, Constant.RANDOM):
             return True
+        self.looked = True
         return rows_module.uniform(own, rows, axis)
 
     def remember(self, values: Tensor) -> None:
@@ -343,6 +347,12 @@ class Trace(DispatchMode):
         if known.kind is Kind.VIEW:
             type_copies(self, known, args, kwargs, result)
             return
+        key = None if split else key_of_call(self, known, args, kwargs)
+        coarse = None if key is None else recall(self, key, result)
+        if coarse is not None:
+            self.coarse = self.coarse or coarse
+            return
+        self.looked = False
         call = Call.of(self, known.name, args if held is None else (held, *args[1:]), kwargs, result)
         if known.exchange and known.kind is Kind.UNKNOWN:
             type_exchanged(self, known, call)
@@ -350,6 +360,8 @@ class Trace(DispatchMode):
             write(self, known, call, args)
         else:
             type_results(self, known, call)
+            if key is not None and not self.looked:
+                keep(self, key, call.inputs, result)
         if split and not self.alone:
             check_complete(self, known, call)
 

@@ -35,5 +35,13 @@ FAMILIES: dict[str, Handler] = {
     name: handler for family in _NAMES for name, handler in import_module(f"{__name__}.{family}").FAMILY.items()
 }
 
+PURE = frozenset(
+    name
+    for family in ("along", "attention", "convolutions", "layers", "losses", "norms", "pools", "products", "shaping")
+    for name in import_module(f"{__name__}.{family}").FAMILY
+    if name not in ("_grouped_mm", "sort", "argsort", "all", "any", "_is_all_true", "_is_any_true", "repeat_interleave")
+)
+"""Operations whose rules look at types, shapes and Python numbers only; where they ask `uniform`, that is noted."""
+
 EXCHANGES: dict[str, Handler] = dict(exchanges.FAMILY)
 """Collectives of torch's own wrappers, which are not ATen operations."""

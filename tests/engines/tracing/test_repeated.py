@@ -1,0 +1,106 @@
+"""The type of a call that occurs again is the one that typing it anew gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from oracle import FAILS, quiet
+from programs import made, run
+
+import dpfunc
+from dpfunc.engines.tracing import repeated, trace
+from dpfunc.errors import UnsupportedModel
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclass
+class Compared:
+    """Calls that were answered from memory and typed anew, and the keys of those whose answers differ."""
+
+    calls: int = 0
+    different: list[object] = field(default_factory=list)
+
+
+@contextmanager
+def typed_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compared]:
+    """Inside, each call that would be answered from memory is typed by its rule, and both answers are compared."""
+    compared, asked = Compared(), []
+    real_keep = repeated.keep
+
+    def recall(trace, key, result):
+        for missing, _ in asked:  # its rule looked at numbers, or gave a doubt that is not kept
+            compared.different.append(missing)
+        asked.clear()
+        if key in repeated._answers:
+            compared.calls += 1
+            asked.append((key, repeated._answers.pop(key)))
+        return None
+
+    def keep(trace, key, inputs, result):
+        real_keep(trace, key, inputs, result)
+        if asked:
+            before, answers = asked.pop()
+            if before != key or repeated._answers.get(key) != answers:
+                compared.different.append(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trace, "recall", recall)
+        patch.setattr(trace, "keep", keep)
+        repeated._answers.clear()
+        yield compared
+    compared.different += [key for key, _ in asked]
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_random_programs(monkeypatch, honest):
+    with typed_anew(monkeypatch) as compared, quiet():
+        for seed in range(150):
+            run(*made(90_000 + seed, random.Random(seed).randint(1, 30), honest=honest))
+    assert compared.calls > 500
+    assert not compared.different
+
+
+def test_the_cases_of_isolation(monkeypatch):
+    from isolation.truth import outcomes
+    from isolation.zoo import ZOO
+
+    with typed_anew(monkeypatch) as compared, quiet():
+        for loss in list(ZOO.values())[::4]:
+            try:
+                outcomes(loss, "bookkeeping")
+            except FAILS:
+                continue
+    assert compared.calls > 500
+    assert not compared.different
+
+
+def losses(params, batch, bias):
+    return torch.nn.functional.gelu(batch @ params["w"] + bias).sum(1)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_constants_are_looked_at_in_each_step(warm):
+    """A constant that is equal for all samples in one step, and not in the next: only its numbers tell."""
+    batch, params = torch.randn(4, 3), {"w": torch.randn(3, 4)}
+    bias = torch.ones(4, 4)
+    engine = dpfunc.engines.bookkeeping()
+    if warm:
+        for _ in range(2):
+            engine(lambda params, batch: losses(params, batch, bias), params, batch)
+    bias[1] = 2.0
+    with pytest.raises(UnsupportedModel, match="differ between positions"):
+        engine(lambda params, batch: losses(params, batch, bias), params, batch)
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(repeated, "KEPT", 20)
+    with quiet():
+        for seed in range(20):
+            run(*made(seed, 20))
+            assert len(repeated._answers) <= 20
