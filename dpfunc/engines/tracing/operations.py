@@ -106,7 +106,7 @@ def _look_up(func: Any) -> Known:  # noqa: ANN401
     exchange = communicates(func)
     shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
     random = draws_numbers(func)
-    pure = not (written or random or exchange) and (
+    pure = not (found.written or random or exchange or name in WRITING_STATISTICS) and (
         found.kind in (Kind.POINTWISE, Kind.FILLED) or (found.kind is Kind.FAMILY and name in PURE)
     )
     return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)

@@ -29,9 +29,17 @@ class Compared:
 
 @contextmanager
 def typed_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compared]:
-    """Inside, each call that would be answered from memory is typed by its rule, and both answers are compared."""
+    """Inside, each call that would be answered from memory is typed by its rule, and both answers are compared.
+
+    The rule must do nothing else than to note the types of the results.
+    """
     compared, asked = Compared(), []
     real_keep = repeated.keep
+
+    def effects(trace, results=()):
+        own = {repeated.key_of(tensor) for tensor in results}
+        entries = {key: entry for key, (_, entry) in trace.entries.items() if key not in own}
+        return entries, list(trace.doubts), list(trace.integers), set(trace.marks), trace.ragged, trace.shuffled
 
     def recall(trace, key, result):
         for missing, _ in asked:  # its rule looked at numbers, or gave a doubt that is not kept
@@ -39,14 +47,16 @@ def typed_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compared]:
         asked.clear()
         if key in repeated._answers:
             compared.calls += 1
-            asked.append((key, repeated._answers.pop(key)))
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            asked.append((key, (repeated._answers.pop(key), results, effects(trace, results))))
         return None
 
     def keep(trace, key, inputs, result):
         real_keep(trace, key, inputs, result)
         if asked:
-            before, answers = asked.pop()
-            if before != key or repeated._answers.get(key) != answers:
+            before, (answers, results, state) = asked.pop()
+            same = effects(trace, results)[1:] == state[1:] and effects(trace, results)[0] == state[0]
+            if before != key or repeated._answers.get(key) != answers or not same:
                 compared.different.append(key)
 
     with monkeypatch.context() as patch:
