@@ -28,7 +28,7 @@ from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.taps import Catch, as_it_is, leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Places, Remembered, Traced
-from dpfunc.engines.tracing.trace import Misplaced, Trace, following
+from dpfunc.engines.tracing.trace import Misplaced, Trace, backward_pass, following
 from dpfunc.engines.tracked import Tracked, version
 from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends
@@ -262,7 +262,8 @@ def keep_books(loss_fn: LossFn, params: Params, batch: Batch, places: Places, bo
             refuse_reentrant((), losses_B)
         book.close()
         trace.credited(losses_B, Layout(0), "the loss")
-        result = _read(tracker, book, leaves, losses_B)
+        with backward_pass(trace, losses_B, hooked=tracker.hooked):
+            result = _read(tracker, book, leaves, losses_B)
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 

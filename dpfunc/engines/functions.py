@@ -13,6 +13,13 @@ from dpfunc.engines.tracing.python_values import READING, SIZES
 
 NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
 HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+# They put a hook on a tensor or on a node of its graph, or give the node away.
+_ACCESSORS: tuple[Any, ...] = (Tensor.grad_fn, Tensor._backward_hooks)
+HOOKING = (
+    HOOKS
+    | {Tensor.retain_grad, Tensor._backward_hooks.__set__}  # type: ignore[union-attr]
+    | {accessor.__get__ for accessor in _ACCESSORS}
+)
 CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
 CONVERTING = frozenset((Tensor.to, Tensor.type_as))
 WATCHED = CHECKING | READING | SIZES

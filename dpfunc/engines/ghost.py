@@ -6,6 +6,7 @@ Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -29,7 +30,7 @@ from dpfunc.engines.sums import exact
 from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
-from dpfunc.engines.tracing.trace import Trace, following
+from dpfunc.engines.tracing.trace import Trace, backward_pass, following
 from dpfunc.engines.tracked import Tracked
 from dpfunc.engines.tracking import Tracker
 from dpfunc.engines.vmap import check_depends
@@ -154,7 +155,8 @@ class Ghost:
             )
         if self._meter.sq_norms:
             self._meter.weigh(factors)
-            with self._trace, torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
+            followed = nullcontext() if self._trace.settled else self._trace
+            with followed, torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
                 torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
             refuse_unproven(self._trace.doubts[len(self.doubts) :])  # a hook may do another thing the second time
         sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
@@ -231,12 +233,11 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
             refuse_reentrant((), losses_B)
         meter.close()
         trace.credited(losses_B, Layout(0), "the loss")
-        total = losses_B.sum()
         copies = [copy for _, copy, _ in meter.leaves]
         watched = {**leaves, **tracker.canaries}
         targets = (*copies, *watched.values(), meter.anchor)
-        with torch_seed(seed):
-            ones_B = torch.ones_like(losses_B)
+        with torch_seed(seed), backward_pass(trace, losses_B, hooked=tracker.hooked):
+            total, ones_B = losses_B.sum(), torch.ones_like(losses_B)
             caught = torch.autograd.grad(losses_B, targets, ones_B, allow_unused=True, retain_graph=True)
         refuse_escaped(watched, caught[len(copies) : -1])
         for (tracked, _, layout), grad in zip(meter.leaves, caught, strict=False):

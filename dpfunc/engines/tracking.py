@@ -20,6 +20,7 @@ from dpfunc.checks import shorten
 from dpfunc.engines.functions import (
     CHECKING,
     CONVERTING,
+    HOOKING,
     HOOKS,
     NESTED,
     RESHAPING,
@@ -52,6 +53,7 @@ class Tracker(TorchFunctionMode):
         params: leaves that require gradients. num_samples: B. places: finds where the samples are in a result.
         tracked: identity -> parameters and derived values.
         canaries: leaves under results that no loss should depend on. hidden: a parameter was used under no_grad.
+        hooked: something was put into the backward pass, or could have been.
     """
 
     params: Mapping[str, Tensor]
@@ -61,6 +63,7 @@ class Tracker(TorchFunctionMode):
     tracked: dict[int, Tracked] = field(default_factory=dict)
     canaries: dict[str, Tensor] = field(default_factory=dict)
     hidden: bool = False
+    hooked: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -79,7 +82,10 @@ class Tracker(TorchFunctionMode):
             args = (args[0], args[1][0])
         if func is Tensor.unflatten:  # a method in Python, which dynamo cannot trace inside of a mode
             func = torch.unflatten
+        if func in HOOKING:
+            self.hooked = True
         if func in NESTED:
+            self.hooked = True
             return self._nested(func, args, kwargs)
         if func in WATCHED:
             return self._watched(func, args, kwargs)

@@ -90,3 +90,15 @@ def fits(kind: Rows, tensor: Tensor) -> bool:
 def doubted(entry: Stored, reason: str) -> Stored:
     """The same rows, assumed and not proven."""
     return replace(entry, doubt=entry.doubt or reason)
+
+
+def carries_gradients(tensor: Tensor) -> bool:
+    """True if a tensor has numbers through which autograd can differentiate."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_doubtful(entry: Entry) -> bool:
+    """True of memory whose numbers depend on several samples, or may do so."""
+    if isinstance(entry, Stored):
+        return bool(entry.doubt) or entry.ragged or entry.slots is not None
+    return isinstance(entry, Mixed)

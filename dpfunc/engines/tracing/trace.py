@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 
 from dpfunc.engines.collectives import check_own, note_meshes
 from dpfunc.engines.draws import Draw, drawn
@@ -25,6 +25,7 @@ from dpfunc.engines.layout import Layout
 from dpfunc.engines.modes import DispatchMode, unseen
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
+from dpfunc.engines.tracing.backward import is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
 from dpfunc.engines.tracing.credit import Misplaced, check_credited
 from dpfunc.engines.tracing.entries import (
@@ -32,9 +33,11 @@ from dpfunc.engines.tracing.entries import (
     LEFT,
     Constant,
     Entry,
+    carries_gradients,
     fits,
     forget_freed,
     has_own_dispatch,
+    is_doubtful,
     key_of,
     part,
     parts,
@@ -51,7 +54,7 @@ from dpfunc.engines.tracing.writes import before, refuse_writes, write
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch
 
-__all__ = ["Misplaced", "Trace", "current_trace", "following", "kept_apart"]
+__all__ = ["Misplaced", "Trace", "backward_pass", "current_trace", "following", "kept_apart"]
 
 INTEGERS = 8
 
@@ -70,7 +73,8 @@ class Trace(DispatchMode):
         integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that
             depends on several samples. held: constants before they were written into.
         meshes: on which layers are split that were computed. marks: what families remember of tensors.
-        looked: the numbers of a constant decided how the last call was typed.
+        looked: the numbers of a constant decided how the last call was typed. clean: no number so far that can carry a
+            gradient depends on several samples, or may. settled: the backward pass is proven by the forward pass.
     """
 
     num_samples: int
@@ -89,6 +93,8 @@ class Trace(DispatchMode):
     meshes: list[Any] = field(default_factory=list)
     marks: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
     looked: bool = False
+    clean: bool = True
+    settled: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -145,6 +151,7 @@ class Trace(DispatchMode):
             return entry[1]
         found = located(entry[1], own, self.num_samples)
         if found is None:
+            self.clean = self.clean and not carries_gradients(own)
             return Mixed(f"a view {tuple(tensor.shape)} across samples")
         return found
 
@@ -213,8 +220,18 @@ class Trace(DispatchMode):
 
     def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
         """Check a tensor that is about to be split by samples: it must have these rows, and no doubt."""
+        if self.settled:
+            return
         with unseen():
             check_credited(self, tensor, layout, what)
+
+    def settle(self, losses_B: Tensor, hooked: bool) -> bool:
+        """Find out whether the forward pass proves the backward pass of these losses, which is not followed then."""
+        with unseen():
+            self.settled = (
+                self.clean and not (self.doubts or self.ragged or self.meshes or hooked) and is_plain(losses_B)
+            )
+        return self.settled
 
     def declare_parts(self, source: Tensor, cuts: Tensor, places_NL: Tensor, real_NL: Tensor) -> Tensor:
         """Places of parts of a tensor, each of one sample: see `declared.declare_parts`."""
@@ -276,6 +293,8 @@ class Trace(DispatchMode):
 
     def note(self, tensor: Tensor, entry: Entry) -> None:
         """Store the type of the memory of a tensor."""
+        if self.clean and carries_gradients(tensor) and is_doubtful(entry):
+            self.clean = False
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -311,6 +330,7 @@ class Trace(DispatchMode):
         if known.exchange and not self.alone:  # engines that compute rows alone check collectives themselves
             check_own(func)
         held = None
+        self.clean = self.clean and not saving_hooked()
         if known.written:
             refuse_writes(self, known, args, kwargs or {})
             held = before(self, known, args)
@@ -398,6 +418,13 @@ def following(trace: Trace, batch: Batch) -> Iterator[None]:
             yield
     finally:
         trace.end()
+
+
+@contextmanager
+def backward_pass(trace: Trace, losses_B: Tensor, *, hooked: bool) -> Iterator[None]:
+    """Inside of `following`: the backward pass of these losses; followed only where the forward pass proves nothing."""
+    with _pop_mode_temporarily() if trace.settle(losses_B, hooked) else nullcontext():
+        yield
 
 
 @contextmanager

@@ -1,0 +1,77 @@
+"""Backward passes that need not be followed: they consist of torch's own derivatives of what was followed forward.
+
+Where each number of the forward pass that can carry a gradient depends on one sample at most, as its type says, the
+derivative of the loss of a sample by a number of another sample is zero. torch computes that derivative, row by row, in
+the nodes of `DERIVATIVES`. What else runs Python in a backward pass is looked for: custom functions and checkpoints are
+other nodes; hooks on tensors and nodes are seen when they are put there (`functions.HOOKING`), hooks on saved tensors
+while they are active. Any of them, and the backward pass is followed operation by operation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.taps import Tap
+
+DERIVATIVES = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        "Abs", "Acos", "AdaptiveAvgPool2D", "Add", "Addcdiv", "Addcmul", "Addmm", "Alias", "Asin", "Atan", "Atan2",
+        "AvgPool2D", "AvgPool3D", "Baddbmm", "BinaryCrossEntropyWithLogits", "BinaryCrossEntropy", "Bmm", "Cat", "Celu",
+        "Clamp", "ClampMax", "ClampMin", "Clone", "ConstantPadNd", "Convolution", "Cos", "Cosh", "Cumsum", "Detach",
+        "Diagonal", "Div", "Dot", "Elu", "Erf", "Exp", "Expand", "Expm1", "Flip", "FusedRmsNorm", "Gather", "Gelu",
+        "Glu", "Hardsigmoid", "Hardswish", "Hardtanh", "HuberLoss", "IndexSelect", "Index", "LeakyRelu", "Lerp",
+        "LinalgVectorNorm", "Log", "Log10", "Log1P", "Log2", "LogSigmoid", "LogSoftmax", "Logaddexp", "Logsumexp",
+        "MaskedFill", "MaxPool2DWithIndices", "Maximum", "Mean", "Minimum", "Mish", "Mm", "MseLoss", "Mul", "Mv",
+        "NativeBatchNorm", "NativeDropout", "NativeGroupNorm", "NativeLayerNorm", "Neg", "NllLoss", "NllLoss2D", "Norm",
+        "Permute", "Pow", "Prod", "Reciprocal", "ReflectionPad1D", "ReflectionPad2D", "Relu", "Repeat",
+        "ReplicationPad1D", "ReplicationPad2D", "Roll", "Rsqrt", "Rsub", "SafeSoftmax",
+        "ScaledDotProductCudnnAttention", "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
+        "ScaledDotProductFlashAttentionForCpu", "Scatter", "ScatterAdd", "Select", "Sigmoid", "Silu", "Sin", "Sinh",
+        "Slice", "SmoothL1Loss", "Softmax", "Softplus", "Split", "SplitWithSizes", "Sqrt", "Squeeze", "Stack",
+        "Std", "StdMean", "Sub", "Sum", "T", "Tan", "Tanh", "Threshold", "ToCopy", "Topk", "Transpose", "Tril", "Triu",
+        "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "UpsampleBicubic2D", "UpsampleBilinear2D",
+        "UpsampleNearest2D", "Var", "VarMean", "View", "Where",
+    )
+    for number in range(7)
+)  # fmt: skip
+"""Nodes of torch whose gradients of a row are made of the gradients and saved numbers of that row, and of constants."""
+
+_plain: dict[type, bool] = {}
+
+
+def is_plain(losses_B: Tensor) -> bool:
+    """True if the graph behind the losses has only nodes of `DERIVATIVES`, and those of engines.
+
+    About a microsecond a node.
+    """
+    node = losses_B.grad_fn
+    if node is None:
+        return False
+    seen = {node}
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        kind = type(node)
+        known = _plain.get(kind)
+        if known is None:
+            known = _plain[kind] = _is_known(kind)
+        if not known:
+            return False
+        for earlier, _ in node.next_functions:
+            if earlier is not None and earlier not in seen:
+                seen.add(earlier)
+                todo.append(earlier)
+    return True
+
+
+def _is_known(kind: type) -> bool:
+    if issubclass(kind, torch.autograd.function.BackwardCFunction):
+        return kind is Tap._backward_cls
+    return kind.__name__ in DERIVATIVES or kind.__name__ == "AccumulateGrad"
+
+
+def saving_hooked() -> bool:
+    """True where hooks take the tensors that the graph saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
