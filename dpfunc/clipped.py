@@ -97,6 +97,12 @@ class ClippedGrad:
     ) -> tuple[ClippedSum, Unreleased]:
         """The clipped sum over the batch, and its losses and norms."""
         check_params(params)
+        return self.compute(params, batch, mask_B, key)
+
+    def compute(
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
+    ) -> tuple[ClippedSum, Unreleased]:
+        """The same, of parameters that were checked before."""
         if self.whole_norms is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "

@@ -107,11 +107,14 @@ def replay(state: StepState) -> StepState:
     return resumed(state)
 
 
-def a_state(state: StepState | None) -> StepState:
+def require_state(state: StepState | None) -> StepState:
+    """The state itself.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
     if state is None:
-        raise fail(
-            "a state, which all processes share", "state", None, "Start with dp_step.init(params, shared_key(ranks))."
-        )
+        raise fail("a state", "state", None, "Start with dp_step.init(params, dpfunc.secure_key()).")
     return state
 
 

@@ -17,29 +17,28 @@ from dpfunc.checks import fail, one_of
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.distributed.handshake import Card, card, joint_digest
+from dpfunc.distributed.collective_step import Several
 from dpfunc.distributed.launch import check_alone
+from dpfunc.distributed.processes import OneProcess, Processes, Rows
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.distributed.reduce import check_layout, gathered, whole_norms
-from dpfunc.distributed.together import checked, confirmed, dummy_of, padded, summed
+from dpfunc.distributed.reduce import whole_norms
 from dpfunc.engines.auto import Decision, auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
-from dpfunc.engines.lockstep import in_company
 from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.memory import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
-from dpfunc.noise import gaussian
+from dpfunc.noise import Mechanism, gaussian
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import (
     StepState,
-    a_state,
     check_repeated,
     check_state,
     plan_mark,
     remember,
+    require_state,
     step_events,
     without_addresses,
 )
@@ -79,6 +78,10 @@ class DPStep:
     @cached_property
     def _mark(self) -> str:
         return plan_mark(self.plan)
+
+    @cached_property
+    def _processes(self) -> Processes:
+        return OneProcess() if self.ranks is None else Several(self.ranks)
 
     def init(self, params: Params, key: Key, ledger: Ledger | None = None) -> StepState:
         """The state before the first step.
@@ -125,75 +128,68 @@ class DPStep:
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
     ) -> StepResult:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
-        if self.ranks is None:
-            mask_B = self._check(params, batch, state, mask_B)
-            state = self._run_of_its_own(params) if state is None else state
-            with in_company(None, independent=True):
-                clipped, unreleased = self._clip(params, batch, mask_B, state)
-        else:
-            state = a_state(state)
-            clipped, unreleased = self._clip_together(params, batch, mask_B, state, self.ranks)
-        mechanism = gaussian(
-            schedule_at(self.plan.noise_multiplier, state.step),
-            allocation=self.plan.allocation,
-            source=self.noise_source,
-        )
-        key = fold_in(state.key, "step", state.step)
-        released, noise_state = mechanism.add(clipped, state.noise_state, fold_in(key, "release"))
-        after = self._advance(state, noise_state)
-        digest = joint_digest(released, self.ranks)
+        state, rows = self._check(params, batch, state, mask_B)
+        clipped, unreleased = self._clip(params, rows, state)
+        released, noise_state = self._add_noise(clipped, state)
+        after = self._record(released, noise_state, state)
+        return StepResult(self._divide(released, params, state.step), after, unreleased)
 
-        def record() -> None:  # on disk before anybody sees the gradients
+    def _check(
+        self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None
+    ) -> tuple[StepState, Rows]:
+        """Find everything that can be wrong with a call before anything is computed or spent."""
+
+        def check() -> Tensor:
+            check_params(params)
+            real_B = check_mask(mask_B, batch_size(batch), torch.device("cpu"))
+            if state is not None:
+                check_state(state, self.plan, self._mark)
+                if self.verify_batch:
+                    self._check_draw(state, int(real_B.sum()))
+            return real_B
+
+        step = state.step if isinstance(state, StepState) else None
+        rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
+        return self._run_of_its_own(params) if state is None else state, rows
+
+    def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
+        # Replicas draw different dropout for their different records.
+        rank = (self._processes.rank,) if self._processes.rank else ()
+        key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
+
+        def clip(params: Params, batch: Batch, mask_B: Tensor) -> tuple[ClippedSum, Unreleased]:
+            return self.clipped_grad.compute(params, batch, mask_B, key)
+
+        return self._processes.sum(clip, params, rows)
+
+    def _add_noise(self, clipped: ClippedSum, state: StepState) -> tuple[dict[str, Tensor], Any]:
+        key = fold_in(fold_in(state.key, "step", state.step), "release")
+        return self._mechanism(state.step).add(clipped, state.noise_state, key)
+
+    def _mechanism(self, step: int) -> Mechanism:
+        plan = self.plan
+        multiplier = schedule_at(plan.noise_multiplier, step)
+        return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
+
+    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState) -> StepState:  # noqa: ANN401
+        """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
+        after = self._advance(state, noise_state)
+        digest = self._processes.digest(released)
+
+        def write() -> None:
             check_repeated(state, digest)
-            if self.journal is not None and (self.ranks is None or self.ranks.writes):
+            if self.journal is not None and self._processes.writes:
                 self.journal(after._replace(released=((state.step, digest),)))
 
-        record() if self.ranks is None else confirmed(record, self.ranks)
+        self._processes.confirm(write)
         remember(after, digest)
         if not state.drawn:
             self._stateless.append(fingerprint(state.key))
-        return StepResult(self._reduce(released, params, state.step), after, unreleased)
+        return after
 
-    def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Tensor:
-        """Find everything that can be wrong with a call before anything is computed or spent."""
-        check_params(params)
-        num_samples = batch_size(batch)
-        real_B = check_mask(mask_B, num_samples, torch.device("cpu"))
-        if state is not None:
-            check_state(state, self.plan, self._mark)
-            if self.verify_batch:
-                self._check_draw(state, int(real_B.sum()))
-        return real_B
-
-    def _clip(self, params: Params, batch: Batch, mask_B: Tensor, state: StepState) -> tuple[ClippedSum, Unreleased]:
-        # Replicas draw different dropout for their different records.
-        rank = () if self.ranks is None or not self.ranks.rank else (self.ranks.rank,)
-        key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
-        return self.clipped_grad(params, batch, mask_B=mask_B, key=key)
-
-    def _clip_together(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, state: StepState, ranks: Ranks
-    ) -> tuple[ClippedSum, Unreleased]:
-        real: list[Tensor] = []
-
-        def check() -> Card:
-            real.append(self._check(params, batch, state, mask_B))
-            check_layout(params, ranks)
-            dummy_of(batch, ranks)
-            return card(step=state.step, batch=batch, params=params, run=self._described(state), ranks=ranks)
-
-        largest = checked(check, state.step, ranks)
-
-        def compute() -> tuple[ClippedSum, Unreleased]:
-            every = gathered(params, ranks)  # first: what could fail on one process comes after what all do together
-            rows, rows_B = padded(batch, real[0], largest, ranks)
-            return self._clip(every, rows, rows_B, state)
-
-        return summed(compute, params, ranks)
-
-    def _described(self, state: StepState) -> str:
+    def _described(self, state: StepState | None) -> str:
         """Describe the settings and the state that must be equal in all processes."""
-        clipped = self.clipped_grad
+        state, clipped = require_state(state), self.clipped_grad
         settings = (
             self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
             self.journal is None,
@@ -248,7 +244,7 @@ class DPStep:
         cost = Ledger(step_events(self.plan, state, state.step), self.plan.adjacency)
         return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
 
-    def _reduce(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
+    def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
         # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
         return {name: (value / size).to(params[name].dtype) for name, value in released.items()}

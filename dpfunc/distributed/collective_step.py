@@ -1,0 +1,137 @@
+"""A step of several processes: all take it, or none does.
+
+A process that fails must still inform the others, or they would wait for it: each part of a step takes part in its
+exchange before it lets the error of its caller pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc.checks import fail
+from dpfunc.distributed.handshake import Card, agree, card, joint_digest
+from dpfunc.distributed.processes import Clip, Rows
+from dpfunc.distributed.ranks import Ranks, any_rank
+from dpfunc.distributed.reduce import check_layout, gathered, sum_over
+from dpfunc.engines.lockstep import in_company
+from dpfunc.engines.sums import accumulation_dtype
+from dpfunc.errors import InvalidArgument, StepAborted
+from dpfunc.sharding import local
+from dpfunc.tree import batch_size, pad_rows, signature, tree_map
+from dpfunc.types import Batch, ClippedSum, Params, Unreleased
+
+
+@dataclass(frozen=True)
+class Several:
+    """The processes of `ranks`, which take each step together; see `processes.Processes`."""
+
+    ranks: Ranks
+
+    @property
+    def rank(self) -> int:
+        """Place of this process among those with other records."""
+        return self.ranks.rank
+
+    @property
+    def writes(self) -> bool:
+        """True on the one process that writes the journal."""
+        return self.ranks.writes
+
+    def check(
+        self, check: Callable[[], Tensor], run: Callable[[], str], step: int | None, params: Params, batch: Batch
+    ) -> Rows:
+        """All processes pass their own checks and agree with each other.
+
+        Raises:
+            StepAborted, RankMismatch: see `handshake.agree`. Whatever `check` raises.
+        """
+        if step is None:
+            start = "Start with dp_step.init(params, shared_key(ranks))."
+            raise fail("a state, which all processes share", "state", None, start)
+        own, largest, mask_B = Card(step, 0, 1, 0, 0, 0, 0, 0), 0, None
+        try:
+            mask_B = check()
+            check_layout(params, self.ranks)
+            dummy_of(batch, self.ranks)
+            own = card(step=step, batch=batch, params=params, run=run(), ranks=self.ranks)
+        finally:
+            largest = agree(own, self.ranks)
+        return Rows(batch, mask_B, largest)
+
+    def sum(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
+        """Clipped sum of all processes, and the unreleased values of this one.
+
+        Where the loss communicates, a process that failed cannot tell the others, who wait for it inside of the model:
+        their timeout ends the job.
+
+        Raises:
+            StepAborted: another process failed. Whatever `clip` raises.
+        """
+        ranks, done = self.ranks, None
+        try:
+            with in_company(ranks.group, independent=ranks.independent):
+                whole = gathered(params, ranks)  # first: what could fail on one process comes after what is collective
+                done = clip(whole, *padded(rows.batch, rows.mask_B, rows.size, ranks))
+        finally:
+            if done is None and ranks.independent:
+                nothing = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
+                sum_over(ranks, nothing, params, failed=True)
+        clipped, unreleased = done
+        return ClippedSum(sum_over(ranks, clipped.sums, params), clipped.group_of, clipped.sensitivities), unreleased
+
+    def digest(self, released: Params) -> str:
+        """A digest of what the step releases, the parts of all processes included."""
+        return joint_digest(released, self.ranks)
+
+    def confirm(self, write: Callable[[], None]) -> None:
+        """Run an action on each process, and continue only after all processes have finished it.
+
+        Raises:
+            StepAborted: another process failed. Whatever `write` raises.
+        """
+        written, failed = False, True
+        try:
+            write()
+            written = True
+        finally:
+            failed = any_rank(not written, self.ranks)
+        if failed:
+            raise StepAborted(
+                "Another process could not write this step into its journal, or may not repeat it; its own error says "
+                "why. Nothing was released."
+            )
+
+
+def padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batch, Tensor]:
+    """The batch with rows of weight zero up to the size that all processes run.
+
+    The rows repeat the first one; a process without records runs the public dummy row.
+    """
+    missing = size - batch_size(batch)
+    if missing <= 0:
+        return batch, mask_B
+    if not batch_size(batch):
+        batch = dummy_of(batch, ranks)
+    return pad_rows(batch, size), torch.cat([mask_B, mask_B.new_zeros(missing)])
+
+
+def dummy_of(batch: Batch, ranks: Ranks) -> Batch:
+    """The public row that a process without records runs.
+
+    Raises:
+        InvalidArgument: it does not look like a row of the batch.
+    """
+    if ranks.dummy is None:
+        return tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), batch)
+    same = pytree.tree_structure(ranks.dummy) == pytree.tree_structure(batch)
+    if not same or batch_size(ranks.dummy) != 1 or signature(ranks.dummy) != signature(batch):
+        raise InvalidArgument(
+            f"Expected dummy to be a batch of one row like those of the data, {signature(batch)}, got "
+            f"{batch_size(ranks.dummy)} rows of {signature(ranks.dummy)}."
+        )
+    return pytree.tree_map(lambda row, leaf: row.to(leaf.device), ranks.dummy, batch)
