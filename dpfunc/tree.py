@@ -67,7 +67,7 @@ def take(batch: Batch, indices: Tensor) -> Batch:
         if not isinstance(leaf, Tensor):
             raise InvalidArgument(
                 f"Expected data to be a pytree of tensors, got a {type(leaf).__name__} in it. Take the rows of other "
-                "data sets by a DataLoader: plan.batch_sampler(state)."
+                "data sets by a loader: plan.loader(dataset, state)."
             )
         return leaf.index_select(0, indices.to(leaf.device))
 
