@@ -9,7 +9,7 @@ from dpfunc.distributed.ranks import Ranks, any_rank
 from dpfunc.errors import StepAborted
 
 SAME_ORDER = (
-    "A draw is a list of numbers of records: all processes need the same records in the same order, prepared alike. "
+    "A draw is a list of record numbers: all processes need the same records in the same order, prepared alike. "
     "Otherwise a record can be in one batch twice. Sort lists of files, do not iterate over sets, and shuffle with the "
     "same seed. If records differ each time they are read (random numbers other than torch's), name the data set: "
     "data_name=..., a version or a hash."
