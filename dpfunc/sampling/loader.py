@@ -22,8 +22,8 @@ class Drawn(NamedTuple):
     """A record of one step.
 
     Args:
-        key: of this step and this process, for random augmentation. It is derived from the key of the run, which the
-            worker processes of a loader never get.
+        key: of this step and this process, for random augmentation. It is derived from the key of the run, which is
+            not sent to the worker processes of a loader.
         record: its index. real: False for the record that is read in place of those of an empty draw.
     """
 
