@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
 
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.checks import fail, one_of, open_unit, positive, whole
+from dpfunc.distributed.data import check_same_data
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key
-from dpfunc.sampling import BatchSampler, Poisson, Sampler, batch_sampler, deal
-from dpfunc.types import ADJACENCIES, Adjacency, Allocation, ClipRule, Event, Schedule, schedule_at
+from dpfunc.sampling import Poisson, Sampler, deal
+from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
+from dpfunc.sampling.records import batches_name
+from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
 ACCOUNTANTS = ("auto", "prv", "rdp")
 
@@ -44,7 +49,7 @@ class Plan:
     """Sampling, clipping, noise, steps and delta, which together fix epsilon. A plan can be published.
 
     Args:
-        sampler: who is in each batch, and what that claims: `Poisson`, `FixedSize` or `Shuffled`.
+        sampler: who is in each batch, and what that claims: `Poisson`, `FixedSize`, `Shuffled` or `InOrder`.
         clip: clip rule; it decides utility and, through its sensitivity, the noise, but not epsilon.
         noise_multiplier: standard deviation of the noise / sensitivity, > 0; or a `Schedule`.
         num_steps: steps of the whole run, >= 1.
@@ -232,7 +237,75 @@ class Plan:
         drawn = self.sampler.indices(state.key, step)
         return drawn if ranks is None else deal(drawn, ranks.rank, ranks.size)
 
-    def batch_sampler(self, state: Position, ranks: Place | None = None) -> BatchSampler:
-        """The same draws as lists, for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`."""
+    def loader(
+        self,
+        dataset: Any,  # noqa: ANN401  (any map-style data set)
+        state: Position,
+        ranks: Ranks | None = None,
+        *,
+        collate_fn: Callable[[list[Any]], Batch] = default_collate,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: Any = None,  # noqa: ANN401  (as in torch)
+        data_name: str | None = None,
+    ) -> DataLoader[Any]:
+        """The batches of the steps from `state` to the end of its budget, from a data set of torch or Hugging Face.
+
+        Args:
+            dataset: `len(dataset)` records, `dataset[i]` or `dataset.__getitems__(indices)` reads them.
+            state: of the run, also a resumed one; the first batch is that of its step.
+            ranks: of the run; the loader then gives the records of this process, and all processes must call it.
+            collate_fn: list of records -> pytree of tensors with one row a record.
+            num_workers, pin_memory, prefetch_factor, multiprocessing_context: as in `torch.utils.data.DataLoader`.
+            data_name: with ranks, a name of the data set (a version, a hash) that is compared instead of its records.
+
+        Returns:
+            A `torch.utils.data.DataLoader` for one iteration; unreleased. The batch of an empty draw has no rows, and
+            the structure, dtypes and trailing shapes of a batch of the first record. Torch's generator is seeded by
+            the step while records are read and collated, so a repeated step augments them alike.
+
+        Raises:
+            InvalidArgument: a stream, a data set of another length than the plan's; from a second iteration.
+            RankMismatch: on all processes: the data sets differ in their records or in their order, as far as up to
+                1024 records say, which each process reads. StepAborted: another process could not read its own.
+
+        Guarantees:
+            the draws of the sampler, in order, with workers and on several processes, from any step
+            (tests/test_loader.py::test_batches_are_the_draws, tests/distributed/test_loader_ranks.py).
+
+        >>> import torch
+        >>> from dpfunc import clipping
+        >>> from dpfunc.rng import secure_key
+        >>> from dpfunc.step import make_dp_step
+        >>> records = [(torch.ones(2), i) for i in range(40)]
+        >>> plan = Plan(Poisson(len(records), 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+        >>> dp_step = make_dp_step(lambda params, batch: (params["w"] * batch[0]).sum(1), plan)
+        >>> params = {"w": torch.zeros(2)}
+        >>> state = dp_step.init(params, secure_key())
+        >>> for batch in plan.loader(records, state):
+        ...     grads, state, unreleased = dp_step(params, batch, state)
+        >>> state.step
+        3
+        """
+
+        def described() -> str:
+            check_dataset(dataset, self.sampler.dataset_size)
+            check_collate(collate_fn)
+            whole("num_workers", num_workers)
+            if ranks is None:
+                return ""
+            return data_name or batches_name(dataset, collate_fn)
+
+        check_same_data(described, ranks)
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        return batch_sampler(self.sampler, state.key, state.step, state.limit, *place)
+        steps = Once(state.step, state.limit)
+        return data_loader(
+            dataset,
+            Draws(self.sampler, state.key, steps, max(state.limit - state.step, 0), *place),
+            Collate(collate_fn),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+        )

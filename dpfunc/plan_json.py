@@ -19,7 +19,7 @@ KNOWN: dict[str, type] = {
         Plan, Schedule,
         clipping.Flat, clipping.Automatic, clipping.Threshold, clipping.PSAC,
         clipping.AllParameters, clipping.PerLayer, clipping.PerParameter, clipping.Blocks, clipping.ByName,
-        sampling.Poisson, sampling.FixedSize, sampling.Shuffled,
+        sampling.Poisson, sampling.FixedSize, sampling.Shuffled, sampling.InOrder,
     )
 }  # fmt: skip
 

@@ -232,7 +232,7 @@ class DPStep:
             raise SamplingMismatch(
                 f"Expected the batch that the plan's sampler drew for step {state.step}, with {drawn} samples, got "
                 f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or "
-                f"plan.batch_sampler({call}), drop none, and mark padding with mask_B. If you draw by the same law "
+                f"plan.loader(dataset, {call}), drop none, and mark padding with mask_B. If you draw by the same law "
                 "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
             )
 

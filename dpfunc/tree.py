@@ -29,9 +29,13 @@ def batch_size(batch: Batch) -> int:
     for path, leaf in leaves:
         name = "batch" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
+            advice = (
+                "Make tensors of texts in the collate_fn of plan.loader."
+                if isinstance(leaf, str)
+                else "Keep what is the same for all samples out of the batch: close over it in loss_fn."
+            )
             raise InvalidArgument(
-                f"Expected every leaf of the batch to be a tensor, got {name} of type {type(leaf).__name__}. "
-                "Keep what is the same for all samples out of the batch: close over it in loss_fn."
+                f"Expected every leaf of the batch to be a tensor, got {name} of type {type(leaf).__name__}. {advice}"
             )
         if leaf.ndim == 0:
             raise InvalidArgument(
@@ -67,7 +71,7 @@ def take(batch: Batch, indices: Tensor) -> Batch:
         if not isinstance(leaf, Tensor):
             raise InvalidArgument(
                 f"Expected data to be a pytree of tensors, got a {type(leaf).__name__} in it. Take the rows of other "
-                "data sets by a DataLoader: plan.batch_sampler(state)."
+                "data sets by a loader: plan.loader(dataset, state)."
             )
         return leaf.index_select(0, indices.to(leaf.device))
 

@@ -21,7 +21,7 @@ def test_the_loop_of_the_readme_runs(capsys):
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1).replace("num_steps=100", "num_steps=3")
     names = {
         "model": torch.nn.Linear(4, 3),
-        "data": {"x": torch.randn(500, 4), "y": torch.randint(3, (500,))},
+        "dataset": torch.utils.data.TensorDataset(torch.randn(500, 4), torch.randint(3, (500,))),
     }
     exec(compile(code, "README.md", "exec"), names)
     assert "epsilon" in capsys.readouterr().out

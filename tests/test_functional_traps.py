@@ -10,8 +10,10 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
+import dpfunc
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import ATTENTION, functionalize
+from dpfunc.state import replay
 
 
 def tiny_t5():
@@ -204,3 +206,76 @@ def test_attention_of_gpt2():
     names = list(functionalize(tiny_gpt2(), ATTENTION).params)
     assert "transformer.h.0.attn.c_attn.weight" in names
     assert not any("mlp" in name or "wte" in name for name in names)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def step_of(module):
+    """What a private step releases, the names of parameters, and the engine that was chosen."""
+    forward, params = functionalize(module)
+    plan = dpfunc.Plan(dpfunc.sampling.Poisson(20, 1.0), dpfunc.clipping.Flat(1.0), 1.0, 1, delta=1e-3)
+    dp_step = dpfunc.make_dp_step(lambda p, x: forward(p, x).square().sum(1), plan)
+    state = replay(dp_step.init(params, dpfunc.insecure_key(4)))
+    grads, *_ = dp_step(params, torch.arange(80.0).view(20, 4) / 80, state)
+    return grads, list(params), dp_step.decision
+
+
+@pytest.mark.parametrize("options", [{"fullgraph": True}, {"dynamic": True}])
+def test_the_wrapper_of_torch_compile_is_taken_off(options):
+    """Names have no prefix, and the step is that of the module inside, with the same engine."""
+    module = Parts()
+    compiled = torch.compile(module, backend="eager", **options)
+    wanted, names, decision = step_of(module)
+    found, its_names, its_decision = step_of(compiled)
+    assert names == its_names == [name for name, _ in module.named_parameters()]
+    assert decision == its_decision
+    assert decision.proven
+    assert all(torch.equal(found[name], wanted[name]) for name in names)
+    trained = dpfunc.with_params(compiled, wanted)
+    assert type(trained) is Parts
+    assert torch.equal(trained.head.bias, wanted["head.bias"])
+    adapter = dpfunc.lora.attach(compiled, dpfunc.insecure_key(0), targets="head", rank=2, alpha=2)
+    assert list(adapter.params) == ["head.lora_A", "head.lora_B"]
+    assert type(adapter.merge(adapter.params)) is Parts
+
+
+def clipped_sums(module, engine):
+    forward, params = functionalize(module)
+    batch = torch.arange(80.0).view(20, 4) / 80
+    clipped, _ = dpfunc.clipped_grad(
+        lambda p, x: forward(p, x).square().sum(1), params, batch, dpfunc.clipping.Flat(1.0),
+        engine=getattr(dpfunc.engines, engine)(),
+    )  # fmt: skip
+    return clipped.sums
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+def test_parts_that_are_compiled_run_without_compilation(engine):
+    """In a step, which must see each operation; where that is forbidden, the error says what to do."""
+    module = Parts()
+    wanted = clipped_sums(module, engine)
+    module.body = torch.compile(module.body, backend="eager")
+    for name, value in clipped_sums(module, engine).items():
+        assert torch.equal(value, wanted[name.replace("_orig_mod.", "")])
+    for kind in ("wrapped", "in place"):
+        module = Parts()
+        if kind == "wrapped":
+            module.head = torch.compile(module.head, backend="eager", fullgraph=True)
+        else:
+            module.compile(backend="eager", fullgraph=True)
+        with pytest.raises(UnsupportedModel, match=r"compiled with fullgraph=True.*compile=True"):
+            clipped_sums(module, engine)
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"the module \(DataParallel\).*Take its \.module.*one process a device"):
+        functionalize(nn.DataParallel(Parts()))
+    with pytest.raises(UnsupportedModel, match=r"0 \(DataParallel\)"):
+        functionalize(nn.Sequential(nn.DataParallel(Parts())))

@@ -141,13 +141,13 @@ def test_at_fixed_noise_larger_batches_cost_more():
     assert answers == sorted(answers)
 
 
-def test_batches_and_batch_sampler_draw_the_same():
+def test_batches_and_loader_draw_the_same():
     plan = Plan(**GOOD)
     state = StepState(3, 20, 0, insecure_key(1), (), Ledger())
-    tensors, lists = list(plan.batches(state)), list(plan.batch_sampler(state))
-    assert len(tensors) == len(lists) == len(plan.batch_sampler(state)) == 17
-    assert all(tensor.tolist() == indices for tensor, indices in zip(tensors, lists, strict=True))
-    assert torch.equal(tensors[0], plan.sampler.indices(state.key, 3))
+    indices, loaded = list(plan.batches(state)), list(plan.loader(range(1000), state))
+    assert len(indices) == len(loaded) == len(plan.loader(range(1000), state)) == 17
+    assert all(torch.equal(one, other) for one, other in zip(indices, loaded, strict=True))
+    assert torch.equal(indices[0], plan.sampler.indices(state.key, 3))
 
 
 PLANS = {
@@ -159,6 +159,7 @@ PLANS = {
         "noise_multiplier": Schedule(((7, 1.0), (1, 2.0))),
     },
     "shuffled": {**GOOD, "sampler": sampling.Shuffled(1000, 30), "adjacency": "replace_one", "clip": clipping.auto_v()},
+    "in order": {**GOOD, "sampler": sampling.InOrder(1000, 30), "adjacency": "zero_out"},
     "budget": {**GOOD, "epsilon": 50.0},
 }  # fmt: skip
 

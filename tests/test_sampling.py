@@ -15,7 +15,7 @@ from scipy import stats
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import fold_in, insecure_key
-from dpfunc.sampling import FixedSize, Poisson, Shuffled
+from dpfunc.sampling import FixedSize, InOrder, Poisson, Shuffled
 from dpfunc.types import ADJACENCIES, Event, Schedule
 
 KEY = insecure_key(0)
@@ -269,10 +269,22 @@ def test_shuffled_positions_are_uniform():
     assert all(stats.chisquare(row).pvalue > 1e-6 for row in counts_NP)
 
 
+@given(size=st.integers(1, 300), data=st.data(), epoch=st.integers(0, 5))
+def test_in_order_epoch(size, data, epoch):
+    """The records one after the other, each once an epoch, as a stream gives them."""
+    sampler = InOrder(size, data.draw(st.integers(1, size)))
+    steps = sampler.steps_per_epoch
+    batches = [sampler.indices(KEY, epoch * steps + i) for i in range(steps)]
+    assert [len(batch) for batch in batches[:-1]] == [sampler.batch_size] * (steps - 1)
+    assert torch.cat(batches).tolist() == list(range(size))
+    assert all(batch.dtype == torch.int64 and len(batch) for batch in batches)
+
+
+@pytest.mark.parametrize("kind", [Shuffled, InOrder])
 @given(size=st.integers(1, 300), data=st.data())
-def test_shuffled_charges_each_epoch_once(size, data):
+def test_shuffled_charges_each_epoch_once(kind, size, data):
     """A run from the start is charged for each epoch it touches, however its steps are cut into stretches."""
-    sampler = Shuffled(size, data.draw(st.integers(1, size)))
+    sampler = kind(size, data.draw(st.integers(1, size)))
     cuts = sorted(data.draw(st.lists(st.integers(0, 1000), max_size=5)))
     edges = [0, *cuts]
     paid = sum(event.num_steps for a, b in itertools.pairwise(edges) for event in sampler.events(a, b, 1.0))
@@ -289,7 +301,7 @@ def test_shuffled_is_not_accounted_as_poisson():
 def test_which_neighbours_a_sampler_covers():
     """With a fixed batch size, one record more changes the batches of others."""
     assert Poisson(10, 0.1).adjacencies == ADJACENCIES
-    for sampler in (FixedSize(10, 5), Shuffled(10, 5)):
+    for sampler in (FixedSize(10, 5), Shuffled(10, 5), InOrder(10, 5)):
         assert sampler.adjacencies == ("zero_out", "replace_one")
 
 
@@ -308,6 +320,7 @@ BAD = {
     "fixed: no batch": (lambda: FixedSize(10, 0), "batch_size >= 1"),
     "fixed: batch above data set": (lambda: FixedSize(10, 11), "batch_size <= dataset_size.*10 records"),
     "shuffled: no records": (lambda: Shuffled(0, 1), "dataset_size >= 1"),
+    "in order: batch above data set": (lambda: InOrder(10, 11), "batch_size <= dataset_size.*10 records"),
     "shuffled: batch above data set": (lambda: Shuffled(10, 11), "batch_size <= dataset_size.*10 records"),
 }
 

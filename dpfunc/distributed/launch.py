@@ -159,11 +159,12 @@ def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
         raise StepAborted("The process that writes could not go on; its own error says why.")
 
 
-def check_same(name: str, text: str, ranks: Ranks | None) -> None:
+def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:
     """Check that a text is the same on all processes.
 
     Args:
         name: of the text, for the error message. text: of this process; only a digest is sent. ranks: of the run.
+        hint: what to do about a difference, for the error message.
 
     Raises:
         RankMismatch: on all processes.
@@ -175,7 +176,8 @@ def check_same(name: str, text: str, ranks: Ranks | None) -> None:
     differing = [told for told in every if len(set(told)) > 1]
     if any_rank(bool(differing), ranks):
         shown = f"{differing[0]}, in the order of their ranks" if differing else "others say which"
-        raise RankMismatch(f"The processes of this run have different {name}: {shown}. Nothing was spent.")
+        advice = f" {hint}" if hint else ""
+        raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from dpfunc.functional.managed import (
     refuse_swapped,
 )
 from dpfunc.functional.names import check_params, select, storage_places
-from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
+from dpfunc.functional.refuse import checkpoint_is_an_error, fullgraph_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
 
 
@@ -62,7 +62,13 @@ class Forward:
             return self._run_until_backward(scope, params, args, kwargs)
         refuse_unsupported(self.module)
         refuse_old_vmap(self.module)
-        with checkpoint_is_an_error(), self._writing_is_an_error(), recovered(self.module), put_back(self.module):
+        with (
+            fullgraph_is_an_error(),
+            checkpoint_is_an_error(),
+            self._writing_is_an_error(),
+            recovered(self.module),
+            put_back(self.module),
+        ):
             output = self._run(params, self.buffers, args, kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
@@ -71,7 +77,7 @@ class Forward:
         """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
         needs them when it repeats parts of the forward pass."""
         refuse_unsupported(self.module, checkpointing=True)
-        with self._writing_is_an_error():
+        with fullgraph_is_an_error(), self._writing_is_an_error():
             scope.hold(lambda: self._swapped(params))
             with put_back(self.module):
                 return self.module(*args, **kwargs)
@@ -175,8 +181,9 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
 
     Args:
         module: any module. It is not changed, now or later; it must not be changed while `forward` is used, but for
-            `module.train()` and `module.eval()`, which `forward` follows. DistributedDataParallel is taken off: names
-            have no `module.` prefix, and nothing is communicated. Parameters that `fully_shard` manages are constants.
+            `module.train()` and `module.eval()`, which `forward` follows. DistributedDataParallel and the wrapper of
+            `torch.compile` are taken off: names have no prefix, nothing is communicated, and nothing is compiled
+            (`make_dp_step` has `compile=True`). Parameters that `fully_shard` manages are constants.
         trainable: which parameters are arguments: a regular expression that is searched in their names
             (`dpfunc.functional` has `BIASES`, `HEADS`, `ATTENTION` and `PROJECTOR`), or a list of names. None takes
             those that require gradients. All others are constants.
@@ -229,7 +236,7 @@ def with_params(module: nn.Module, params: Params) -> nn.Module:
     """A deep copy of a module with these parameters in place, e.g. to save a trained model in its own format.
 
     Args:
-        module: the module that was functionalized; DistributedDataParallel is taken off. params: name -> tensor, some
+        module: the module that was functionalized; its wrappers are taken off as there. params: name -> tensor, some
             or all of its parameters.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -20,13 +21,22 @@ CHECKPOINTED = (
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel, which would average gradients that must be clipped first.
+    """The module inside of DistributedDataParallel and of `torch.compile`.
+
+    The first would average gradients that must be clipped before; the second puts `_orig_mod.` before each name, and
+    hides operations that a step must see.
 
     Raises:
         UnsupportedModel: DataParallel anywhere, or DistributedDataParallel around a part only.
+
+    >>> unwrapped(nn.Linear(3, 2))
+    Linear(in_features=3, out_features=2, bias=True)
     """
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return unwrapped(module.module)
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    if compiled is not None and isinstance(module, compiled):
+        return unwrapped(module.get_submodule("_orig_mod"))
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     inside = [
         f"{name or 'the module'} ({type(part).__name__})"
@@ -107,3 +117,24 @@ def checkpoint_is_an_error() -> Iterator[None]:
             if message in str(error):
                 raise UnsupportedModel(message) from error
             raise
+
+
+@contextmanager
+def fullgraph_is_an_error() -> Iterator[None]:
+    """Inside, a part that its user compiled with `fullgraph=True` is named in the error about it.
+
+    A step runs all code without torch.compile, since it must see each operation. Compiled parts do not mind, but those.
+
+    Raises:
+        UnsupportedModel: there is such a part.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "fullgraph=True found no compiled frames" in str(error):
+            raise UnsupportedModel(
+                "A part of the model was compiled with fullgraph=True, and a step must see its operations one by one. "
+                "Leave fullgraph out: inside of a step that part then runs without compilation. To compile the step "
+                "itself: make_dp_step(..., compile=True, microbatch_size=...)."
+            ) from error
+        raise

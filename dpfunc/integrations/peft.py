@@ -15,6 +15,7 @@ from dpfunc.checks import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import Functional
 from dpfunc.functional.names import check_params, select
+from dpfunc.functional.refuse import unwrapped
 from dpfunc.types import Params
 
 LOOK_AT_DATA = ("eva", "corda", "lora_ga")
@@ -76,6 +77,7 @@ def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = F
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
     """
+    peft_model = unwrapped(peft_model)
     names = trainable(peft_model, initialized_on_public_data=initialized_on_public_data)
     return dpfunc.functional.functionalize(peft_model, names)
 
@@ -99,6 +101,7 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
     """
+    peft_model = unwrapped(peft_model)
     active = _active(peft_model)
     filled: Any = _with_values(peft_model, params)
     if not any(config.is_prompt_learning for config in active.values()):

@@ -19,9 +19,10 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import Checkpoint
+from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed_checkpoint.together import all_or_none
 from dpfunc.errors import BudgetExhausted, InvalidArgument
-from dpfunc.integrations import processes, trainer_data, trainer_state
+from dpfunc.integrations import processes, trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.trainer_checks import (
     changed,
@@ -46,6 +47,8 @@ from dpfunc.integrations.trainer_run import (
 )
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, secure_key
+from dpfunc.sampling.loader import Collate, Draws, data_loader
+from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
 
 logger = logging.getLogger(__name__)
@@ -222,9 +225,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         plan = self.plan
         self.model.train()
         refuse_model(self.model)
-        trainer_data.check_repeatable(self.train_dataset, self._collator())
-        data = self._data_name or trainer_data.data_name(self.train_dataset)
-        distributed.check_same("data sets", data, self._ranks)
+        data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
         if resume_from_checkpoint:
             saved = all_or_none(partial(self._resume, resume_from_checkpoint, data), self._ranks, "Nothing was resumed")
@@ -253,6 +254,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
 
+    def _described_data(self) -> str:
+        check_repeatable(self.train_dataset, self._collator())
+        return self._data_name or data_name(self.train_dataset)
+
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
         path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
         saved = trainer_state.load_run(
@@ -275,11 +280,22 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 self._ranks,
             )  # fmt: skip
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
-        sampler = trainer_data.EpochSampler(
-            self.plan.sampler, start.key, epoch, start.limit, self._first_step if pending else int,
-            *processes.place(self._ranks),
-        )  # fmt: skip
-        return trainer_data.loader(self.train_dataset, self._collator(), sampler, self.args)
+
+        def steps() -> range:
+            first = self._first_step() if pending else 0
+            return range(first, min(first + epoch, start.limit))
+
+        args, (rank, size) = self.args, processes.place(self._ranks)
+        return data_loader(
+            self.train_dataset,
+            Draws(self.plan.sampler, start.key, steps, epoch, rank, size),
+            Collate(self._collator(), cut=size == 1),  # of several, one without records runs a row of weight zero
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+        )
 
     def _collator(self) -> Callable[[list[Any]], Any]:
         """The collator without the columns that the model does not take, whatever kind the data set is."""

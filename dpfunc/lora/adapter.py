@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dpfunc.errors import UnsupportedModel
 from dpfunc.functional.forward import Forward, functionalize
 from dpfunc.functional.names import check_params, select
+from dpfunc.functional.refuse import unwrapped
 from dpfunc.lora.config import LoRAConfig, initial_a
 from dpfunc.lora.layer import LoRALayer, factor_shapes, merged_weight
 from dpfunc.lora.targets import adapted_name, select_layers
@@ -121,6 +122,7 @@ def attach(
     >>> {name: tuple(p.shape) for name, p in adapter.params.items()}
     {'0.lora_A': (2, 4), '0.lora_B': (8, 2), '2.weight': (2, 8), '2.bias': (2,)}
     """
+    module = unwrapped(module)
     layers = select_layers(module, targets)
     trained = tuple(select(module, also_train)) if also_train else ()
     config = LoRAConfig(tuple(layers), rank, alpha, rslora, dropout, train, init, trained)

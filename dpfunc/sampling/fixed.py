@@ -1,4 +1,4 @@
-"""Batches of a fixed size, fresh or shuffled. Neither claims privacy amplification."""
+"""Batches of a fixed size: fresh, shuffled or in order. None of them claims privacy amplification."""
 
 from __future__ import annotations
 
@@ -123,9 +123,74 @@ class Shuffled:
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
-        first, last = check_span(start, stop)
-        epochs = -(-last // self.steps_per_epoch) - -(-first // self.steps_per_epoch)
-        return (Event(1.0, noise_multiplier, epochs),) if epochs else ()
+        return _once_an_epoch(start, stop, self.steps_per_epoch, noise_multiplier)
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Batches of consecutive records, in the order of the data set; the last one of an epoch is smaller, and kept.
+
+    For streams, which cannot be read by index. Claims no amplification: a record is in one batch an epoch, so an epoch
+    costs one Gaussian release, charged at its first step, as with `Shuffled`. Neighbours differ in one record at its
+    place: the number of records, and the place of each, are public, and do not depend on what the records say.
+
+    Args:
+        dataset_size: number of records n, >= 1.
+        batch_size: 1 <= batch_size <= n.
+
+    Raises:
+        InvalidArgument: a value outside its domain.
+
+    Guarantees:
+        every record exactly once an epoch, in order (tests/test_sampling.py::test_in_order_epoch); an epoch is charged
+        once (test_shuffled_charges_each_epoch_once).
+
+    >>> from dpfunc.rng import insecure_key
+    >>> sampler = InOrder(100, 40)
+    >>> sampler.indices(insecure_key(0), 2)[:3]
+    tensor([80, 81, 82])
+    >>> sampler.events(0, 6, noise_multiplier=2.0)
+    (Event(sampling_prob=1.0, noise_multiplier=2.0, num_steps=2),)
+    """
+
+    dataset_size: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        n, size = _check_batch_size(self.dataset_size, self.batch_size)
+        object.__setattr__(self, "dataset_size", n)
+        object.__setattr__(self, "batch_size", size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
+        return -(-self.dataset_size // self.batch_size)
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """Adjacencies without add/remove: one record more moves all that follow."""
+        return FIXED_ADJACENCIES
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        """The indices of the batch of a step; no random numbers are drawn."""
+        check_key(key)
+        start = whole("step", step) % self.steps_per_epoch * self.batch_size
+        return torch.arange(start, min(start + self.batch_size, self.dataset_size))
+
+    def expected_batch_size(self, step: int) -> float:
+        """The batch size; also for the smaller last batch, so that all records weigh the same."""
+        whole("step", step)
+        return float(self.batch_size)
+
+    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
+        """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
+        return _once_an_epoch(start, stop, self.steps_per_epoch, noise_multiplier)
+
+
+def _once_an_epoch(start: int, stop: int, steps_per_epoch: int, noise_multiplier: float) -> tuple[Event, ...]:
+    first, last = check_span(start, stop)
+    epochs = -(-last // steps_per_epoch) - -(-first // steps_per_epoch)
+    return (Event(1.0, noise_multiplier, epochs),) if epochs else ()
 
 
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it; with 1e7 records it takes a second to make

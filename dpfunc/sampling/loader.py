@@ -1,99 +1,221 @@
-"""Draws as batches of a `torch.utils.data.DataLoader`, the empty ones included."""
+"""The draws of a run as batches of a `torch.utils.data.DataLoader`, the empty ones included."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from dpfunc.checks import fail
 from dpfunc.errors import InvalidArgument
-from dpfunc.rng import Key
-from dpfunc.sampling.base import Sampler, check_span, deal
+from dpfunc.rng import Key, fold_in, torch_seed
+from dpfunc.sampling.base import Sampler, deal
+from dpfunc.sampling.records import read
 from dpfunc.tree import batch_size, rows, tree_map
 from dpfunc.types import Batch
 
 
+class Drawn(NamedTuple):
+    """A record of one step.
+
+    Args:
+        key: of this step and this process, for random augmentation. It is derived from the key of the run, which is
+            not sent to the worker processes of a loader.
+        record: its index. real: False for the record that is read in place of those of an empty draw.
+    """
+
+    key: Key
+    record: int
+    real: bool = True
+
+
 @dataclass(frozen=True)
-class BatchSampler:
-    """The draws of steps start..stop-1 as lists, for `torch.utils.data.DataLoader(batch_sampler=...)`."""
+class Draws:
+    """Draws of successive steps, as lists of `Drawn`: what `torch.utils.data.DataLoader` calls a batch sampler.
+
+    An empty draw is a list of one record that is not real: the first of the data set, for the structure of its batch.
+
+    Args:
+        sampler, key: of the run.
+        steps: returns the steps of an iteration; called when it begins.
+        length: number of steps of an iteration, as far as is known before.
+        rank, size: of this process among several; each draw is dealt out in turn.
+    """
 
     sampler: Sampler
-    key: Key
-    start: int
-    stop: int
+    key: Key = field(repr=False)
+    steps: Callable[[], range] = field(repr=False)
+    length: int
     rank: int = 0
     size: int = 1
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.length
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.start, self.stop):
-            yield deal(self.sampler.indices(self.key, step), self.rank, self.size).tolist()
+    def __iter__(self) -> Iterator[list[Drawn]]:
+        for step in self.steps():
+            yield self._drawn(step)
 
-
-def batch_sampler(sampler: Sampler, key: Key, start: int, stop: int, rank: int = 0, size: int = 1) -> BatchSampler:
-    """The draws of a run as lists of indices; iterate as often as you like, the draws are the same.
-
-    Args:
-        sampler: who is in each batch.
-        key: the root key of the run, as `dp_step.init` got it.
-        start: first step, >= 0.
-        stop: the step after the last, >= start.
-        rank, size: of several processes, which of them this is; each draw is dealt out in turn.
-
-    Returns:
-        One list of indices for each step; unreleased. An empty list is a step with an empty batch: give the loader a
-        `collate_fn` that takes it (`collate_or_empty`).
-
-    Guarantees:
-        the draws of the sampler, in order, also with workers (tests/test_sampling_loader.py::test_data_loader).
-
-    >>> from dpfunc.rng import insecure_key
-    >>> from dpfunc.sampling import Poisson
-    >>> len(batch_sampler(Poisson(10, 0.5), insecure_key(0), 3, 8))
-    5
-    """
-    return BatchSampler(sampler, key, *check_span(start, stop), rank, size)
+    def _drawn(self, step: int) -> list[Drawn]:
+        # Processes with other records draw other randomness.
+        key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
+        own = deal(self.sampler.indices(self.key, step), self.rank, self.size).tolist()
+        return [Drawn(key, index) for index in own] or [Drawn(key, 0, real=False)]
 
 
 @dataclass(frozen=True)
-class CollateOrEmpty:
-    """A collate function that also takes the empty list; see `collate_or_empty`."""
+class Once:
+    """The steps start..stop-1, for one iteration.
 
-    collate: Callable[[list[Any]], Batch]
-    empty: Batch
+    A second one would begin with the batch of the first step again, while the run is at a later step. The sizes of
+    batches are all that a step can compare, and those of shuffled epochs are equal.
+    """
 
-    def __call__(self, samples: Sequence[Any]) -> Batch:
-        """The batch of the samples, or one with no rows."""
-        # A copy, because training loops take parts out of a batch (`batch.pop("labels")`).
-        return self.collate(list(samples)) if samples else tree_map(lambda leaf: leaf.clone(), self.empty)
+    start: int
+    stop: int
+    _given: list[bool] = field(default_factory=list, repr=False, compare=False)
+
+    def __call__(self) -> range:
+        if self._given:
+            raise InvalidArgument(
+                f"Expected one iteration over a loader, got a second one: it would begin again with the batch of step "
+                f"{self.start}. Make a loader from the present state: plan.loader(dataset, state). One loader has the "
+                "batches of all steps that are left; there are no epochs to repeat."
+            )
+        self._given.append(True)
+        return range(self.start, self.stop)
 
 
-def collate_or_empty(collate: Callable[[list[Any]], Batch], public_example: Any) -> CollateOrEmpty:  # noqa: ANN401
-    """A collate function that gives a batch with no rows for an empty Poisson draw, instead of an error.
+@dataclass(frozen=True)
+class Records(Dataset[Any]):
+    """A data set whose records are read with torch's randomness fixed by the step: a repeated step reads the same."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, drawn: Drawn) -> tuple[Drawn, Any]:
+        return self.__getitems__([drawn])[0]
+
+    def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[Drawn, Any]]:
+        """Read the records of one step, with torch's CPU generator seeded by the step."""
+        with torch_seed(drawn[0].key, accelerators=False):
+            return list(zip(drawn, read(self.dataset, [each.record for each in drawn]), strict=True))
+
+
+@dataclass(frozen=True)
+class Collate:
+    """A collate function of records as `Records` gives them.
 
     Args:
-        collate: list of samples -> pytree of tensors, e.g. `torch.utils.data.default_collate`.
-        public_example: one sample of the right form; only shapes and dtypes of its batch are kept.
+        collate: list of records -> batch.
+        cut: an empty draw becomes a batch with no rows; otherwise one with the row of a record that is not real.
+    """
 
-    Returns:
-        `collate` for all lists but the empty one, for which it is the batch of the example without its row.
+    collate: Callable[[list[Any]], Batch]
+    cut: bool = True
+
+    def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
+        """Collate the records of one step, with torch's CPU generator seeded by the step."""
+        first = records[0][0]
+        with torch_seed(fold_in(first.key, "collate"), accelerators=False):
+            batch = self.collate([record for _, record in records])
+        if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
+            batch = dict(batch)
+        return without_rows(batch) if self.cut and not first.real else batch
+
+
+def without_rows(batch: Batch) -> Batch:
+    """A batch of the same structure, dtypes and trailing shapes, with no rows; nothing of the batch is kept.
+
+    >>> without_rows({"x": torch.ones(1, 3), "y": torch.ones(1, dtype=torch.int64)})
+    {'x': tensor([], size=(0, 3)), 'y': tensor([], dtype=torch.int64)}
+    """
+    if batch_size(batch) != 1:
+        raise InvalidArgument(
+            f"Expected collate_fn to make a batch of one row from one record, got {batch_size(batch)} rows. Axis 0 of "
+            "each tensor is the records: one row, one record."
+        )
+    return tree_map(torch.clone, rows(batch, 0, 0))  # a copy: a view would keep the record in memory
+
+
+def data_loader(
+    dataset: Any,  # noqa: ANN401  (any map-style data set)
+    draws: Draws,
+    collate: Collate,
+    *,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    persistent_workers: bool = False,
+    prefetch_factor: int | None = None,
+    multiprocessing_context: Any = None,  # noqa: ANN401  (as in torch)
+) -> DataLoader[Any]:
+    """The draws as batches; workers change neither their order nor their random numbers.
+
+    Args:
+        dataset: with a length and an index. draws: of the run. collate: of records.
+        num_workers, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context: as in torch.
+    """
+    # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
+    seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
+    return DataLoader(
+        Records(dataset),
+        batch_sampler=draws,
+        collate_fn=collate,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=persistent_workers,
+        prefetch_factor=prefetch_factor,
+        multiprocessing_context=multiprocessing_context,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def check_dataset(dataset: object, dataset_size: int) -> None:
+    """Check that a data set can be read by index, and has the length of the plan.
+
+    Args:
+        dataset: of the caller. dataset_size: n of the plan's sampler.
 
     Raises:
-        InvalidArgument: collate is no function, or gives something else than tensors that agree on axis 0.
+        InvalidArgument: a stream, a dictionary, no length, or another one.
 
-    >>> import torch
-    >>> from torch.utils.data import default_collate
-    >>> collate = collate_or_empty(default_collate, (torch.zeros(3), 1))
-    >>> [leaf.shape for leaf in collate([])]
-    [torch.Size([0, 3]), torch.Size([0])]
+    >>> check_dataset([7, 8, 9], 4)
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected len(dataset) to be the plan's dataset_size=4, got len(dataset)=3. The \
+sampling probability, and so epsilon, is that of 4 records: make the plan with dataset_size=len(dataset), or load the \
+data set that it was made for. Nothing was spent.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, Mapping):
+        raise InvalidArgument(
+            f"Expected a data set that dataset[i] gives record i of, got dataset of type {kind} with the names "
+            f"{sorted(map(str, dataset))[:5]}. Take one split of a dictionary of data sets. Of a dictionary of tensors "
+            "take rows: dpfunc.take(data, indices) for indices in plan.batches(state)."
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise InvalidArgument(
+            f"Expected a data set with a length and an index, got dataset of type {kind}, a stream: a plan draws the "
+            "records of a batch by their index, from all of them. Load it without streaming; or read it in its order, "
+            "which has another cost: sampling.InOrder, see docs/guides/loop.md."
+        )
+    if len(dataset) != dataset_size:
+        raise InvalidArgument(
+            f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
+            f"{len(dataset)}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
+            "plan with dataset_size=len(dataset), or load the data set that it was made for. Nothing was spent."
+        )
+
+
+def check_collate(collate: object) -> None:
+    """Check that a collate function can be called.
+
+    Raises:
+        InvalidArgument: otherwise.
     """
     if not callable(collate):
-        raise InvalidArgument(f"Expected collate to be a function of a list of samples, got collate={collate!r}.")
-    example = collate([public_example])
-    if batch_size(example) != 1:
-        raise InvalidArgument(
-            f"Expected collate to make a batch of one from one sample, got {batch_size(example)} rows."
-        )
-    return CollateOrEmpty(collate, tree_map(lambda leaf: leaf.clone(), rows(example, 0, 0)))
+        raise fail("a function of a list of records", "collate_fn", collate, "Leave it out for torch's own.")

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, default_collate
 
 import dpfunc
 from dpfunc import distributed, sampling
@@ -97,8 +96,7 @@ def sharded_loader(ranks):
     params, data = jobs.params(), jobs.data()
     records = [{name: value[i] for name, value in data.items()} for i in range(jobs.NUM_RECORDS)]
     state = dp_step.init(params, dpfunc.insecure_key(2150))
-    loader = DataLoader(records, batch_sampler=plan.batch_sampler(state), collate_fn=default_collate)
-    batch = next(iter(Accelerator(cpu=True).prepare(loader)))
+    batch = next(iter(Accelerator(cpu=True).prepare(plan.loader(records, state))))
     return caught(dp_step, params, batch, state)
 
 

@@ -26,6 +26,7 @@ from dpfunc.integrations.tasks import make_loss_fn
 from dpfunc.integrations.tiny import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.integrations.vision_language import STRATEGIES, prepare, strategy, trained_parameters, unused_parameters
 from dpfunc.rng import insecure_key
+from dpfunc.sampling.loader import without_rows
 
 FLOAT = ("full", "lora", "projector")
 COLOURS = ("red", "green", "blue", "yellow")
@@ -418,7 +419,7 @@ def tiny_processor_once(cache=[]):  # noqa: B006  (a cache)
 def test_L7_an_empty_draw(processor, step):
     collate = image_text_collator(processor, max_length=26, max_images=2, pad_to_multiple_of=step)
     example = samples_of((1,))[0]
-    for empty in (collate([]), sampling.collate_or_empty(collate, example)([])):
+    for empty in (collate([]), without_rows(collate([example]))):
         assert {name: tuple(value.shape[:1]) for name, value in empty.items()} == dict.fromkeys(
             collate([example]), (0,)
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpfunc.integrations.trainer_data import data_name
+from dpfunc.sampling.records import data_name
 
 
 class Elsewhere:

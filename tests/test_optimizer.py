@@ -1,0 +1,138 @@
+"""The loop of the README: parameters go straight into optimizers of torch, and back into the model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
+from dpfunc.state import StepState, replay
+
+KEY = dpfunc.insecure_key(31)
+STEPS = 8
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, generator=generator), i % 3) for i in range(60)]
+
+
+def model():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def plan():
+    return dpfunc.Plan(sampling.Poisson(60, 0.2), clipping.Flat(1.0), 1.0, STEPS, delta=1e-3)
+
+
+def made(module, start=None):
+    """What a loop needs: forward, parameters, step, state."""
+    forward, params = dpfunc.functionalize(module)
+
+    def loss_fn(params, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(forward(params, x), y, reduction="none")
+
+    dp_step = dpfunc.make_dp_step(loss_fn, plan(), engine="bookkeeping")
+    return params, dp_step, replay(dp_step.init(params, KEY))
+
+
+def by_hand(lr, betas=(0.9, 0.999), eps=1e-8, decay=0.01):
+    """AdamW with a cosine schedule, from its formula (Loshchilov & Hutter 2019, Algorithm 2), on the same gradients."""
+    params, dp_step, state = made(model())
+    first, second = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
+    for number, batch in enumerate(plan().loader(dataset(), state)):
+        rate = lr * (1 + math.cos(math.pi * number / STEPS)) / 2
+        grads, state, _ = dp_step(params, batch, state)
+        for name, p in params.items():
+            g = grads[name]
+            first[name] = betas[0] * first[name] + (1 - betas[0]) * g
+            second[name] = betas[1] * second[name] + (1 - betas[1]) * g.square()
+            m, v = first[name] / (1 - betas[0] ** (number + 1)), second[name] / (1 - betas[1] ** (number + 1))
+            params[name] = p - rate * decay * p - rate * m / (v.sqrt() + eps)
+    return params
+
+
+def test_the_loop_with_an_optimizer_and_a_schedule():
+    """Equal to AdamW written down; the module is not changed, and its copy has what was learnt."""
+    expected = by_hand(lr=0.05)
+    module = model()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    params, dp_step, state = made(module)
+    optimizer = torch.optim.AdamW(params.values(), lr=0.05)
+    scheduler = CosineAnnealingLR(optimizer, STEPS)
+    for batch in plan().loader(dataset(), state):
+        grads, state, _ = dp_step(params, batch, state)
+        for name, p in params.items():
+            p.grad = grads[name]
+        optimizer.step()
+        scheduler.step()
+    for name, p in params.items():
+        torch.testing.assert_close(p, expected[name], rtol=1e-4, atol=1e-5)
+        assert float((p - before[name]).abs().max()) > 0.1
+    trained = dpfunc.with_params(module, params)
+    assert type(trained) is nn.Sequential
+    for name, p in trained.named_parameters():
+        assert torch.equal(p, params[name])
+        assert p.requires_grad
+        assert torch.equal(module.get_parameter(name), before[name])
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "groups": lambda params: torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "lr": 0.1}]),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind):
+    """State of the optimizer and of the schedule are saved with the parameters; the last two steps are repeated."""
+
+    def run(folder, stop, resume=False):
+        params, dp_step, state = made(model())
+        saved = None
+        if resume:
+            saved = dpfunc.load(folder, plan=plan(), params=params, data="60", journal=folder / "journal.jsonl")
+            params, state = dict(saved.params), saved.state
+        dp_step = dpfunc.make_dp_step(
+            dp_step.clipped_grad.loss_fn, plan(), journal=dpfunc.Journal(folder / "journal.jsonl", plan()),
+            engine="bookkeeping",
+        )  # fmt: skip
+        optimizer = OPTIMIZERS[kind](list(params.values()))
+        rates = [group["lr"] for group in optimizer.param_groups]
+        scheduler = OneCycleLR(optimizer, rates, total_steps=STEPS, cycle_momentum=False)
+        if saved:
+            optimizer.load_state_dict(saved.optimizer_state)
+            scheduler.load_state_dict(saved.extra["scheduler"])
+        for batch in plan().loader(dataset(), state):
+            grads, state, _ = dp_step(params, batch, state)
+            for name, p in params.items():
+                p.grad = grads[name]
+            optimizer.step()
+            scheduler.step()
+            if state.step == 3:
+                dpfunc.save(
+                    folder, params=params, state=state, plan=plan(), data="60", journal=folder / "journal.jsonl",
+                    optimizer_state=optimizer.state_dict(), extra={"scheduler": scheduler.state_dict()},
+                )  # fmt: skip
+            if state.step == stop:
+                break
+        return params, state.ledger
+
+    whole, ledger = run(tmp_path / "whole", STEPS)
+    replay(StepState(0, STEPS, 0, KEY, (), Ledger()))
+    run(tmp_path / "cut", 5)
+    resumed, again = run(tmp_path / "cut", STEPS, resume=True)
+    assert all(torch.equal(resumed[name], p) for name, p in whole.items())
+    assert again == ledger
