@@ -30,7 +30,7 @@ from benchmarks.engines.cases import CASES
 from benchmarks.engines.problem import Problem
 from benchmarks.engines.report import machine, versions, write
 from dpfunc import clipping, distributed, sampling
-from dpfunc.distributed.handshake import agree, card
+from dpfunc.distributed.agreement import agree, summarize
 from dpfunc.distributed.reduce import sum_over
 from dpfunc.noise import add_gaussian
 from dpfunc.types import ClippedSum
@@ -76,7 +76,7 @@ def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], objec
     return {
         "dp_step": step,
         "clipped sum": lambda: dp_step.clipped_grad(params, batch),
-        "handshake": lambda: agree(card(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
+        "handshake": lambda: agree(summarize(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
         "all-reduce": lambda: sum_over(ranks, sums, params),
         "noise": lambda: add_gaussian(clipped, 1.0, dpfunc.insecure_key(0)),
     }

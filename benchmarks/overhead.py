@@ -29,7 +29,7 @@ from benchmarks.engines.__main__ import check_cases
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import ours, plain
 from dpfunc.engines.audit import ROWS_IN, STEPS_IN
-from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, Book, bookkeeping, keep_books
+from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder, bookkeeping, record_factors
 from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.places import Remembered
 from dpfunc.tree import rows
@@ -52,8 +52,8 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
 
     def untraced() -> Any:  # noqa: ANN401
         """As a compiled step does: the places are those of an earlier trace, and nothing is followed."""
-        with mock.patch.object(sys.modules[keep_books.__module__], "following", return_value=nullcontext()):
-            return keep_books(loss_fn, params, batch, known, Book(DEFAULT_BUDGET))
+        with mock.patch.object(sys.modules[record_factors.__module__], "following", return_value=nullcontext()):
+            return record_factors(loss_fn, params, batch, known, FactorRecorder(DEFAULT_BUDGET))
 
     check_parity(engine(loss_fn, params, batch).sq_norms(), untraced().sq_norms(), name)
     row = rows(batch, 0, 1)

@@ -16,8 +16,8 @@ from dpfunc.checks import one_of, shorten, whole
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
 from dpfunc.engines.audit import Audits, audit, credited_by, drawn_rows
-from dpfunc.engines.isolation import tolerance_of
 from dpfunc.engines.loop import loop
+from dpfunc.engines.row_independence import tolerance_of
 from dpfunc.engines.sums import accumulation_dtype, exact, wide
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument, UnsupportedModel

@@ -20,7 +20,7 @@ from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import Taken
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
-from dpfunc.state import StepState, plan_mark
+from dpfunc.state import StepState, plan_digest
 from dpfunc.types import Batch, Params
 
 SCHEMA = 2
@@ -115,7 +115,7 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     step = int(values["step"])
     released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
     limit, repeated = int(values["limit"]), tuple(sorted(released.items()))
-    return StepState(step, limit, charged, key, (), ledger, repeated, plan_mark(plan), bool(values["drawn"]))
+    return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), bool(values["drawn"]))
 
 
 def known_journal(values: Mapping[str, Any]) -> Head | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dpfunc.accounting import Ledger
 from dpfunc.checks import fail
-from dpfunc.distributed.handshake import digest
+from dpfunc.distributed.agreement import digest
 from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, process_mark
@@ -26,7 +26,7 @@ class StepState(NamedTuple):
         noise_state: of the noise mechanism; empty for Gaussian noise.
         ledger: what was spent, earlier phases included.
         released: (step, digest) of what an interrupted run released after this state; repeated bit for bit or refused.
-        plan: `plan_mark` of the plan that limit and charged are about.
+        plan: `plan_digest` of the plan that limit and charged are about.
         drawn: the plan's sampler draws the batches. False in the one step of a call without a state, which is charged
             with sampling_prob=1.
 
@@ -57,19 +57,19 @@ def step_events(plan: Plan, state: StepState, step: int) -> tuple[Event, ...]:
     return (Event(1.0, schedule_at(plan.noise_multiplier, step), 1),)
 
 
-def plan_mark(plan: Plan) -> str:
+def plan_digest(plan: Plan) -> str:
     """A digest of a plan, to tell two plans apart.
 
     Args:
         plan: any plan. Functions in it count by their names.
     """
-    return f"{digest(without_addresses(plan)):016x}"
+    return f"{digest(stable_repr(plan)):016x}"
 
 
-def without_addresses(value: object) -> str:
+def stable_repr(value: object) -> str:
     """The same text for the same settings, in each process: functions and objects by their names.
 
-    >>> without_addresses(object())
+    >>> stable_repr(object())
     '<object object>'
     """
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
@@ -82,7 +82,7 @@ _next_release: dict[str, int] = {}
 _digests: dict[str, dict[int, str]] = {}
 
 
-def remember(after: StepState, release: str) -> None:
+def mark_released(after: StepState, release: str) -> None:
     """Note that the step that leads to `after` was released; `release` is a digest of the values."""
     run = fingerprint(after.key)
     _next_release[run] = after.step
@@ -122,7 +122,7 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
     """Check that a step may be taken from a state.
 
     Args:
-        state: given by the caller. plan: of the step. mark: `plan_mark(plan)`.
+        state: given by the caller. plan: of the step. mark: `plan_digest(plan)`.
 
     Raises:
         InvalidArgument: not a state, or one of another plan.

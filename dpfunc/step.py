@@ -36,11 +36,11 @@ from dpfunc.state import (
     StepState,
     check_repeated,
     check_state,
-    plan_mark,
-    remember,
+    mark_released,
+    plan_digest,
     require_state,
+    stable_repr,
     step_events,
-    without_addresses,
 )
 from dpfunc.tree import batch_size
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
@@ -77,7 +77,7 @@ class DPStep:
 
     @cached_property
     def _mark(self) -> str:
-        return plan_mark(self.plan)
+        return plan_digest(self.plan)
 
     @cached_property
     def _processes(self) -> Processes:
@@ -182,7 +182,7 @@ class DPStep:
                 self.journal(after._replace(released=((state.step, digest),)))
 
         self._processes.confirm(write)
-        remember(after, digest)
+        mark_released(after, digest)
         if not state.drawn:
             self._stateless.append(fingerprint(state.key))
         return after
@@ -197,7 +197,7 @@ class DPStep:
         place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
-        return without_addresses((settings, place, len(drawn), int(drawn.sum())))
+        return stable_repr((settings, place, len(drawn), int(drawn.sum())))
 
     @property
     def decision(self) -> Decision | None:

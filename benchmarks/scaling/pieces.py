@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.scaling.allreduce import all_reduce_seconds
-from dpfunc.distributed.handshake import checksum
+from dpfunc.distributed.agreement import checksum
 from dpfunc.engines.per_sample import Outer
 from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.noise.streams import secure_normal

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.scaling.memory import HALF, SINGLE, Job, formed, trained_matrices
-from dpfunc.distributed.handshake import Card
+from dpfunc.distributed.agreement import RankSummary
 from dpfunc.engines.rules.cost import norm_flops
 
-CARD = 8 * len(Card._fields)  # bytes of what a rank says about itself before a step
+SUMMARY = 8 * len(RankSummary._fields)  # bytes of what a rank says about itself before a step
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def sent(job: Job) -> dict[str, float]:
         "sums": sums,
         "activations": activations,
         "norms": norms,
-        "handshake": float(CARD * (ranks - 1) + (CARD * (tensor - 1))),
+        "handshake": float(SUMMARY * (ranks - 1) + (SUMMARY * (tensor - 1))),
     }
 
 

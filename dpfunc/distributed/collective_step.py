@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.checks import fail
-from dpfunc.distributed.handshake import Card, agree, card, joint_digest
+from dpfunc.distributed.agreement import RankSummary, agree, digest_of_all, summarize
 from dpfunc.distributed.processes import Clip, Rows
 from dpfunc.distributed.ranks import Ranks, any_rank
 from dpfunc.distributed.reduce import check_layout, gathered, sum_over
-from dpfunc.engines.lockstep import in_company
+from dpfunc.engines.lockstep import process_context
 from dpfunc.engines.sums import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.sharding import local
@@ -48,17 +48,17 @@ class Several:
         """All processes pass their own checks and agree with each other.
 
         Raises:
-            StepAborted, RankMismatch: see `handshake.agree`. Whatever `check` raises.
+            StepAborted, RankMismatch: see `agreement.agree`. Whatever `check` raises.
         """
         if step is None:
             start = "Start with dp_step.init(params, shared_key(ranks))."
             raise fail("a state, which all processes share", "state", None, start)
-        own, largest, mask_B = Card(step, 0, 1, 0, 0, 0, 0, 0), 0, None
+        own, largest, mask_B = RankSummary(step, 0, 1, 0, 0, 0, 0, 0), 0, None
         try:
             mask_B = check()
             check_layout(params, self.ranks)
             dummy_of(batch, self.ranks)
-            own = card(step=step, batch=batch, params=params, run=run(), ranks=self.ranks)
+            own = summarize(step=step, batch=batch, params=params, run=run(), ranks=self.ranks)
         finally:
             largest = agree(own, self.ranks)
         return Rows(batch, mask_B, largest)
@@ -74,7 +74,7 @@ class Several:
         """
         ranks, done = self.ranks, None
         try:
-            with in_company(ranks.group, independent=ranks.independent):
+            with process_context(ranks.group, independent=ranks.independent):
                 whole = gathered(params, ranks)  # first: what could fail on one process comes after what is collective
                 done = clip(whole, *padded(rows.batch, rows.mask_B, rows.size, ranks))
         finally:
@@ -86,7 +86,7 @@ class Several:
 
     def digest(self, released: Params) -> str:
         """A digest of what the step releases, the parts of all processes included."""
-        return joint_digest(released, self.ranks)
+        return digest_of_all(released, self.ranks)
 
     def confirm(self, write: Callable[[], None]) -> None:
         """Run an action on each process, and continue only after all processes have finished it.

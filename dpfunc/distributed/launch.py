@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc.distributed.handshake import digest, gathered_rows
+from dpfunc.distributed.agreement import digest, gathered_rows
 from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, any_rank, data_parallel
 from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
 

@@ -18,10 +18,10 @@ from dpfunc.checks import shorten
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed.reduce import scattered
 from dpfunc.engines.ghost import Ghost, GhostEngine
-from dpfunc.engines.lockstep import on_its_own
+from dpfunc.engines.lockstep import is_independent
+from dpfunc.engines.parameter_source import has_parameter_source, using_source
 from dpfunc.engines.per_sample import PerSample, Zeros
 from dpfunc.engines.scope import until_backward
-from dpfunc.engines.standing import is_stood_in, stood_in
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.managed import fsdp_parts, managed, recovered, refuse_communication
 from dpfunc.functional.names import check_params
@@ -90,11 +90,11 @@ class ManagedForward:
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the module's own)
         """The module's output with these parameters."""
-        if on_its_own():
+        if is_independent():
             refuse_communication(self.module)
         scope = until_backward()
         under_functorch = torch._C._functorch.maybe_current_level() is not None
-        if under_functorch or (scope is not None and not is_stood_in()):
+        if under_functorch or (scope is not None and not has_parameter_source()):
             raise UnsupportedModel(
                 "Parameters that fully_shard manages have no per-sample gradients in this engine. Use the engine and "
                 "the ranks that functionalize_managed returned."
@@ -157,7 +157,7 @@ class ManagedEngine:
             raise InvalidArgument("Expected parameters in parts. Use the ranks that functionalize_managed returned.")
         if not self._whole:
             self._whole.update(self.forward.whole())
-        with stood_in(self):  # one row is computed twice, and counted once
+        with using_source(self):  # one row is computed twice, and counted once
             found = self._ghost(loss_fn, params, pad_rows(batch, 2) if num_samples == 1 else batch)
         if not isinstance(found, Ghost):
             raise UnsupportedModel("Expected at least two rows.")
@@ -203,6 +203,6 @@ class ManagedSamples:
         """Weighted sums of all processes: name -> DTensor."""
         missing = len(self.found.losses_B) - self.num_samples
         padded = {name: torch.cat([row, row.new_zeros(missing)]) for name, row in factors.items()}
-        with stood_in(self.engine):
+        with using_source(self.engine):
             sums = self.found.weighted_sum(padded)
         return {name: s if is_dtensor(s) else self.engine.reduced(name, s) for name, s in sums.items()}

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dpfunc.distributed.handshake import joint_digest
-from dpfunc.engines.lockstep import in_company
+from dpfunc.distributed.agreement import digest_of_all
+from dpfunc.engines.lockstep import process_context
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 Clip = Callable[[Params, Batch, Tensor], tuple[ClippedSum, Unreleased]]
@@ -77,11 +77,11 @@ class OneProcess:
         return Rows(batch, mask_B, len(mask_B))
 
     def sum(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
-        with in_company(None, independent=True):
+        with process_context(None, independent=True):
             return clip(params, rows.batch, rows.mask_B)
 
     def digest(self, released: Params) -> str:
-        return joint_digest(released, None)
+        return digest_of_all(released, None)
 
     def confirm(self, write: Callable[[], None]) -> None:
         write()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc.checks import shorten
-from dpfunc.distributed.handshake import checksum, digest
+from dpfunc.distributed.agreement import checksum, digest
 from dpfunc.distributed.ranks import Ranks, any_rank
 from dpfunc.errors import CheckpointError, InvalidArgument, RankMismatch
 from dpfunc.sharding import shard_dims

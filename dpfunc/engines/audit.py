@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dpfunc.checks import shorten
 from dpfunc.engines.draws import Draw, OtherDraws, replayed
-from dpfunc.engines.isolation import COARSE, tolerance_of
-from dpfunc.engines.lockstep import in_lockstep, of_all
+from dpfunc.engines.lockstep import any_process, in_lockstep
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.replicas import anywhere
+from dpfunc.engines.row_independence import COARSE, tolerance_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed
 from dpfunc.tree import batch_size, rows, signature
@@ -55,7 +55,7 @@ class Audits:
     def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False) -> int:
         """Choose how many rows of this batch to compute alone: more for a step with doubts or strange tensors."""
         count = batch_size(batch)
-        if bool(of_all(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
+        if bool(any_process(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
             return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
         size = (count, *signature(batch))
         wanted = max(count // ROWS_IN, FIRST_ROWS if strange and not in_lockstep() else 0)

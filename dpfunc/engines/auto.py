@@ -11,12 +11,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.checks import one_of, shorten
 from dpfunc.engines.bookkeeping import bookkeeping
-from dpfunc.engines.isolation import check_isolated
 from dpfunc.engines.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.loop import loop
 from dpfunc.engines.probe import take_probe
 from dpfunc.engines.python_state import python_state, refuse_kept
 from dpfunc.engines.replicas import anywhere
+from dpfunc.engines.row_independence import check_isolated
 from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from dpfunc.checks import one_of, shorten, whole
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.gradient_taps import Catch, leaf, pass_gradient, tapped
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
 from dpfunc.engines.modes import unseen
+from dpfunc.engines.parameter_source import has_parameter_source
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.scope import backward_inside
-from dpfunc.engines.standing import is_stood_in
 from dpfunc.engines.sums import accumulation_dtype, exact
-from dpfunc.engines.taps import Catch, as_it_is, leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Places, Remembered, Traced
 from dpfunc.engines.tracing.trace import Misplaced, Trace, backward_pass, following
@@ -58,7 +58,7 @@ def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, .
 
 
 @dataclass
-class Book:
+class FactorRecorder:
     """Record of one forward pass: leaves, and how their gradients become per-sample gradients.
 
     Args:
@@ -88,7 +88,7 @@ class Book:
         else:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
             readers = [partial(_read_factors, use, names, saved, _versions(saved))]
-            result = tapped(output, checked(self.trace, use, as_it_is), [], leaves)
+            result = tapped(output, checked(self.trace, use, pass_gradient), [], leaves)
         if not self.closed:
             self.leaves += leaves
             self.readers += readers
@@ -200,11 +200,11 @@ class Bookkeeping:
         if split:
             raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
         known = self._memory.recalled(loss_fn, params, batch, self)
-        book = partial(Book, self.memory_budget)
-        return lambda loss_fn, params, batch: keep_books(loss_fn, params, batch, Remembered(known), book())
+        book = partial(FactorRecorder, self.memory_budget)
+        return lambda loss_fn, params, batch: record_factors(loss_fn, params, batch, Remembered(known), book())
 
     def _run(self, loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> PerSample:
-        return keep_books(loss_fn, params, batch, places, Book(self.memory_budget, places.trace))
+        return record_factors(loss_fn, params, batch, places, FactorRecorder(self.memory_budget, places.trace))
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
@@ -244,7 +244,7 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
     return Bookkeeping(budget, one_of("unproven", unproven, ("audit", "refuse")))
 
 
-def keep_books(loss_fn: LossFn, params: Params, batch: Batch, places: Places, book: Book) -> PerSample:
+def record_factors(loss_fn: LossFn, params: Params, batch: Batch, places: Places, book: FactorRecorder) -> PerSample:
     """One forward and one backward pass."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
@@ -267,14 +267,14 @@ def keep_books(loss_fn: LossFn, params: Params, batch: Batch, places: Places, bo
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
-def _read(tracker: Tracker, book: Book, params: Params, losses_B: Tensor) -> PerSample:
+def _read(tracker: Tracker, book: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample:
     """The backward pass, and what the book says about it."""
-    watched = {**params, **tracker.canaries}
+    watched = {**params, **tracker.sentinels}
     inputs = (*book.leaves, *watched.values())
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
     refuse_escaped(watched, caught[len(book.leaves) :])
     if not torch.compiler.is_compiling():
-        check_depends(is_stood_in() or any(grad is not None for grad in caught[: len(book.leaves)]))
+        check_depends(has_parameter_source() or any(grad is not None for grad in caught[: len(book.leaves)]))
     uses: dict[int, list[PerSampleGrad]] = {}
     for reader, grad in zip(book.readers, caught, strict=False):
         if grad is not None:

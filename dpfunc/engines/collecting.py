@@ -65,7 +65,7 @@ def collect(
         if handed is not None:
             uses.setdefault(derived.parent or 0, []).append(handed)
         else:
-            for name, grad in _backwards(derived, total, params, tracker.canaries).items():
+            for name, grad in _backwards(derived, total, params, tracker.sentinels).items():
                 uses.setdefault(id(params[name]), []).append(grad)
     return {
         name: add(uses[id(param)]) if id(param) in uses else Zeros(tracker.num_samples, local(param.detach()))
@@ -91,10 +91,10 @@ def _to_parent(derived: Tracked, total: PerSampleGrad, tracker: Tracker) -> PerS
 
 
 def _backwards(
-    derived: Tracked, total: PerSampleGrad, params: Mapping[str, Tensor], canaries: Mapping[str, Tensor]
+    derived: Tracked, total: PerSampleGrad, params: Mapping[str, Tensor], sentinels: Mapping[str, Tensor]
 ) -> dict[str, PerSampleGrad]:
     """Differentiate through the graph that made the value, for all samples at once where torch can batch it."""
-    leaves, grads_B = (*params.values(), *canaries.values()), total.dense().to(derived.tensor.dtype)
+    leaves, grads_B = (*params.values(), *sentinels.values()), total.dense().to(derived.tensor.dtype)
 
     def taken(grad: Tensor, batched: bool) -> Sequence[Tensor | None]:
         return torch.autograd.grad(
@@ -106,5 +106,5 @@ def _backwards(
     except RuntimeError:  # an operation of a custom autograd.Function that has no batching rule
         rows = [taken(grad, False) for grad in grads_B.unbind(0)]
         grads = [None if any(g is None for g in each) else torch.stack(each) for each in zip(*rows, strict=True)]
-    refuse_escaped(canaries, grads[len(params) :])
+    refuse_escaped(sentinels, grads[len(params) :])
     return {name: Dense(grad) for name, grad in zip(params, grads, strict=False) if grad is not None}

@@ -160,7 +160,7 @@ def note_meshes(func: object, args: Sequence[Any], meshes: list[Any]) -> None:
 
 
 @dataclass(eq=False)
-class Listener(DispatchMode):
+class CollectiveRecorder(DispatchMode):
     """Refuses collectives that are not torch's own, and notes on which meshes layers are split.
 
     Args:
@@ -185,10 +185,10 @@ class Listener(DispatchMode):
 
 
 @contextmanager
-def own_only(listener: Listener | None = None) -> Iterator[None]:
+def own_only(listener: CollectiveRecorder | None = None) -> Iterator[None]:
     """Inside, a loss that communicates by itself is an error. Nothing without ranks."""
     if not initialized():
         yield
         return
-    with Listener() if listener is None else listener:
+    with CollectiveRecorder() if listener is None else listener:
         yield

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, Book
+from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
 from dpfunc.engines.collecting import check_differentiable
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.rules.cost import norm_flops
@@ -77,7 +77,7 @@ class Explanation:
 
 
 @dataclass
-class Surveyor(Book):
+class CostRecorder(FactorRecorder):
     """A book that also notes what each use costs."""
 
     costs: list[UseCost] = field(default_factory=list)
@@ -142,7 +142,7 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | 
     with torch_seed(insecure_key(0)):
         places = Traced(Trace(num_samples))
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-        surveyor = Surveyor(DEFAULT_BUDGET if memory_budget is None else memory_budget)
+        surveyor = CostRecorder(DEFAULT_BUDGET if memory_budget is None else memory_budget)
         tracker = Tracker(leaves, num_samples, places, surveyor)
         with following(places.trace, batch), torch.enable_grad(), backward_inside(), tracker:
             check_differentiable(loss_fn(leaves, batch), num_samples)

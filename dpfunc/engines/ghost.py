@@ -18,16 +18,16 @@ from dpfunc.checks import one_of
 from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
 from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.draws import Draw
+from dpfunc.engines.gradient_taps import leaf, tapped
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.loop import loop
 from dpfunc.engines.modes import unfollowed, unseen
+from dpfunc.engines.parameter_source import has_parameter_source, leaves_of, reduced
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.scope import Scope, backward_inside
-from dpfunc.engines.standing import is_stood_in, leaves_of, reduced
 from dpfunc.engines.sums import exact
-from dpfunc.engines.taps import leaf, tapped
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
 from dpfunc.engines.tracing.trace import Trace, backward_pass, following
@@ -43,7 +43,7 @@ from dpfunc.types import Batch, Engine, LossFn, Params
 
 
 @dataclass
-class Meter:
+class NormRecorder:
     """Measures in the first backward pass, sums in the second.
 
     Args:
@@ -123,7 +123,7 @@ class Ghost:
 
     losses_B: Tensor
     kept: PerSample
-    _meter: Meter = field(repr=False)
+    _meter: NormRecorder = field(repr=False)
     _tracker: Tracker = field(repr=False)
     _scope: Scope = field(repr=False)
     _graph: list[Tensor] = field(repr=False)
@@ -216,7 +216,9 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
     leaves = leaves_of(params)
     first = next(iter(leaves.values()))
     trace = places.trace
-    meter = Meter({id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device), trace)
+    meter = NormRecorder(
+        {id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device), trace
+    )
     tracker = Tracker(leaves, num_samples, places, meter)
     # Checkpointing may draw random numbers in a backward pass: both passes draw the same.
     seed = insecure_key(int(torch.randint(2**31, ())))
@@ -234,7 +236,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
         meter.close()
         trace.credited(losses_B, Layout(0), "the loss")
         copies = [copy for _, copy, _ in meter.leaves]
-        watched = {**leaves, **tracker.canaries}
+        watched = {**leaves, **tracker.sentinels}
         targets = (*copies, *watched.values(), meter.anchor)
         with torch_seed(seed), backward_pass(trace, losses_B, hooked=tracker.hooked):
             total, ones_B = losses_B.sum(), torch.ones_like(losses_B)
@@ -244,7 +246,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
             if grad is not None:
                 for target, rep in read_copies(tracked, layout, trace, grad).items():
                     meter.kept.setdefault(target, []).append(rep)
-        check_depends(is_stood_in() or bool(meter.sq_norms or meter.kept))
+        check_depends(has_parameter_source() or bool(meter.sq_norms or meter.kept))
         kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
     losses_B = arrived(losses_B.detach())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Company:
+class ProcessContext:
     """Other processes that take part in a step.
 
     Args:
@@ -34,26 +34,26 @@ class Company:
     independent: bool
 
 
-_company: ContextVar[Company | None] = ContextVar("dpfunc_company", default=None)
+_context: ContextVar[ProcessContext | None] = ContextVar("dpfunc_company", default=None)
 
 
 @contextmanager
-def in_company(group: ProcessGroup | None, *, independent: bool) -> Iterator[None]:
+def process_context(group: ProcessGroup | None, *, independent: bool) -> Iterator[None]:
     """Inside, a step computes its gradients together with these processes, or independently of them."""
-    token = _company.set(Company(group, independent))
+    token = _context.set(ProcessContext(group, independent))
     try:
         yield
     finally:
-        _company.reset(token)
+        _context.reset(token)
 
 
-def on_its_own() -> bool:
+def is_independent() -> bool:
     """True if nothing inside of the loss may communicate.
 
-    >>> on_its_own()
+    >>> is_independent()
     False
     """
-    company = _company.get()
+    company = _context.get()
     return company is not None and company.independent
 
 
@@ -63,17 +63,17 @@ def in_lockstep() -> bool:
     >>> in_lockstep()
     False
     """
-    company = _company.get()
+    company = _context.get()
     return company is not None and not company.independent
 
 
-def of_all(flags: Tensor) -> Tensor:
+def any_process(flags: Tensor) -> Tensor:
     """Flags (bool) that are set on this process, or on one with other records that runs in lockstep with it.
 
-    >>> of_all(torch.tensor([True, False])).tolist()
+    >>> any_process(torch.tensor([True, False])).tolist()
     [True, False]
     """
-    company = _company.get()
+    company = _context.get()
     if company is None or company.independent:
         return flags
     import torch.distributed as dist
@@ -97,7 +97,7 @@ def refused_by_all() -> Iterator[None]:
         yield
     except UnsupportedModel as refused:
         error = refused
-    anywhere = bool(of_all(torch.tensor([error is not None])))
+    anywhere = bool(any_process(torch.tensor([error is not None])))
     if error is not None:
         raise error
     if anywhere:

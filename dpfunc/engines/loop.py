@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.collecting import check_differentiable
-from dpfunc.engines.collectives import Listener, own_only
+from dpfunc.engines.collectives import CollectiveRecorder, own_only
 from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
-from dpfunc.engines.lockstep import of_all, refused_by_all
+from dpfunc.engines.lockstep import any_process, refused_by_all
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.python_state import python_state, refuse_kept, was_kept
 from dpfunc.engines.replicas import check_replicated
@@ -48,7 +48,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         num_samples = batch_size(batch)
         losses: list[Tensor] = []
-        listener = Listener()
+        listener = CollectiveRecorder()
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         reached = not num_samples
@@ -86,7 +86,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
         check_replicated(losses_B, grads_B, params, listener.meshes)
         result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
-        if bool(of_all(torch.tensor([bool(reads) or was_kept(loss_fn)]))):
+        if bool(any_process(torch.tensor([bool(reads) or was_kept(loss_fn)]))):
             with refused_by_all():
                 refuse_kept(loss_fn, before, next(iter(reads), ""))
             if num_samples > 1 and not draws:

@@ -1,4 +1,4 @@
-"""Compares an engine with single samples on a few rows, with shaken parameters, before it is used for another."""
+"""Compares an engine with single samples on a few rows, with perturbed parameters, before it is used for another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.engines.isolation import check_isolated, shaken, some_rows
 from dpfunc.engines.loop import loop
 from dpfunc.engines.replicas import anywhere
+from dpfunc.engines.row_independence import check_isolated, perturbed_params, some_rows
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, Engine, LossFn, Params
 
@@ -23,7 +23,7 @@ class Probe:
     """Losses and gradients of a few single samples, and how far an engine may be from them.
 
     Args:
-        params, batch: shaken parameters and GRAD_ROWS rows. grads: of single samples, name -> (B, *shape).
+        params, batch: perturbed_params parameters and GRAD_ROWS rows. grads: of single samples, name -> (B, *shape).
         usable_B: rows with finite gradients. tolerance: relative.
     """
 
@@ -62,7 +62,7 @@ def take_probe(loss_fn: LossFn, params: Params, batch: Batch) -> Probe:
     Raises:
         UnsupportedModel: a row's loss depends on the rows beside it, or on random numbers that cannot be switched off.
     """
-    values = shaken(params)
+    values = perturbed_params(params)
     tolerance = check_isolated(loss_fn, values, batch)
     pair = some_rows(batch, GRAD_ROWS)
     with torch_seed(insecure_key(0)):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc.checks import shorten
-from dpfunc.engines.isolation import COARSE, TOLERANCES
-from dpfunc.engines.lockstep import of_all
+from dpfunc.engines.lockstep import any_process
+from dpfunc.engines.row_independence import COARSE, TOLERANCES
 from dpfunc.engines.sums import lengths
 from dpfunc.errors import UnsupportedModel
 from dpfunc.sharding import is_dtensor
@@ -34,7 +34,7 @@ def anywhere(flags: Tensor, params: Params) -> Tensor:
     for mesh in meshes:
         for dim in range(mesh.ndim):
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return of_all(counts > 0)
+    return any_process(counts > 0)
 
 
 def check_replicated(

@@ -30,6 +30,7 @@ from dpfunc.engines.functions import (
     name_of,
     writes,
 )
+from dpfunc.engines.gradient_taps import catch_any, leaf, watched
 from dpfunc.engines.layout import Layout
 from dpfunc.engines.rules import COMPOSITES, EXPANDING, JOINING, LIKE_FIRST, POINTWISE, RULES
 from dpfunc.engines.rules.composite import opened
@@ -37,7 +38,6 @@ from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.recurrent import PADDING
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.sharded import check_use, unsupported
-from dpfunc.engines.taps import catch_any, leaf, watched
 from dpfunc.engines.tracing.places import Key, Places, Unplaced
 from dpfunc.engines.tracing.python_values import SIZES
 from dpfunc.engines.tracked import Recorder, Tracked, no_rule, tensors_in, version
@@ -52,7 +52,7 @@ class Tracker(TorchFunctionMode):
     Args:
         params: leaves that require gradients. num_samples: B. places: finds where the samples are in a result.
         tracked: identity -> parameters and derived values.
-        canaries: leaves under results that no loss should depend on. hidden: a parameter was used under no_grad.
+        sentinels: leaves under results that no loss should depend on. hidden: a parameter was used under no_grad.
         hooked: something was put into the backward pass, or could have been.
     """
 
@@ -61,7 +61,7 @@ class Tracker(TorchFunctionMode):
     places: Places
     recorder: Recorder
     tracked: dict[int, Tracked] = field(default_factory=dict)
-    canaries: dict[str, Tensor] = field(default_factory=dict)
+    sentinels: dict[str, Tensor] = field(default_factory=dict)
     hidden: bool = False
     hooked: bool = False
 
@@ -233,9 +233,9 @@ class Tracker(TorchFunctionMode):
             plain = self._plainly(func, args, kwargs)
             if self.places.constant(plain):  # a part of a table, at a number that Python was given
                 return self._derive(func, args, kwargs, found)
-            canary = leaf((), found[0].tensor.dtype, found[0].tensor.device)
-            canary = self.canaries.setdefault(f"{found[0].name} (in {name_of(func)})", canary)
-            return watched(plain.clone(), catch_any, [canary])
+            sentinel = leaf((), found[0].tensor.dtype, found[0].tensor.device)
+            sentinel = self.sentinels.setdefault(f"{found[0].name} (in {name_of(func)})", sentinel)
+            return watched(plain.clone(), catch_any, [sentinel])
 
     def _guess(
         self,

@@ -16,7 +16,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from dpfunc.checks import shorten
 from dpfunc.engines.collectives import initialized
 from dpfunc.engines.graphs import refuse_reentrant
-from dpfunc.engines.lockstep import on_its_own
+from dpfunc.engines.lockstep import is_independent
 from dpfunc.engines.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.managed import (
@@ -54,7 +54,7 @@ class Forward:
         check_params(params, self.shapes)
         if torch.compiler.is_compiling():  # dynamo does not trace version counters: what is written into is thrown away
             return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
-        if on_its_own() and initialized():
+        if is_independent() and initialized():
             refuse_communication(self.module)
         refuse_swapped(self.module, (*self.shapes, *self.frozen))  # sharded since it was functionalized
         scope = until_backward()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.engines.lockstep import in_company
+from dpfunc.engines.lockstep import process_context
 from dpfunc.errors import DPFuncError
 
 
@@ -189,7 +189,7 @@ def late_use(engine, independent, unproven):
         {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))},
     )
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-    with in_company(dist.group.WORLD, independent=independent):
+    with process_context(dist.group.WORLD, independent=independent):
         try:
             run(losses, params, batch).sq_norms()
             found = run(losses, params, batch * 1000).sq_norms()["w"]

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import dpfunc
 from dpfunc import engines
-from dpfunc.engines.isolation import shaken
+from dpfunc.engines.row_independence import perturbed_params
 from dpfunc.engines.sharded import is_sharded
 from dpfunc.errors import DPFuncError
 from dpfunc.sharding import distributed, local
@@ -215,12 +215,12 @@ def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,), checkpointin
 
 
 def shaken_alike():
-    """Shaken parts of parameters, put together, against shaken whole ones; and whether they still are DTensors."""
+    """Perturbed parts of parameters, put together, against perturbed whole ones; and whether they still are DTensors."""
     whole, split = built("mlp", torch.float64), built("mlp", torch.float64)
     split_mlp(split, mesh_of())
-    expected = shaken(dpfunc.functionalize(whole).params)
+    expected = perturbed_params(dpfunc.functionalize(whole).params)
     parts = dpfunc.functionalize(split).params
-    found = shaken(parts)
+    found = perturbed_params(parts)
     kept = all(isinstance(found[name], DTensor) == isinstance(param, DTensor) for name, param in parts.items())
     off = [float((full(found[name]) - value).abs().max()) for name, value in expected.items()]
     return kept, max(off)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfunc.engines.taps import Tap
+from dpfunc.engines.gradient_taps import GradientTap
 
 DERIVATIVES = frozenset(
     f"{name}Backward{number}"
@@ -68,7 +68,7 @@ def is_plain(losses_B: Tensor) -> bool:
 
 def _is_known(kind: type) -> bool:
     if issubclass(kind, torch.autograd.function.BackwardCFunction):
-        return kind is Tap._backward_cls
+        return kind is GradientTap._backward_cls
     return kind.__name__ in DERIVATIVES or kind.__name__ == "AccumulateGrad"
 
 

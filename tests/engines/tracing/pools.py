@@ -218,16 +218,16 @@ def scattered(m: Any, x: Tensor) -> Any:
 
 
 def permutation_and_back(m: Any, x: Tensor) -> Any:
-    back, of_all = m.rng.random() < 0.5, m.rng.random() < 0.3
+    back, any_process = m.rng.random() < 0.5, m.rng.random() < 0.3
 
     def run(t: Tensor) -> Tensor:
         score = t.reshape(len(t), -1).sum(1)
-        score = score - score.mean() if of_all else score
+        score = score - score.mean() if any_process else score
         order = score.argsort()
         ordered = t[order] * 2
         if not back:
             return ordered
-        if of_all:
+        if any_process:
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order))
         else:

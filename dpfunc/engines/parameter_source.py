@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfunc.types import Params
 
 
-class Standing(Protocol):
+class ParameterSource(Protocol):
     """Source of the tensors that a module computes with."""
 
     def leaves(self, params: Params) -> Mapping[str, Tensor]:
@@ -24,11 +24,11 @@ class Standing(Protocol):
         ...
 
 
-_standing: ContextVar[Standing | None] = ContextVar("dpfunc_standing", default=None)
+_standing: ContextVar[ParameterSource | None] = ContextVar("dpfunc_standing", default=None)
 
 
 @contextmanager
-def stood_in(standing: Standing) -> Iterator[None]:
+def using_source(standing: ParameterSource) -> Iterator[None]:
     """Inside, the tensors of a module stand for parameters."""
     token = _standing.set(standing)
     try:
@@ -37,10 +37,10 @@ def stood_in(standing: Standing) -> Iterator[None]:
         _standing.reset(token)
 
 
-def is_stood_in() -> bool:
+def has_parameter_source() -> bool:
     """True if the tensors of a module stand for parameters.
 
-    >>> is_stood_in()
+    >>> has_parameter_source()
     False
     """
     return _standing.get() is not None

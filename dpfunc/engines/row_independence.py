@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.checks import shorten
-from dpfunc.engines.collectives import Listener, own_only
+from dpfunc.engines.collectives import CollectiveRecorder, own_only
 from dpfunc.engines.draws import Draw, OtherDraws, replayed
 from dpfunc.engines.lockstep import refused_by_all
 from dpfunc.engines.scope import backward_inside
@@ -37,7 +37,7 @@ def tolerance_of(*dtypes: torch.dtype) -> float:
     return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
 
 
-def shaken(params: Params) -> dict[str, Tensor]:
+def perturbed_params(params: Params) -> dict[str, Tensor]:
     """Parameters moved a little, so that nothing is zero by initialisation (LoRA) and gradients flow everywhere."""
     generator = torch.Generator().manual_seed(0)
     moved = {}
@@ -57,7 +57,7 @@ def some_rows(batch: Batch, num_rows: int) -> Batch:
     return pytree.tree_map(take, batch)
 
 
-def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, listener: Listener | None = None) -> float:
+def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, listener: CollectiveRecorder | None = None) -> float:
     """Compare the losses of up to eight rows together with those of each row alone, with the same random numbers.
 
     Args:

@@ -18,7 +18,7 @@ Catch = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 """(gradient of the output, saved tensors) -> gradients of the leaves."""
 
 
-class Tap(torch.autograd.Function):
+class GradientTap(torch.autograd.Function):
     """The output itself; in the backward pass its gradient goes on, and to the leaves what `catch` makes of it.
 
     The leaves are tensors without memory, whose gradients are asked for: so nothing is done by side effects, and what
@@ -55,7 +55,7 @@ def tapped(output: Tensor, catch: Catch, saved: Sequence[Tensor], leaves: Sequen
     """An output whose gradient is caught; of one that is split over ranks, this rank's part as a plain tensor."""
     if is_dtensor(output):
         catch = partial(_caught_here, catch, wanted_of(output))
-    result: Tensor = Tap.apply(output, catch, len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
+    result: Tensor = GradientTap.apply(output, catch, len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -63,7 +63,7 @@ def watched(output: Tensor, catch: Catch, leaves: Sequence[Tensor]) -> Tensor:
     """An output whose gradient is caught, all of it on every rank."""
     if is_dtensor(output):
         catch = partial(_caught_whole, catch)
-    result: Tensor = Tap.apply(output, catch, 0, *leaves)  # type: ignore[no-untyped-call]
+    result: Tensor = GradientTap.apply(output, catch, 0, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -88,6 +88,6 @@ def catch_any(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (grad.detach().abs().sum().reshape(()),)
 
 
-def as_it_is(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def pass_gradient(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Catches the gradient of the output itself."""
     return (grad,)

@@ -1,4 +1,4 @@
-"""Exchange before each step that checks that all processes have the same step, plan, key and parameters."""
+"""Agreement before each step that checks that all processes have the same step, plan, key and parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpfunc.types import Batch, Params
 WORD, PIECE = 8, 2**16
 
 
-class Card(NamedTuple):
+class RankSummary(NamedTuple):
     """Description of a process, compared by all processes before a step.
 
     Public facts and digests only; `num_samples` stays among the processes.
@@ -117,7 +117,7 @@ def _mixed(words: Tensor) -> Tensor:
     return total
 
 
-def joint_digest(released: Params, ranks: Ranks | None) -> str:
+def digest_of_all(released: Params, ranks: Ranks | None) -> str:
     """A digest of what a step releases, the parts of all processes included. All must call it.
 
     Args:
@@ -131,8 +131,8 @@ def joint_digest(released: Params, ranks: Ranks | None) -> str:
     return f"{own:016x}"
 
 
-def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> Card:
-    """Card of a process that is able to take the step.
+def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
+    """Summary of a process that is able to take the step.
 
     Args:
         step: number of the step. batch: of this process. params: trained parameters. run: everything else that must be
@@ -145,7 +145,7 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
     alike = [(name, p) for name, p in params.items() if name not in over_data]
     cut = [(name, params[name]) for name in params if name in over_data]
     parts = ranks.tensor_group is not None
-    return Card(
+    return RankSummary(
         step=step,
         num_samples=batch_size(batch),
         failed=0,
@@ -159,7 +159,7 @@ def card(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> 
     )
 
 
-def agree(own: Card, ranks: Ranks) -> int:
+def agree(own: RankSummary, ranks: Ranks) -> int:
     """Check that all processes can take this step and agree about it; otherwise none takes it.
 
     Returns:
@@ -170,10 +170,10 @@ def agree(own: Card, ranks: Ranks) -> int:
         RankMismatch: on all processes, when they disagree. Nothing was spent.
 
     Guarantees:
-        tests/distributed/test_handshake.py.
+        tests/distributed/test_agreement.py.
     """
     message = torch.tensor(own, dtype=torch.int64, device=ranks.device)
-    tables = [[Card(*row) for row in gathered_rows(message, group)] for group in ranks.groups]
+    tables = [[RankSummary(*row) for row in gathered_rows(message, group)] for group in ranks.groups]
     among = (AMONG_DATA if ranks.independent else (*AMONG_DATA, "rows"), AMONG_PARTS)
     failed = any(row.failed for table in tables for row in table)
     differing = [
@@ -213,7 +213,7 @@ def gathered_rows(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
     return table
 
 
-def _explained(differing: list[tuple[str, list[int]]], own: Card) -> str:
+def _explained(differing: list[tuple[str, list[int]]], own: RankSummary) -> str:
     if not differing:
         return f"Other processes of this run disagree at step {own.step}; they say about what. Nothing was spent."
     name, values = differing[0]
