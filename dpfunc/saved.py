@@ -418,11 +418,14 @@ def sha256(path: Path) -> str:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """A new file that only its owner can read, from its first byte on, and on disk when this returns."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """A file that only its owner can read, from its first byte on; whole or absent, and on disk when this returns."""
+    new = path.with_name(f"{path.name}.new")
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(handle, "w") as file:
         file.write(json.dumps(values, indent=1))
-    sync_file(path)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
 
 
 def sync_file(path: Path) -> None:
