@@ -58,12 +58,14 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (t
 def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
     """Checkpoints that the Trainer would remove; it would remove their files in any order, and a kill leave some.
 
+    What a kill left half-written goes first, whatever its number.
+
     Args:
         output_dir: of the run. limit: how many stay; None or 0 for all. best: a checkpoint that stays, too.
     """
     from transformers.trainer_utils import sort_checkpoints
 
-    found = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
+    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_whole)
     if not limit or limit < 0 or len(found) <= limit:
         return []
     stay = {found[-1], *([Path(best)] if best is not None else [])}

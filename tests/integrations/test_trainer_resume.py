@@ -484,7 +484,17 @@ def test_a_checkpoint_that_a_kill_left_half_removed_is_passed_over(killed, tmp_p
     resumed = run(folder)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.ledger == resumed.plan.ledger()
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-12"]
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-10"]
+
+
+def test_a_half_written_checkpoint_is_no_reason_to_remove_a_whole_one(killed, tmp_path):
+    """Its number can be higher than those to come, if checkpoints are made at other steps now."""
+    folder = copy_of(killed, tmp_path)
+    shutil.copytree(folder / "checkpoint-6", folder / "checkpoint-9")
+    (folder / "checkpoint-9" / "trainer_state.json").write_text("{")
+    assert [path.name for path in trainer_state.outdated(folder, 1, None)] == ["checkpoint-9"]
+    assert trainer_state.outdated(folder, 2, None) == trainer_state.outdated(folder, None, None) == []
+    assert [path.name for path in trainer_state.outdated(folder, 1, str(folder / "checkpoint-9"))] == []
 
 
 def test_what_kills_left_in_the_folder_is_swept(killed, tmp_path):
