@@ -111,6 +111,12 @@ def save(
     True
     """
     keep = whole("keep", keep, minimum=1)
+    if not isinstance(plan, Plan):
+        raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
+    if not isinstance(state, StepState):
+        raise wrong_type("state to be a StepState", "state", state)
+    if not isinstance(params, Mapping):
+        raise wrong_type("params to be a mapping name -> tensor", "params", params)
     if optimizer_state is not None and not isinstance(optimizer_state, Mapping):
         raise wrong_type("the result of optimizer.state_dict()", "optimizer_state", optimizer_state)
     from safetensors.torch import save_file

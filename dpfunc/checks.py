@@ -94,6 +94,22 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+def apart(missing: Iterable[str], unknown: Iterable[str]) -> str:
+    """The names that are missing, and those that are unknown, for messages; nothing about a kind that has none.
+
+    >>> apart(["delta"], [])
+    'without delta'
+    >>> apart(["delta"], ["detla"])
+    'without delta, and with the unknown detla'
+    """
+    parts = []
+    if lacks := sorted(missing):
+        parts.append(f"without {shorten(lacks)}")
+    if extra := sorted(unknown):
+        parts.append(f"with the unknown {shorten(extra)}")
+    return ", and ".join(parts)
+
+
 def unique_json(text: str | bytes) -> Any:  # noqa: ANN401  (any JSON)
     """JSON values in which no object has two values of one name: readers would differ in which of them counts.
 
