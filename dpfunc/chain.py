@@ -216,8 +216,10 @@ def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str
     Args:
         file: from `locked`. path: of the file. at: its end, as `follow` found it. values: of the line.
     """
-    if at.end == Head() and read_head(path) is None:
-        write_head(path, Head())  # first: from now on a journal without its head has lost it
+    if read_head(path) != at.end:
+        # At the first line: from now on a journal without its head has lost it. Later: a kill came between the last
+        # line and its note, and a second one must not find two lines without.
+        write_head(path, at.end)
     cut_incomplete(file)
     raw = json.dumps({"line": at.end.lines + 1, "previous": at.end.digest, **values}).encode()
     file.write(raw + b"\n")
