@@ -9,9 +9,11 @@ from __future__ import annotations
 import builtins
 import hashlib
 import importlib
+import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -21,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +135,9 @@ def watch(kill_at: int | None, draw: random.Random) -> list[int]:
         )
         real = getattr(os, name) if name != "fsync" else (lambda handle: None)  # which a kill does not depend on
         setattr(os, name, counted(real, writes))
-    builtins.open = counted(open, lambda file, mode="r", *more, **others: any(sign in mode for sign in "wax+"))
+    builtins.open = io.open = counted(
+        open, lambda file, mode="r", *more, **others: any(sign in mode for sign in "wax+")
+    )
     listed, scanned = os.listdir, os.scandir
 
     class Entries(list):  # type: ignore[type-arg]
@@ -186,7 +191,7 @@ def plain(folder: Path, told: Told, *, sharded: bool = False) -> str:
     read, write = (load_sharded, save_sharded) if sharded else (load, save)
     dp_step = make_dp_step(loss_fn, PLAN, journal=journal, engine="vmap")
     try:
-        saved = read(place, **common)
+        saved = read_as_told(partial(read, place, **common), place)
     except CheckpointError as error:
         if "found none. Start a new run" not in str(error):
             raise
@@ -209,6 +214,20 @@ def plain(folder: Path, told: Told, *, sharded: bool = False) -> str:
         if state.step % 2 == 0:
             write(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
     return digest(params)
+
+
+def read_as_told(read: Callable[[], Any], place: Path) -> Any:
+    """The checkpoint; of the first save of all a kill can leave the checkpoint without the file that names it."""
+    try:
+        return read()
+    except CheckpointError as error:
+        named = re.search(
+            r"LATEST is missing: write the name of the newest checkpoint into it, e.g. (\S+)\.$", str(error)
+        )
+        if named is None:
+            raise
+        (place / "LATEST").write_text(named[1])
+        return read()
 
 
 def sharded(folder: Path, told: Told) -> str:
@@ -363,6 +382,15 @@ def begin(kind: Kind, folder: Path) -> None:
             raise RuntimeError(done.error)
 
 
+def steps_in(journal: Path, tally: Tally) -> int:
+    """Steps of the run in its journal; one that cannot be read is a problem."""
+    try:
+        return max((len(run) for run in read_steps(journal, missing="empty").values()), default=0)
+    except CheckpointError as error:
+        tally.problems.append(f"{journal}: {error}")
+        return STEPS
+
+
 def copied(template: Path, folder: Path) -> None:
     """A run's folder before its first step."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -395,8 +423,7 @@ def fuzz(name: str, points: int, folder: Path, seed: int = 0, seconds: float = f
             at = first if attempt == 0 else draw.randint(1, 1 + whole.changes // 2) if attempt < 5 else None
             done = forked(lambda told: kind.go(place, told), at, draw.getrandbits(32))
             tally.kills += done.killed
-            before = read_steps(place / kind.journal, missing="empty")
-            counted = max((len(run) for run in before.values()), default=0)
+            counted = steps_in(place / kind.journal, tally)
             seen = max(seen, done.seen if attempt == 0 else 0)
             if counted < seen:
                 tally.problems.append(f"{name} {number}: {seen} steps were seen, {counted} are in the journal")
