@@ -430,5 +430,5 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def sync_file(path: Path) -> None:
     """Wait until a file is on disk."""
-    with open(path, "rb") as file:
+    with open(path, "r+b") as file:  # Windows syncs what can be written
         os.fsync(file.fileno())
