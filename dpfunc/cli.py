@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dpfunc import accounting
 from dpfunc.accounting import Guarantee, Ledger
-from dpfunc.checks import fail, whole
+from dpfunc.checks import fail, unique_json, whole
 from dpfunc.cli_train import generate, train
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.journal import journal_ledger
@@ -32,7 +32,7 @@ method_option = click.option(
 
 
 class Group(click.Group):
-    """Command group that prints errors of dpfunc on stderr without a traceback. Exit code 1; misuse of options is 2."""
+    """Command group that prints errors of dpfunc on stderr without a traceback; for exit codes see `main`."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's own)
         """Run the command; turn an error of dpfunc into a click error."""
@@ -45,7 +45,11 @@ class Group(click.Group):
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dpfunc")
 def main() -> None:
-    """Differential privacy accounting: what a run costs, and how much noise a budget needs."""
+    """Differential privacy accounting, and fine-tuning with differential privacy.
+
+    Results are on stdout, errors and warnings on stderr. Exit codes: 0, done; 1, refused or interrupted, and the
+    message says why and whether anything was spent; 2, an option, argument or file name that does not exist.
+    """
 
 
 def sampling(
@@ -90,15 +94,33 @@ def sampling_options(command: Any) -> Any:  # noqa: ANN401  (a decorator)
 def show(values: dict[str, Any], as_json: bool, title: str) -> None:
     """Print a few values as a table or as JSON; None is an infinite epsilon, see `describe`."""
     if as_json:
-        click.echo(json.dumps(values, indent=2))
+        click.echo(json.dumps(values, indent=2, allow_nan=False))
         return
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    for name, value in values.items():
-        shown = "infinite" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-        table.add_row(name.replace("_", " "), shown)
-    Console().print(table)
+    shown = {
+        name.replace("_", " "): (
+            "infinite" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        )
+        for name, value in values.items()
+    }
+    for pair in shown.items():
+        table.add_row(*pair)
+    print_table(table, title, [f"{name}: {value}" for name, value in shown.items()])
+
+
+def print_table(table: Table, title: str, lines: Sequence[str]) -> None:
+    """Print a table; in a terminal that is too narrow for its numbers, print lines of text with the same content."""
+    console = Console()
+    cells = [str(cell) for column in table.columns for cell in (column.header, *column.cells)]
+    with console.capture() as captured:
+        console.print(table)
+    if all(word in captured.get() for cell in cells for word in cell.split()):
+        console.print(table)
+        return
+    for line in (title, *lines):
+        click.echo(line)
 
 
 def describe(guarantee: Guarantee) -> dict[str, Any]:
@@ -180,7 +202,8 @@ def requirements(
         dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, target_epsilon=target_epsilon, delta=delta
     )
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(need), indent=2))
+        values = {**dataclasses.asdict(need), "guarantee": describe(need.guarantee)}
+        click.echo(json.dumps(values, indent=2, allow_nan=False))
         return
     plain = {
         field.name: getattr(need, field.name)
@@ -207,7 +230,11 @@ def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    lines = [
+        f"- {', '.join(f'{name}: {value}' if name else value for name, value in zip(header, row, strict=True))}"
+        for row in rows
+    ]
+    print_table(table, title, lines)
 
 
 @main.group()
@@ -223,8 +250,10 @@ def read_ledger(path: Path) -> Ledger:
     """
     try:
         text = path.read_text("utf-8")
-        content = json.loads(text)
-    except ValueError:  # of the encoding, or of JSON
+        content = unique_json(text)
+    except ValueError as error:  # of the encoding, or of JSON
+        if "occurs twice" in str(error):
+            raise InvalidArgument(f"The ledger {str(path)!r} cannot be read: {error}.") from error
         text, content = "", None
     # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
     if not isinstance(content, dict) or not str(content.get("schema")).startswith("dpfunc.ledger/"):
@@ -246,7 +275,8 @@ def show_ledger(path: Path, delta: float, method: str, as_json: bool) -> None:
     guarantee = accounting.epsilon(spent, delta, method)
     if as_json:
         events = [dataclasses.asdict(event) for event in spent.events]
-        click.echo(json.dumps({**describe(guarantee), "num_steps": spent.num_steps, "events": events}, indent=2))
+        values = {**describe(guarantee), "num_steps": spent.num_steps, "events": events}
+        click.echo(json.dumps(values, indent=2, allow_nan=False))
         return
     rows = [(f"{e.sampling_prob:g}", f"{e.noise_multiplier:g}", str(e.num_steps)) for e in spent.events]
     print_rows(f"{spent.num_steps} steps, {spent.adjacency}", ("sampling prob", "noise multiplier", "steps"), rows)

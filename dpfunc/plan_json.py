@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpfunc import clipping, sampling
+from dpfunc.checks import apart
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.types import Schedule
@@ -94,8 +95,8 @@ def _decode(value: object) -> Any:  # noqa: ANN401  (JSON)
     given = set(value) - {"kind"}
     if given != fields:
         raise InvalidArgument(
-            f"Expected the fields {sorted(fields)} of {kind}, missing {sorted(fields - given)}, "
-            f"unknown {sorted(given - fields)}."
+            f"Expected the fields {', '.join(sorted(fields))} of {kind}, got it "
+            f"{apart(fields - given, given - fields)}."
         )
     return cls(**{name: _decode(item) for name, item in value.items() if name != "kind"})
 

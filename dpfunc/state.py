@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from dpfunc.accounting import Ledger
-from dpfunc.checks import fail
+from dpfunc.checks import fail, wrong_type
 from dpfunc.distributed.agreement import digest
 from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
 from dpfunc.plan import Plan
@@ -130,9 +130,7 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
         StateReused: this step was released before, or could be by the process from which its key was copied.
     """
     if not isinstance(state, StepState):
-        raise fail(
-            "state to be a StepState", "state", type(state).__name__, "Start with state = dp_step.init(params, key)."
-        )
+        raise wrong_type("state to be a StepState", "state", state, "Start with state = dp_step.init(params, key).")
     if state.plan != mark:
         raise InvalidArgument(
             f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.accounting import Ledger
-from dpfunc.checks import fail, one_of
+from dpfunc.checks import fail, one_of, wrong_type
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
@@ -101,7 +101,7 @@ class DPStep:
         """
         check_params(params)
         if not isinstance(key, Key):
-            raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+            raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
         if key.guessable:
             warnings.warn(
                 "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
@@ -327,7 +327,7 @@ def make_dp_step(
     Ledger(3 steps, add_remove: (q=0.1, sigma=1) x 3)
     """
     if not isinstance(plan, Plan):
-        raise fail("plan to be a dpfunc.Plan", "plan", type(plan).__name__)
+        raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
     if isinstance(engine, str):
         engine = ENGINES[one_of("engine", engine, ENGINES)](_policy(engine, unproven))
     elif unproven is not None:

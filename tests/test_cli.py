@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -156,3 +157,70 @@ def test_help(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
+
+
+NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
+TABLES = {
+    "epsilon": ("epsilon", "-n", 60000, "-b", 256, "--epochs", 60, "--sigma", 1.1, "--delta", 1e-5),
+    "sigma": ("sigma", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3, "--delta", 1e-5),
+    "requirements": ("requirements", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3),
+}
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 100])
+@pytest.mark.parametrize("name", [*TABLES, "ledger"])
+def test_narrow_terminals_show_every_number(tmp_path, monkeypatch, name, width):
+    path = tmp_path / "journal.jsonl"
+    written(path, *(line(step) for step in range(10)))
+    command = TABLES.get(name, ("ledger", "show", path, "--delta", 1e-5))
+    monkeypatch.setenv("COLUMNS", "250")
+    wide = run(*command).stdout
+    monkeypatch.setenv("COLUMNS", str(width))
+    narrow = run(*command).stdout
+    assert sorted(NUMBERS.findall(narrow)) == sorted(NUMBERS.findall(wide))
+    assert len(NUMBERS.findall(wide)) > 5
+    assert "\u2026" not in narrow
+
+
+@pytest.mark.parametrize("name", [*TABLES, "ledger"])
+def test_every_accounting_command_has_json(tmp_path, name):
+    """One JSON value on stdout, whatever is said beside it."""
+    path = tmp_path / "journal.jsonl"
+    written(path, *(line(step) for step in range(10)))
+    result = run(*TABLES.get(name, ("ledger", "show", path, "--delta", 1e-5)), "--json")
+    assert result.exit_code == 0
+    values = json.loads(result.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert "delta" in values
+
+
+def test_exit_codes_are_as_the_help_says(monkeypatch):
+    text = " ".join(run("--help").stdout.split())
+    assert "Exit codes: 0, done; 1, refused or interrupted" in text
+    assert "2, an option, argument or file name that does not exist" in text
+    assert run(*GOOD).exit_code == 0
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpfunc.accounting.epsilon", stop)
+    stopped = run(*GOOD)
+    assert (stopped.exit_code, stopped.stdout) == (1, "")
+
+
+def test_damaged_ledgers_and_journals(tmp_path):
+    """An error in one line, never a traceback."""
+    texts = {
+        "twice.json": '{"schema": "dpfunc.ledger/1", "schema": "dpfunc.ledger/1"}',
+        "deep.json": "[" * 100_000,
+        "short.json": Ledger((Event(1.0, 5.0, 10),)).to_json()[:-4],
+        "pair.json": '{"schema": "dpfunc.ledger/1", "adjacency": "\\ud800", "events": []}',
+        "deep.jsonl": "[" * 100_000 + "\n",
+        "list.jsonl": "[1]\n",
+        "bytes.jsonl": "\udcff\udcfe\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        result = run("ledger", "show", tmp_path / name, "--delta", 1e-5)
+        assert result.exit_code == 1, name
+        assert isinstance(result.exception, SystemExit), (name, result.exception)
+        assert result.stderr.startswith("Error: "), name

@@ -9,7 +9,7 @@ import torch
 from cases import linear_loss
 from test_checkpoint import DATA, PLAN, start, steps, store
 
-from dpfunc import clipping, sampling
+from dpfunc import chain, clipping, sampling
 from dpfunc import journal as journal_module
 from dpfunc.accounting import Ledger
 from dpfunc.chain import Head, Position, append_chained, follow, head_path, locked, read_head, write_head
@@ -312,3 +312,27 @@ def test_a_name_that_occurs_twice_is_refused(tmp_path, file):
     (path / "manifest.json").write_text(json.dumps({**manifest, file: sha256(path / file)}))
     with pytest.raises(CheckpointError, match=f"{file} cannot be read: the name '{name}' occurs twice"):
         load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+def test_two_kills_between_a_line_and_its_note(tmp_path, monkeypatch):
+    """Each leaves one line that the head does not know; the next process notes it before it writes another."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 1, journal)
+    real = chain.write_head
+
+    def killed(path, head):
+        if head.lines == lines:
+            raise KeyboardInterrupt
+        real(path, head)
+
+    monkeypatch.setattr(chain, "write_head", killed)
+    for lines in (2, 3, 4):  # noqa: B007  (read by `killed`)
+        before = state
+        with pytest.raises(KeyboardInterrupt):
+            steps(replay(before), values, optimizer, 1, Journal(journal.path, PLAN))
+        assert journal_ledger(journal.path).num_steps == 2
+    monkeypatch.undo()
+    assert steps(replay(state), values, optimizer, 1, Journal(journal.path, PLAN)).ledger == journal_ledger(
+        journal.path
+    )

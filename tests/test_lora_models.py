@@ -250,7 +250,7 @@ def test_params_of_another_adapter_are_refused(tmp_path):
     for use in (
         lambda p: adapter.forward(p, IDS), adapter.merge, lambda p: lora.save(tmp_path / "a.safetensors", adapter, p)
     ):  # fmt: skip
-        with pytest.raises(InvalidArgument, match=r"missing \[head.lora_B\], unknown \[\]"):
+        with pytest.raises(InvalidArgument, match=r"got params without head.lora_B\."):
             use({"head.lora_A": adapter.params["head.lora_A"]})
         with pytest.raises(InvalidArgument, match=r"Expected params\['head.lora_B'\] of shape \(3, 2\), got \(3, 1\)"):
             use({**adapter.params, "head.lora_B": torch.zeros(3, 1)})

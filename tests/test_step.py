@@ -342,7 +342,7 @@ def mean_loss(params, batch):
 
 GOOD = take(DATA, torch.arange(4))
 BAD_STEPS = {
-    "scalar loss": (mean_loss, params(), GOOD, r'Expected loss_fn to return shape \(4,\).*got \(\).*reduction="none"'),
+    "scalar loss": (mean_loss, params(), GOOD, r'Expected loss_fn to return shape \(4,\).*got \(\) where it was called with 4 rows, all of the batch or a part of it.*reduction="none"'),
     "loss of wrong length": (
         lambda p, b: linear_loss(p, b).repeat(2), params(), GOOD, r"loss_fn to return shape \(4,\).*got \(8,\)",
     ),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from dpfunc.checks import fail, one_of, unique_json
+from dpfunc.checks import apart, fail, one_of, unique_json
 from dpfunc.errors import DPFuncError, InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
@@ -151,8 +151,9 @@ def same_fields(what: str, values: dict[str, Any], expected: set[str]) -> None:
     """Raise an error unless a JSON object has exactly the expected fields."""
     if set(values) != expected:
         raise InvalidArgument(
-            f"Expected the fields {sorted(expected)} in a {what}, got {sorted(values)}. "
-            "An unknown field may mean something that this version would ignore."
+            f"Expected the fields {', '.join(sorted(expected))} in a {what}, got it "
+            f"{apart(expected - set(values), set(values) - expected)}. An unknown field may mean something that this "
+            "version would ignore."
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpfunc.checks import shorten, whole
+from dpfunc.checks import apart, shorten, whole
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Groups
 
@@ -94,8 +94,8 @@ class ByName:
         if missing or unknown:
             close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
             raise InvalidArgument(
-                f"Expected ByName to name each parameter once: missing [{shorten(missing)}], unknown "
-                f"[{shorten(unknown)}]." + (f" Did you mean {shorten(close)}?" if close else "")
+                f"Expected ByName to name each parameter once, got it {apart(missing, unknown)}."
+                + (f" Did you mean {shorten(close)}?" if close else "")
             )
         return tuple(self.group_of[name] for name in names)
 

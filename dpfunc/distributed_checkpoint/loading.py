@@ -34,6 +34,7 @@ from dpfunc.saved import (
     difference,
     known_journal,
     read_json,
+    read_manifest,
     refuse,
     refuse_data,
     state_from_dict,
@@ -162,9 +163,9 @@ def _verify_share(path: Path, ranks: Ranks | None) -> None:
 
 
 def _manifest(path: Path) -> dict[str, str]:
-    manifest: dict[str, str] = read_json(path / MANIFEST)
-    if not {STATE, PLAN, METADATA} <= manifest.keys():
-        raise CheckpointError(f"The file {path / MANIFEST} was changed after it was saved.")
+    manifest = read_manifest(path)
+    if METADATA not in manifest:
+        raise CheckpointError(f"The file {path / MANIFEST} was changed after it was saved: it lacks {METADATA}.")
     return manifest
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,16 +26,21 @@ from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_to_dict
 from dpfunc.rng import fingerprint
 from dpfunc.saved import (
+    AWAY,
     MANIFEST,
+    NAME,
     PLAN,
     PREFIX,
     STATE,
     check_own,
     data_fingerprint,
     free_name,
+    half_checkpoints,
     read_json,
+    remove,
     sha256,
     state_to_dict,
+    sweep,
     sync_file,
     whole_checkpoints,
     write_json,
@@ -130,14 +134,26 @@ def save_sharded(
         all_or_none(partial(_commit, path, files, keep, ranks, journal), ranks, FAILED)
     finally:
         if is_writer(ranks) and latest(parent) != path.name:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
     return path
 
 
 def latest(parent: Path) -> str | None:
-    """The name of the newest checkpoint."""
+    """The name of the newest checkpoint; None before the first.
+
+    Raises:
+        CheckpointError: the file that says it holds something else.
+    """
     pointer = parent / LATEST
-    return pointer.read_text().strip() if pointer.exists() else None
+    if not pointer.exists():
+        return None
+    name = pointer.read_bytes().decode("utf-8", "replace").strip()
+    if not NAME.fullmatch(name):
+        raise CheckpointError(
+            f"Expected the name of a checkpoint in {pointer}, got something else: it was changed. Write the name of "
+            f"the newest whole one into it, as {PREFIX}00000012.000."
+        )
+    return name
 
 
 def _count_notes(parent: Path) -> int:
@@ -147,7 +163,10 @@ def _count_notes(parent: Path) -> int:
         (parent / NOTES).touch()
         sync_file(parent / NOTES)
     before = parent / (name or "") / STATE
-    return len(known_notes(parent / NOTES, read_json(before)["notes"] if before.exists() else 0))
+    values = read_json(before) if before.exists() else {"notes": 0}
+    if not isinstance(values, dict) or not isinstance(values.get("notes"), int):
+        raise CheckpointError(f"The file {before} was changed after it was saved: it lacks the number of notes. {AWAY}")
+    return len(known_notes(parent / NOTES, values["notes"]))
 
 
 def _new_directory(parent: Path, state: StepState, ranks: Ranks | None) -> bytes:
@@ -157,6 +176,7 @@ def _new_directory(parent: Path, state: StepState, ranks: Ranks | None) -> bytes
         _count_notes(parent)
     check_own(parent, state.key, METADATA, family(fingerprint(state.key), read_notes(parent / NOTES)))
     parent.mkdir(parents=True, exist_ok=True)
+    sweep(parent)
     path = free_name(parent, state.step)
     path.mkdir(mode=0o700)
     return path.name.encode()
@@ -199,6 +219,6 @@ def _commit(
     sync_directory(parent)
     # In the order in which they were made: a run that went back has lower steps now.
     kept = sorted(whole_checkpoints(parent), key=lambda each: (each / MANIFEST).stat().st_mtime_ns)[-keep:]
-    for old in parent.glob(f"{PREFIX}*"):  # also what a kill left unfinished
+    for old in (*whole_checkpoints(parent), *half_checkpoints(parent)):  # also what a kill left unfinished
         if old not in (*kept, path):
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)

@@ -61,7 +61,7 @@ def encode(value: Any, tensors: dict[str, Tensor], place: Place = ()) -> dict[st
         return {"value": value}
     raise InvalidArgument(
         f"Expected optimizer_state to have tensors, numbers, strings, lists and dicts, got {type(value).__name__} at "
-        f"{place}."
+        f"{place}. Convert it: float(x) or int(x) for a number of numpy, list(x) for a deque, x.value for an Enum."
     )
 
 

@@ -77,8 +77,8 @@ def check_losses(losses: object, num_samples: int) -> None:
         raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
     if losses.shape != (num_samples,):
         raise InvalidArgument(
-            f"Expected loss_fn to return shape ({num_samples},) for a batch of {num_samples}, "
-            f"got {tuple(losses.shape)}. {hint}"
+            f"Expected loss_fn to return shape ({num_samples},), got {tuple(losses.shape)} where it was called with "
+            f"{num_samples} {'row' if num_samples == 1 else 'rows'}, all of the batch or a part of it. {hint}"
         )
     if is_dtensor(losses):
         raise InvalidArgument(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dpfunc.checks import shorten
+from dpfunc.checks import apart, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Params
 
@@ -127,12 +127,8 @@ def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
             "It is the first argument: forward(params, *args)."
         )
     if params.keys() != shapes.keys():
-        missing = sorted(shapes.keys() - params.keys())
-        unknown = sorted(params.keys() - shapes.keys())
-        raise InvalidArgument(
-            f"Expected the parameters that functionalize returned: missing [{shorten(missing)}], "
-            f"unknown [{shorten(unknown)}]."
-        )
+        named = apart(shapes.keys() - params.keys(), params.keys() - shapes.keys())
+        raise InvalidArgument(f"Expected the parameters that functionalize returned, got params {named}.")
     for name, shape in shapes.items():
         if params[name].shape != shape:
             raise InvalidArgument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,22 @@ def _rows(path: Path) -> list[tuple[int, Any]]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
                 return list(enumerate(csv.DictReader(file, strict=True), start=1))
-            return [(number, json.loads(line)) for number, line in enumerate(file, start=1) if line.strip()]
-    except json.JSONDecodeError as error:  # its message does not show the line, which is private
-        raise InvalidArgument(f"Expected one JSON object a line in {str(path)!r}: {error.msg}.") from None
+            return [(number, _object(line, number, path)) for number, line in enumerate(file, start=1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidArgument(f"Expected a readable table, got {str(path)!r}: {error}.") from error
+
+
+def _object(line: str, number: int, path: Path) -> Any:  # noqa: ANN401  (any JSON)
+    """The values in a line. The line is private, and messages do not show it."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reason = error.msg
+    except RecursionError:
+        reason = "its values are nested too deeply"
+    except ValueError:
+        reason = "a number has too many digits"
+    raise InvalidArgument(f"Expected one JSON object a line in {str(path)!r}, got another line {number}: {reason}.")
 
 
 def _row(row: object, columns: Sequence[str], number: int, path: Path) -> Row:
@@ -85,13 +96,30 @@ def _row(row: object, columns: Sequence[str], number: int, path: Path) -> Row:
     for column in columns:
         value = row.get(column)
         if value is None or isinstance(value, (list, dict)):
-            there = ", ".join(str(name) for name in row)
             raise InvalidArgument(
-                f"Expected a text in the column {column!r} in row {number} of {path.name}; its columns are {there}. "
-                f"Name yours in the section data, e.g. text_column."
+                f"Expected a text in the column {column!r} in row {number} of {path.name}, got none. "
+                f"{_hint(row, column)}"
             )
         values[column] = json.dumps(value) if isinstance(value, bool) else str(value)
+        if not values[column].isascii() and any("\ud800" <= sign <= "\udfff" for sign in values[column]):
+            raise InvalidArgument(
+                f"Expected a text in the column {column!r} in row {number} of {path.name}, got half of a surrogate "
+                "pair, which no text has. Write the table as UTF-8 again, or leave the row out."
+            )
     return values
+
+
+def _hint(row: Mapping[Any, Any], column: str) -> str:
+    """Advice about a column. The names in the row are not shown: without a header they are a record."""
+    if column in row:
+        return "It is empty, or a list or an object: leave the row out, or write its text."
+    close = [name for name in row if isinstance(name, str) and name.strip().lower() == column.lower()]
+    if close:
+        return f"There is {close[0]!r}: name it in the section data, e.g. text_column."
+    return (
+        f"None of its {len(row)} columns has this name. Name yours in the section data, e.g. text_column; a .csv needs "
+        "a first line with the names of its columns. (They are not shown: without such a line they are a record.)"
+    )
 
 
 def split(rows: Sequence[Row], fraction: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from dpfunc.checks import fail, one_of, shorten, whole
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 
 IGNORED = -100
+MOST_PIXELS = 2**26  # 192 MiB in memory
 KEYS = ("prompt", "answer", "image", "images")
 
 
@@ -219,10 +222,51 @@ def _pixel_values(processor: Any, images: Sequence[Any]) -> Tensor:  # noqa: ANN
 def _opened(image: Any) -> Any:  # noqa: ANN401
     if not isinstance(image, (str, Path)):
         return image.convert("RGB") if hasattr(image, "convert") else image
-    from PIL import Image
-
-    with Image.open(image) as file:
+    with opened_image(image) as file:
         return file.convert("RGB")
+
+
+@contextmanager
+def opened_image(path: Path | str) -> Iterator[Any]:
+    """Open an image file, of which only the header is read so far, if it has no more than `MOST_PIXELS`.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not
+            name the file, which can be private.
+
+    Guarantees:
+        tests/integrations/test_vision_language.py::test_images_that_take_all_memory_are_refused.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as file:
+                if file.width * file.height > MOST_PIXELS:
+                    raise InvalidArgument(
+                        f"Expected an image of at most {MOST_PIXELS} pixels, got {file.width} x {file.height}. Make it "
+                        "smaller: the model sees far fewer."
+                    )
+                yield file
+    except InvalidArgument:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InvalidArgument(
+            f"Expected an image of at most {MOST_PIXELS} pixels, got one with more. Make it smaller."
+        ) from error
+    except UnidentifiedImageError:
+        reason = "it is of no format that is known"
+    except FileNotFoundError:
+        reason = "there is no such file"
+    except (OSError, ValueError, SyntaxError, EOFError):  # of PIL, about a damaged file
+        reason = "it is damaged"
+    else:
+        return
+    raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")
 
 
 def _tokens_of_an_image(processor: Any) -> tuple[int, Tensor]:  # noqa: ANN401

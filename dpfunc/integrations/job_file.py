@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.integrations.job import SECTIONS, TOP, Job, aliases, job_from_dict, kinds_of
 from dpfunc.integrations.job_values import convert, suggestion
 
+# Far more than the largest job has, which lists every key and all labels and targets.
+MOST_BYTES, MOST_VALUES = 2**20, 10_000
 # A flag for one of these replaces the other one of the file.
 ALTERNATIVES = {
     ("training", "steps"): ("training", "epochs"),
@@ -40,26 +43,53 @@ def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
 
 
 def read_yaml(path: Path | str) -> dict[str, Any]:
-    """The mapping in a YAML file. Only plain values: no tags, and no key twice.
+    """The mapping in a YAML file. Only plain values: no tags, no key twice, and no more than a job can have.
 
     Raises:
-        InvalidArgument: it cannot be read; the message names the line.
+        InvalidArgument: it cannot be read; the message names the line. Or it is too large, also by aliases of aliases,
+            which a few lines can multiply to any size.
+
+    Guarantees:
+        tests/integrations/test_job.py::test_a_file_that_multiplies_itself_is_refused.
     """
     try:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
         raise InvalidArgument('Expected PyYAML to read a job. Run: pip install "dpfunc[hf]".') from error
     try:
-        text = Path(path).read_text("utf-8")
+        with open(path, "rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            raise InvalidArgument(f"Expected a job of at most {MOST_BYTES} bytes, got {str(path)!r}, which has more.")
+        text = raw.decode("utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        if _size(tree, {}) > MOST_VALUES:
+            raise InvalidArgument(
+                f"Expected a job of at most {MOST_VALUES} values, got {str(path)!r}, which has more, or without end: "
+                "aliases (*name) of aliases multiply. Write the values out."
+            )
         _refuse_twice(tree, str(path), set())
         values = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        deep = isinstance(error, RecursionError)
+        reason = "its values are nested too deeply" if deep else " ".join(str(error).split())
         raise InvalidArgument(f"Expected a YAML file, got {str(path)!r}: {reason}.") from error
     if not isinstance(values, dict):
         raise InvalidArgument(f"Expected `key: value` lines in {str(path)!r}, got {type(values).__name__}.")
     return values
+
+
+def _size(node: Any, known: dict[int, float]) -> float:  # noqa: ANN401  (a node of PyYAML)
+    """Number of values below a node, with each alias as often as it is used; infinity for one that contains itself."""
+    if node is None or not isinstance(node.value, list):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf  # as long as it is counted
+        parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _refuse_twice(node: Any, path: str, seen: set[int]) -> None:  # noqa: ANN401  (a node of PyYAML)

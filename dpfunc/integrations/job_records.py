@@ -110,9 +110,22 @@ def _checked(job: Job, table: Table, file: str) -> Table:
             raise InvalidArgument(
                 f"Expected one of data.labels ({', '.join(labels)}) in row {number} of {path.name}, got another."
             )
-        if job.task == "vqa" and not (path.parent / row[job.data.image_column]).is_file():
-            raise InvalidArgument(f"Expected an image file for row {number} of {path.name}, which is missing.")
+        if job.task == "vqa":
+            _check_image(path.parent / row[job.data.image_column], number, path)
     return table
+
+
+def _check_image(image: Path, number: int, table: Path) -> None:
+    """Check the header of an image, before anything is spent."""
+    from dpfunc.integrations.images import opened_image
+
+    if not image.is_file():
+        raise InvalidArgument(f"Expected an image file for row {number} of {table.name}, which is missing.")
+    try:
+        with opened_image(image):
+            return
+    except InvalidArgument as error:
+        raise InvalidArgument(f"The image of row {number} of {table.name} cannot be used. {error}") from None
 
 
 def _record(job: Job, processing: Any, row: Row, table: Path) -> Mapping[str, Any]:  # noqa: ANN401

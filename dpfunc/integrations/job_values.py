@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin
 
 from dpfunc.checks import fail, one_of
+from dpfunc.errors import InvalidArgument
 
 NOTHING = ("null", "none")
 WORDS = {"true": True, "yes": True, "false": False, "no": False}
@@ -47,10 +48,16 @@ def convert(name: str, value: object, kind: object, *, from_text: bool = False) 
         return _integer(name, value, from_text)
     if kind is float:
         return _number(name, value)
+    if isinstance(value, str) and not _is_text(value):
+        raise InvalidArgument(f"Expected text, got {name} with half of a surrogate pair, which no text has.")
     if not isinstance(value, str) or not value:
         raise fail("text", name, value, "Leave it out, or give it a value." if not value and value is not False and
                    value != 0 else "Put it in quotes.")  # fmt: skip
     return value
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
 
 
 def _texts(name: str, value: object, from_text: bool) -> tuple[str, ...]:
@@ -61,6 +68,8 @@ def _texts(name: str, value: object, from_text: bool) -> tuple[str, ...]:
         if isinstance(item, bool) or not isinstance(item, (str, int)):
             hint = "YAML reads yes, no, on and off without quotes as true and false: put them in quotes."
             raise fail(f"a list of texts as {name}", "item", item, hint)
+        if not _is_text(str(item)):
+            raise InvalidArgument(f"Expected a list of texts, got {name} with half of a surrogate pair in one of them.")
     return tuple(str(item).strip() if from_text else str(item) for item in items)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.checks import fail, shorten, whole
+from dpfunc.checks import fail, shorten, whole, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, stream
 from dpfunc.types import Params
@@ -98,7 +98,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     """
     cap = whole("max_texts", max_texts, minimum=1)
     if not isinstance(key, Key):
-        raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
     if isinstance(persons, (str, bytes)):
         raise fail("one person a row", "persons", persons)
     rows: dict[Hashable, list[int]] = {}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -18,7 +19,9 @@ from torch import nn
 
 from dpfunc import distributed
 from dpfunc.accounting import Ledger
-from dpfunc.checks import one_of, shorten
+from dpfunc.chain import replace_file
+from dpfunc.checks import one_of, shorten, unique_json
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed_checkpoint.together import all_or_none
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.integrations.job import Job, job_from_dict, job_to_dict
@@ -28,6 +31,7 @@ from dpfunc.integrations.job_values import suggestion
 from dpfunc.integrations.spent import read_spent
 from dpfunc.integrations.trainer_state import JOURNAL, count_steps, is_whole, newest
 from dpfunc.journal import journal_ledger
+from dpfunc.locks import LOCK_FILE, only_process
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 
@@ -104,15 +108,32 @@ def run_job(
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
     Raises:
-        InvalidArgument: the job cannot be run, or output_dir cannot be used.
-        CheckpointError: resume without a checkpoint of this very job.
+        InvalidArgument: the job cannot be run, or output_dir cannot be used, e.g. because another process trains there.
+        CheckpointError: resume without a checkpoint of this very job; or the ledger lacks steps of the journal.
 
     Guarantees:
-        tests/integrations/test_train_command.py::test_L21_killed_command_resumes_bit_for_bit.
+        tests/integrations/test_train_command.py::test_L21_killed_command_resumes_bit_for_bit,
+        ::test_two_commands_at_the_same_time.
     """
-    folder, ranks = Path(job.output_dir), distributed.from_environment(LONGEST_WAIT)
-    writes = distributed.is_writer(ranks)
-    distributed.once(ranks, lambda: check_job(job, resume, insecure_seed))
+    ranks = distributed.from_environment(LONGEST_WAIT)
+    with ExitStack() as held:
+
+        def begin() -> None:
+            check_job(job, resume, insecure_seed)
+            held.enter_context(only_process(Path(job.output_dir)))
+            check_folder(
+                job, Path(job.output_dir), resume, insecure_seed
+            )  # again: another process may have ended there
+
+        distributed.once(ranks, begin)
+        return _run(job, ranks, resume, insecure_seed, say)
+
+
+def _run(
+    job: Job, ranks: Ranks | None, resume: bool, insecure_seed: int | None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run a job in a folder that no other process uses."""
+    folder, writes = Path(job.output_dir), distributed.is_writer(ranks)
     prepared = all_or_none(partial(prepare, job), ranks, "Nothing was trained")
     if writes and prepared.records.duplicates:
         say(f"{prepared.records.duplicates} exact duplicates were left out (a private number).")
@@ -120,6 +141,8 @@ def run_job(
     if not resume:
         distributed.once(ranks, lambda: write_job(job, folder, insecure_seed))
     trainer.train(resume_from_checkpoint=True if resume else None)
+    if job.privacy.dp_enabled:
+        distributed.once(ranks, lambda: check_accounting(folder, prepared.spent))
     distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))
     measured = trainer.evaluate() if prepared.records.evaluation else {}  # all processes, each some of the records
     accounting: dict[str, Any] = {}
@@ -133,6 +156,28 @@ def run_job(
     return accounting
 
 
+def check_accounting(folder: Path, spent: Ledger | None) -> None:
+    """Check, before a model is saved, that its accounting has every step in the journal of the folder.
+
+    Args:
+        folder: of the run. spent: by earlier runs.
+
+    Raises:
+        CheckpointError: another process has trained into the same folder, or lines were lost.
+
+    Guarantees:
+        tests/integrations/test_train_command.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.
+    """
+    journal, path = folder / JOURNAL, folder / ACCOUNTING
+    taken = journal_ledger(journal)
+    said = Ledger.from_json(json.dumps(json.loads(path.read_text())["ledger"]))
+    if said != (taken if spent is None else spent.compose(taken)):
+        raise CheckpointError(
+            f"Expected {path} to count the steps of {journal}, {taken}, got {said}. Another process has used this "
+            f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."
+        )
+
+
 def save_model(folder: Path, model: Any, processing: Any) -> None:  # noqa: ANN401  (of Transformers or PEFT)
     """The model with its tokenizer or processor, for from_pretrained."""
     model.save_pretrained(folder)
@@ -143,7 +188,31 @@ def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     """Keep the job in its folder, to recognise it when it is resumed."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
-    (folder / JOB_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    replace_file(folder / JOB_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def read_job_file(folder: Path) -> tuple[Mapping[str, Any], int | None]:
+    """The job of a folder as JSON values, and its insecure seed.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    path = folder / JOB_FILE
+    try:
+        content = unique_json(path.read_bytes())
+        job, seed = content["job"], content["insecure_seed"]
+        fits = isinstance(job, dict) and isinstance(seed, int | None)
+        problem = "" if fits else "it does not hold a job"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    except (KeyError, TypeError):
+        problem = "it does not hold a job"
+    if problem:
+        raise CheckpointError(
+            f"The file {path} cannot be read: {problem}. Restore it; or begin a new run in another --output_dir, which "
+            f"counts this one: --spent {folder / JOURNAL}."
+        )
+    return job, seed
 
 
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
@@ -203,7 +272,7 @@ def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None
             "Name another folder: --output_dir."
         )
     if not resume:
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise InvalidArgument(
                 f"Expected an empty output_dir, got {str(folder)!r}, which is not. Go on with the run there: --resume; "
                 "or name another folder: --output_dir."
@@ -211,10 +280,10 @@ def check_folder(job: Job, folder: Path, resume: bool, insecure_seed: int | None
         return
     if not (folder / JOB_FILE).is_file():
         raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
-    saved = json.loads((folder / JOB_FILE).read_text())
-    changed = difference(saved["job"], job_to_dict(job))
-    if saved["insecure_seed"] != insecure_seed:
-        changed.append(f"--insecure-seed was {saved['insecure_seed']}, now {insecure_seed}")
+    saved, seed = read_job_file(folder)
+    changed = difference(saved, job_to_dict(job))
+    if seed != insecure_seed:
+        changed.append(f"--insecure-seed was {seed}, now {insecure_seed}")
     if changed:
         raise CheckpointError(
             f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
@@ -384,5 +453,5 @@ def saved_job(folder: Path) -> tuple[Job, int | None]:
     path = folder / JOB_FILE
     if not path.is_file():
         raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {JOB_FILE}.")
-    content = json.loads(path.read_text())
-    return job_from_dict(content["job"]), content["insecure_seed"]
+    values, seed = read_job_file(folder)
+    return job_from_dict(values), seed

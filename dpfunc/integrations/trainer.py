@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from dpfunc.integrations.trainer_run import (
     warning_step,
     warning_text,
 )
+from dpfunc.locks import only_process
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling.loader import Collate, Draws, data_loader
@@ -190,7 +192,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             `TrainOutput`, with the privacy spent in its metrics. `training_loss` is NaN: it is not released.
 
         Raises:
-            InvalidArgument, UnsupportedModel, BudgetExhausted, CheckpointError: before anything is spent.
+            InvalidArgument, UnsupportedModel, BudgetExhausted, CheckpointError: before anything is spent, e.g. because
+                another process trains into output_dir. CheckpointError also at the end, if the journal has other steps.
         """
         if not self.privacy.dp_enabled:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -198,6 +201,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             raise InvalidArgument("Expected trial=None: each trial is a run on the private records, with its own cost.")
         if self.privacy.dp_dry_run:
             return self._dry_run()
+        with ExitStack() as held:
+            folder = only_process(Path(self.args.output_dir))
+            distributed.once(self._ranks, lambda: held.enter_context(folder))
+            return self._train(resume_from_checkpoint, ignore_keys_for_eval)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
+        """Train in a folder that no other process uses."""
         self._prepare(resume_from_checkpoint)
         resumed = None if self._start is None or self._start.resumed is None else self._start.resumed.path.parents[1]
         done = False
@@ -208,11 +218,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             self._start = None
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
                 self._write_accounting()
-        distributed.once(self._ranks, self._write_accounting)
+        distributed.once(self._ranks, self._finish_accounting)
         return output._replace(training_loss=math.nan)
 
     def _write_accounting(self) -> None:
-        trainer_state.write_accounting(Path(self.args.output_dir), self._accounting())
+        """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
+        trainer_state.write_accounting(Path(self.args.output_dir), self._accounting(self._journal()))
+
+    def _finish_accounting(self) -> None:
+        if self._run is not None:
+            trainer_state.check_journal(self._journal(), self._run.state)
+        self._write_accounting()
 
     def _dry_run(self) -> TrainOutput:
         if distributed.is_writer(self._ranks):
@@ -227,6 +243,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         refuse_model(self.model)
         data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
+        distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
         if resume_from_checkpoint:
             saved = all_or_none(partial(self._resume, resume_from_checkpoint, data), self._ranks, "Nothing was resumed")
             processes.check_processes(saved, self._journal(), self._ranks)
@@ -368,10 +385,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                     logs.update(metrics(self._accounting()))
         super().log(logs, start_time)
 
-    def _accounting(self) -> dict[str, Any]:
+    def _accounting(self, journal: Path | None = None) -> dict[str, Any]:
         if self._run is None:
             raise InvalidArgument("Expected a run under way, got none.")
         state = self._run.state
+        if journal is not None:
+            state = trainer_state.as_charged(state, self.plan, journal)
         return trainer_state.accounting(
             self.plan, state, state.step / self._steps_per_epoch(self.plan.sampler.dataset_size)
         )

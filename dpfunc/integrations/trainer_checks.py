@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from dpfunc.checks import fail
+from dpfunc.checks import wrong_type
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.refuse import refuse_unsupported
 from dpfunc.integrations.arguments import PrivacyArguments
@@ -206,9 +206,9 @@ def refuse_values(model: object, privacy: object, key: object, model_init: objec
         InvalidArgument: naming the first that is not what it should be.
     """
     if not isinstance(privacy, PrivacyArguments):
-        raise fail("privacy to be PrivacyArguments", "privacy", type(privacy).__name__)
+        raise wrong_type("privacy to be PrivacyArguments", "privacy", privacy)
     if key is not None and not isinstance(key, Key):
-        raise fail("key to be a dpfunc Key", "key", type(key).__name__, "Use dpfunc.secure_key().")
+        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
     if model_init is not None or not isinstance(model, nn.Module):
         raise InvalidArgument("Expected model to be a module, and no model_init: each model is a run of its own.")
     if compute_loss_func is not None:

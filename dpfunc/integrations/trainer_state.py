@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint import MANIFEST, PREFIX, Checkpoint, load, save
+from dpfunc.chain import replace_file
+from dpfunc.checkpoint import Checkpoint, load, save
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import read_steps
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
-from dpfunc.saved import STATE, read_json, sha256, verify, write_json
+from dpfunc.saved import read_json, remove, saved_key, sha256, sweep, verify, whole_checkpoints, write_json
 from dpfunc.state import StepState
 from dpfunc.types import Params, schedule_at
 
@@ -41,24 +41,48 @@ def save_run(
     journal: Path,
 ) -> None:
     """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
-    shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)  # of an earlier run, whose files the Trainer has replaced
+    remove(checkpoint / FOLDER)  # of an earlier run, whose files the Trainer has replaced
     save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1, journal=journal)
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
     """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
-    from transformers.trainer_utils import rotate_checkpoints
-
     if (checkpoint / FOLDER).exists():
         own = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
         names = [path.relative_to(checkpoint) for path in own]
         write_json(checkpoint / FOLDER / FILES, {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER})
-    rotate_checkpoints(
-        output_dir=args.output_dir,
-        save_total_limit=args.save_total_limit,
-        best_model_checkpoint=state.best_model_checkpoint,
-        use_mtime=True,
-    )
+    for path in outdated(Path(args.output_dir), args.save_total_limit, state.best_model_checkpoint):
+        remove(path)
+
+
+def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
+    """Checkpoints that the Trainer would remove; it would remove their files in any order, and a kill leave some.
+
+    What a kill left half-written goes first, whatever its number.
+
+    Args:
+        output_dir: of the run. limit: how many stay; None or 0 for all. best: a checkpoint that stays, too.
+    """
+    from transformers.trainer_utils import sort_checkpoints
+
+    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_whole)
+    if not limit or limit < 0 or len(found) <= limit:
+        return []
+    stay = {found[-1], *([Path(best)] if best is not None else [])}
+    surplus = len(found) - max(limit, len(stay))
+    return [path for path in found if path not in stay][:surplus]
+
+
+def clean(output_dir: Path) -> None:
+    """Remove what killed processes left unfinished in the folder of a run; some of it holds the key.
+
+    Args:
+        output_dir: of the run, used by no other process.
+    """
+    sweep(output_dir)
+    for path in output_dir.glob("checkpoint-*"):
+        sweep(path)
+        sweep(path / FOLDER)
 
 
 def load_run(
@@ -133,7 +157,7 @@ def newest(output_dir: Path) -> Path:
         f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
         f"DPTrainer(..., ledger=journal_ledger(path)), or dpfunc train with --spent {output_dir / JOURNAL} and another "
         "--output_dir."
-        if steps else ""
+        if steps else " No step is in its journal: if that was not lost, nothing was released."
     )  # fmt: skip
     raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run.{more}")
 
@@ -163,11 +187,7 @@ def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
 
 def _run_of(checkpoint: Path) -> str:
     """Fingerprint of the key of a checkpoint."""
-    try:
-        (state,) = (checkpoint / FOLDER).glob(f"{PREFIX}*/{STATE}")
-        return fingerprint(Key(bytes.fromhex(read_json(state)["key"])))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"The state of {checkpoint} was changed after it was saved: {error}.") from error
+    return fingerprint(saved_key(whole_checkpoints(checkpoint / FOLDER)[-1]))
 
 
 def _numbered(path: Path) -> re.Match[str] | None:
@@ -175,13 +195,14 @@ def _numbered(path: Path) -> re.Match[str] | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """True if a checkpoint was written completely: the list of its files is written last."""
+    """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
     try:
-        for path in (checkpoint / TRAINER_STATE, checkpoint / FOLDER / FILES):
-            json.loads(path.read_text())
-    except (OSError, ValueError):
+        read_json(checkpoint / TRAINER_STATE)
+        names = read_json(checkpoint / FOLDER / FILES)
+        own = whole_checkpoints(checkpoint / FOLDER)
+    except CheckpointError:
         return False
-    return any((path / MANIFEST).exists() for path in (checkpoint / FOLDER).glob(f"{PREFIX}*"))
+    return bool(own) and isinstance(names, dict)
 
 
 def note_earlier_runs(journal: Path, counted: int = 0) -> None:
@@ -207,6 +228,38 @@ def note_earlier_runs(journal: Path, counted: int = 0) -> None:
 def count_steps(journal: Path) -> int:
     """The number of steps of all runs in a journal; 0 before the first."""
     return sum(len(taken) for taken in read_steps(journal, missing="empty").values())
+
+
+def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
+    """A state that is charged for every step of its run in the journal, and stands after the last of them.
+
+    Args:
+        state: of the run. plan: of the run. journal: its file.
+
+    Guarantees:
+        tests/integrations/test_trainer_resume.py::test_an_interruption_after_a_release_is_counted.
+    """
+    taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
+    later = max(taken, default=-1) + 1
+    if later > state.charged:
+        cost = Ledger(plan.events(state.charged, later), plan.adjacency)
+        state = state._replace(charged=later, ledger=state.ledger.compose(cost))
+    return state._replace(step=max(state.step, state.charged))
+
+
+def check_journal(journal: Path, state: StepState) -> None:
+    """Check that the journal of a finished run has its steps, and no others of the same key.
+
+    Raises:
+        CheckpointError: steps were lost, or another process went on with the same run.
+    """
+    taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
+    if len(taken) != state.charged:
+        raise CheckpointError(
+            f"Expected the {state.charged} steps of this run in the journal {journal}, got {len(taken)}. Lines were "
+            "lost, or another process has taken steps with the same key. Count the larger number, and publish nothing "
+            "that is accounted for with the smaller."
+        )
 
 
 def accounting(plan: Plan, state: StepState, epoch: float) -> dict[str, Any]:
@@ -239,5 +292,5 @@ def write_accounting(folder: Path, record: dict[str, Any]) -> Path:
     """Write a record as `privacy_accounting.json`, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ACCOUNTING
-    path.write_text(json.dumps(record, indent=1))
+    replace_file(path, json.dumps(record, indent=1))
     return path

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,55 @@ def test_damage_is_found(one, name, damage):
         load_one(one)
 
 
+@pytest.mark.parametrize("lost", FILES)
+def test_a_checkpoint_that_a_kill_left_half_removed_stops_nothing(one, lost):
+    """As versions before this one left it; the next save removes it."""
+    (old,) = (one / "c").glob("step-*")
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    newest_one = store(one, values, ranks, optimizer, state)
+    (old / lost).unlink()
+    assert load_one(one).path == newest_one
+    last = store(one, values, ranks, optimizer, state)
+    assert sorted((one / "c").glob("step-*")) == sorted([newest_one, last])
+    assert load_one(one).path == last
+
+
+def test_a_kill_while_the_list_of_files_is_written(one):
+    """It is whole or absent: half of it would stop all that comes later."""
+    (old,) = (one / "c").glob("step-*")
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    child = os.fork()
+    if not child:
+        real = os.fsync
+
+        def fsync(handle):
+            if Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith("manifest.json"):
+                os.ftruncate(handle, 5)  # what a kill leaves of a write
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(handle)
+
+        os.fsync = fsync
+        store(one, values, ranks, optimizer, state)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert load_one(one).path == old
+    last = store(one, values, ranks, optimizer, state, keep=1)
+    assert list((one / "c").glob("step-*")) == [last]
+
+
+@pytest.mark.parametrize("text", [b"", b"../elsewhere\n", b"\xff\xfe", b"step-00000003\n"])
+def test_a_damaged_name_of_the_newest_says_so(one, text):
+    (one / "c" / "LATEST").write_bytes(text)
+    values, ranks, optimizer = start("alone")
+    with pytest.raises(CheckpointError, match="Expected the name of a checkpoint in .*LATEST, got something else"):
+        load_one(one)
+    state = make_dp_step(loss_fn, PLAN).init(values, insecure_key(5))
+    with pytest.raises(CheckpointError, match="LATEST, got something else"):
+        store(one, values, ranks, optimizer, state)
+
+
 def test_what_was_never_finished_is_ignored(one):
     (one / "c" / "step-00000099.000").mkdir()
     assert load_one(one).state.step == 3
@@ -367,7 +417,9 @@ def test_a_kill_before_the_name_is_changed(one):
     state = load_one(one).state
     child = os.fork()
     if not child:
-        saving.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        real = os.replace
+        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+        saving.os.replace = lambda old, new: kill() if Path(new).name == "LATEST" else real(old, new)
         store(one, values, ranks, optimizer, state, extra={"number": 1})
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

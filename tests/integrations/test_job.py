@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 
 import pytest
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.job import SECTIONS, TOP, job_from_dict, job_to_dict
-from dpfunc.integrations.job_file import parse_flags, read_job
+from dpfunc.integrations.job_file import parse_flags, read_job, read_yaml
 
 JOB = """
 task: causal_lm
@@ -158,7 +159,40 @@ def test_a_key_twice_is_refused(tmp_path, text):
         read_job(path)
 
 
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+TOO_LARGE = {
+    "aliases of aliases": LAUGHS + "data: *a39\n",
+    "an alias of itself": "data: &a [*a]\n",
+    "a mapping in itself": "data: &a {labels: *a}\n",
+    "merged keys": "".join(f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}\n" if i else "m0: &m0 {a: 1}\n" for i in range(9)),
+    "many values": f"data: [{'x, ' * 20_000}]\n",
+    "many bytes": f"data: {'x' * 2**21}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_file_that_multiplies_itself_is_refused(tmp_path, name):
+    """At once, and with a short message: not after all memory is taken."""
+    path = tmp_path / "job.yaml"
+    path.write_text(TOO_LARGE[name])
+    begun = time.process_time()
+    with pytest.raises(InvalidArgument, match="Expected a job of at most") as caught:
+        read_job(path)
+    assert len(str(caught.value)) < 400
+    assert time.process_time() - begun < 20
+
+
+def test_an_alias_of_a_value_is_allowed(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("task: &name causal_lm\noutput_dir: *name\n")
+    assert read_yaml(path) == {"task": "causal_lm", "output_dir": "causal_lm"}
+
+
 UNREADABLE = {
+    "deep": ("[" * 5000, "Expected a YAML file, got .*: its values are nested too deeply"),
+    "no day": ("task: 2001-99-99", "Expected a YAML file"),
+    "a long number": (f"task: {'7' * 5000}", "Expected a YAML file"),
+    "half a pair": ('task: causal_lm\noutput_dir: x\nmodel: {path: "\\uD800"}\ndata: {}\nprivacy: {}\ntraining: {}', "half of a surrogate pair"),
     "a tag": ("task: !!python/object/apply:os.system ['true']", "Expected a YAML file"),
     "broken": ("task: [", "Expected a YAML file"),
     "a list": ("- task", "Expected `key: value` lines"),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,15 +20,18 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from text_job import write_job, write_model, write_table
+from transformers import TrainerCallback
 
 from dpfunc.cli import main
 from dpfunc.cli_train import interruptible
 from dpfunc.errors import InvalidArgument
+from dpfunc.integrations import train_job
 from dpfunc.integrations.job import SECTIONS, STRATEGIES
 from dpfunc.integrations.job_file import read_job
 from dpfunc.integrations.job_model import choose_parameters, load_base, load_processing
 from dpfunc.integrations.job_records import PadRight, language_record, prompt_ids, read_records
-from dpfunc.journal import journal_ledger, read_steps
+from dpfunc.journal import Journal, journal_ledger, read_steps
+from dpfunc.rng import secure_key
 
 ROOT = Path(__file__).parents[2]
 
@@ -230,6 +234,103 @@ def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
     assert again.exit_code == 1  # nothing is left of a smaller budget
     assert not Path("third").exists()
     assert train(*flags, "--output_dir", "next", "--resume").exit_code == 1  # without --spent it is another job
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(here):
+    """Before anything is prepared, and with nothing written; also when it is resumed."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom dpfunc.locks import only_process\n"
+        "with only_process(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name, flags in (("busy", []), ("run", ["--resume"])):
+        command = [sys.executable, "-c", code, name]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=here, env=environment
+        ) as other:
+            assert other.stdout.readline() == b"held\n"
+            before = files(here)
+            result = train("--output_dir", name, *flags)
+            other.communicate(b"")
+        assert result.exit_code == 1
+        assert (
+            f"Expected no other process in '{name}', got process {other.pid}, which trains there now" in result.stderr
+        )
+        assert "Two runs in one folder would publish one ledger for the steps of both" in result.stderr
+        assert [path for path, _ in before if ".dpfunc.lock" in path]
+    assert not Path("busy").exists()
+    assert not (here / "run" / ".dpfunc.lock").exists()
+
+
+@pytest.mark.slow
+def test_two_commands_at_the_same_time(here):
+    """One of them trains, and its ledger has all that was taken."""
+    command = [sys.executable, "-m", "dpfunc.cli", "train", "job.yaml", "--output_dir"]
+    options = {"cwd": here, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    options["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    both = [subprocess.Popen([*command, "twice"], **options) for _ in range(2)]
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1]
+    refused = said[[process.returncode for process in both].index(1)]
+    assert "Expected no other process in" in refused or "Expected an empty output_dir" in refused
+    steps = json.loads((here / "twice/privacy_accounting.json").read_text())["global_step"]
+    assert journal_ledger(here / "twice/privacy_journal.jsonl").num_steps == steps == 4
+
+
+def test_a_model_is_saved_with_the_cost_of_its_whole_journal(here, monkeypatch):
+    """Where locks do nothing, as on some file systems, the end finds steps of others."""
+
+    class Other(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                trainer = self.trainer
+                another = trainer._run.dp_step.init(trainer._run.params, secure_key())
+                Journal(Path("mixed/privacy_journal.jsonl"), trainer.plan)(another._replace(step=1))
+
+    def made(*args):
+        callback = Other()
+        callback.trainer = make(*args)
+        callback.trainer.add_callback(callback)
+        return callback.trainer
+
+    make = train_job.make_trainer
+    monkeypatch.setattr(train_job, "make_trainer", made)
+    result = train("--output_dir", "mixed")
+    assert result.exit_code == 1
+    assert "to count the steps of mixed/privacy_journal.jsonl, Ledger(5 steps" in result.stderr
+    assert "--spent mixed/privacy_journal.jsonl" in result.stderr
+    assert not Path("mixed/model").exists()
+
+
+DAMAGED_JOBS = {
+    "short": ('{"job": {"task"', "Expecting"),
+    "empty": ("", "Expecting value"),
+    "list": ("[1]", "it does not hold a job"),
+    "no job": ("{}", "it does not hold a job"),
+    "text": ('{"job": "x", "insecure_seed": null}', "it does not hold a job"),
+    "deep": ("[" * 100_000, "its values are nested too deeply"),
+    "bytes": ("\udcff\udcfe", "cannot be read"),
+    "half a pair": ('{"job": {"task": "\\ud800"}, "insecure_seed": null}', "was started with"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_JOBS)
+def test_a_damaged_job_file_says_so(here, tmp_path, name):
+    text, message = DAMAGED_JOBS[name]
+    folder = tmp_path / "run"
+    shutil.copytree(here / "run", folder)
+    (folder / "job.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    for command in (
+        ["train", "job.yaml", "--output_dir", folder, "--resume"],
+        ["generate", folder, "-n", 1, "--out", "x.jsonl"],
+    ):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit), result.exception
+        if name != "half a pair" or "train" in command:
+            assert message in result.stderr
+        if name not in ("half a pair",):
+            assert f"--spent {folder}/privacy_journal.jsonl" in result.stderr
 
 
 RESUMES = {

@@ -30,6 +30,7 @@ from transformers import TrainerCallback
 import dpfunc
 from dpfunc.chain import head_path
 from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.integrations import trainer as trainer_module
 from dpfunc.integrations import trainer_state
 from dpfunc.integrations.arguments import PrivacyArguments
 from dpfunc.integrations.spent import read_spent
@@ -436,3 +437,72 @@ def test_the_key_is_readable_by_its_owner_alone(killed):
     told = [path for path in killed.rglob("*") if path.is_file() and path != state]
     assert not any(KEY.secret.hex().encode() in path.read_bytes() for path in told)
     assert fingerprint(KEY) in (killed / "privacy_journal.jsonl").read_text()
+
+
+def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
+    """Ctrl-C between the release of a step and the assignment of its result: the accounting has the step."""
+    trainer = run(tmp_path, key=dpfunc.secure_key())
+    real = trainer_module.replace
+
+    def stopping(run, **changes):
+        if changes["state"].step == 5:
+            raise KeyboardInterrupt
+        return real(run, **changes)
+
+    monkeypatch.setattr(trainer_module, "replace", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.ledger.num_steps == 4
+    journal = tmp_path / trainer_state.JOURNAL
+    said = json.loads((tmp_path / trainer_state.ACCOUNTING).read_text())
+    assert journal_ledger(journal).num_steps == said["global_step"] == 5
+    assert read_spent([tmp_path / trainer_state.ACCOUNTING]) == journal_ledger(journal) == trainer.plan.ledger(5)
+    monkeypatch.undo()
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger == resumed.plan.ledger()
+    assert journal_ledger(journal) == resumed.plan.ledger()
+
+
+def test_a_journal_that_lost_steps_is_no_accounting(tmp_path, monkeypatch):
+    trainer = run(tmp_path, key=dpfunc.secure_key())
+    monkeypatch.setattr(trainer_state, "read_steps", lambda *args, **options: {})
+    with pytest.raises(CheckpointError, match=r"Expected the \d+ steps of this run in the journal .*, got 0"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("part", ["dpfunc", "."])
+def test_a_checkpoint_that_a_kill_left_half_removed_is_passed_over(killed, tmp_path, part):
+    """As versions before this one left it: with any of its files gone."""
+    folder = copy_of(killed, tmp_path)
+    old = folder / "checkpoint-3"
+    shutil.copytree(folder / "checkpoint-6", old)
+    (gone,) = (old / "dpfunc").glob("step-*/state.json") if part == "dpfunc" else [old / "trainer_state.json"]
+    gone.unlink()
+    assert trainer_state.newest(folder).name == "checkpoint-6"
+    again(KEY)
+    resumed = run(folder)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger == resumed.plan.ledger()
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-10"]
+
+
+def test_a_half_written_checkpoint_is_no_reason_to_remove_a_whole_one(killed, tmp_path):
+    """Its number can be higher than those to come, if checkpoints are made at other steps now."""
+    folder = copy_of(killed, tmp_path)
+    shutil.copytree(folder / "checkpoint-6", folder / "checkpoint-9")
+    (folder / "checkpoint-9" / "trainer_state.json").write_text("{")
+    assert [path.name for path in trainer_state.outdated(folder, 1, None)] == ["checkpoint-9"]
+    assert trainer_state.outdated(folder, 2, None) == trainer_state.outdated(folder, None, None) == []
+    assert [path.name for path in trainer_state.outdated(folder, 1, str(folder / "checkpoint-9"))] == []
+
+
+def test_what_kills_left_in_the_folder_is_swept(killed, tmp_path):
+    folder = copy_of(killed, tmp_path)
+    left = [folder / ".removing-checkpoint-3-ab", folder / "checkpoint-6" / "dpfunc" / ".saving-xyz"]
+    for path in left:
+        path.mkdir()
+        (path / "state.json").write_text("the key")
+    again(KEY)
+    run(folder).train(resume_from_checkpoint=True)
+    assert not any(path.exists() for path in left)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import struct
+import zlib
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.integrations import vision_language
 from dpfunc.integrations.images import IGNORED, image_text_collator
+from dpfunc.integrations.job_records import _check_image
 from dpfunc.integrations.parts import language_layers, parts, quantised_layers
 from dpfunc.integrations.strategy_costs import strategy_costs, strategy_table
 from dpfunc.integrations.tasks import make_loss_fn
@@ -356,6 +359,44 @@ def test_L7_prompts_as_they_are(processor, tmp_path):
     assert torch.equal(batch["pixel_values"], drawn["pixel_values"])
     with pytest.raises(InvalidArgument, match="Expected one <image> in the prompt"):
         collate([{**sample, "prompt": "colour ?", "image": tmp_path / "a.png"}])
+
+
+def large_png(width, height):
+    """A valid PNG of very many pixels, and few bytes."""
+
+    def chunk(kind, content):
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    rows = zlib.compressobj(9)
+    packed = b"".join(rows.compress(bytes(1 + -(-width // 8))) for _ in range(height)) + rows.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+IMAGES = {
+    "large": (lambda: large_png(9000, 9000), "at most 67108864 pixels, got 9000 x 9000"),
+    "larger, PIL would warn": (lambda: large_png(10_000, 10_000), "at most 67108864 pixels, got one with more"),
+    "so large that PIL refuses": (lambda: large_png(20_000, 20_000), "at most 67108864 pixels, got one with more"),
+    "text": (lambda: b"my secret", "it is of no format that is known"),
+    "nothing": (lambda: b"", "it is of no format that is known"),
+    "half": (lambda: large_png(64, 4000)[:60], "it is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_that_take_all_memory_are_refused(processor, tmp_path, name):
+    """And those that cannot be read: by the collator, and mostly before training from their headers."""
+    make, message = IMAGES[name]
+    path = tmp_path / "secret.png"
+    path.write_bytes(make())
+    collate = image_text_collator(processor, max_length=16)
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        collate([{"prompt": "colour ?", "answer": "red", "image": path}])
+    assert "secret" not in str(caught.value)
+    if name != "half":
+        with pytest.raises(InvalidArgument, match=f"The image of row 7 of data.jsonl cannot be used. .*{message}"):
+            _check_image(path, 7, tmp_path / "data.jsonl")
 
 
 def alone(processor, sample):

@@ -1,0 +1,62 @@
+"""Messages say what is true: types as types, numbers of rows as they were passed, and nothing about lists that are empty."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import linear_loss, params
+from test_checkpoint import DATA, PLAN
+
+import dpfunc
+from dpfunc import clipping
+from dpfunc.errors import InvalidArgument
+from dpfunc.plan_json import plan_from_dict, plan_to_dict
+from dpfunc.step import make_dp_step
+from dpfunc.tree import take
+
+STATE = make_dp_step(linear_loss, PLAN).init(params(), dpfunc.secure_key())
+RUN = {"params": params(), "state": STATE, "plan": PLAN, "data": "mails"}
+
+
+def mean_of_batch(values, batch):
+    return linear_loss(values, batch).mean()
+
+
+def called(engine):
+    """With 42 rows; some engines call the loss with fewer."""
+    rows = take({name: torch.cat([value, value]) for name, value in DATA.items()}, torch.arange(42))
+    make_dp_step(mean_of_batch, PLAN, engine=engine, verify_batch=False)(params(), rows, STATE)
+
+
+def plan_without(name, **extra):
+    values = {key: value for key, value in plan_to_dict(PLAN).items() if key != name}
+    plan_from_dict({**values, **extra})
+
+
+TRUE = {
+    "key": (lambda: make_dp_step(linear_loss, PLAN).init(params(), 3), "got key of type int. Use dpfunc.secure_key"),
+    "state": (lambda: make_dp_step(linear_loss, PLAN)(params(), DATA, 7), "got state of type int. Start with"),
+    "plan": (lambda: make_dp_step(linear_loss, "x"), r"got plan of type str\.$"),
+    "data": (lambda: dpfunc.save("nowhere", **{**RUN, "data": 5}), r"got data of type int\.$"),
+    "saved plan": (lambda: dpfunc.save("nowhere", **{**RUN, "plan": 5}), r"got plan of type int\.$"),
+    "saved state": (lambda: dpfunc.save("nowhere", **{**RUN, "state": 5}), r"got state of type int\.$"),
+    "saved params": (lambda: dpfunc.save("nowhere", **{**RUN, "params": 5}), r"got params of type int\.$"),
+    "optimizer": (lambda: dpfunc.save("nowhere", **RUN, optimizer_state=[1]), r"got optimizer_state of type list\.$"),
+    "rows together": (lambda: called("bookkeeping"), r"got \(\) where it was called with 42 rows, all of the batch or a part"),
+    "rows alone": (lambda: called("loop"), r"return shape \(1,\), got \(\) where it was called with 1 row, all of the batch or"),
+    "missing only": (lambda: plan_without("delta"), r"of Plan, got it without delta\.$"),
+    "unknown only": (lambda: plan_without("", extra=1), r"of Plan, got it with the unknown extra\.$"),
+    "both": (lambda: plan_without("delta", detla=1), r"got it without delta, and with the unknown detla\.$"),
+    "groups": (
+        lambda: clipping.ByName({"a": "x"}).assign(("a", "b")), r"name each parameter once, got it without b\.$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_messages_are_true(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    call, message = TRUE[name]
+    with pytest.raises(InvalidArgument, match=message):
+        call()
+    assert not list(tmp_path.rglob("*.*"))
