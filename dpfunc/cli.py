@@ -1,4 +1,4 @@
-"""The `dpfunc` command: accounting without writing Python."""
+"""The `dpfunc` command: accounting without writing Python, and without torch, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from dpfunc import accounting
 from dpfunc.accounting import Guarantee, Ledger
-from dpfunc.checks import fail, whole
+from dpfunc.checks import fail, sampling_prob_of, whole
 from dpfunc.cli_train import generate, train
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.journal import journal_ledger
-from dpfunc.sampling import Poisson
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 adjacency_option = click.option(
@@ -61,7 +58,7 @@ def sampling(
         raise InvalidArgument("Expected either --sampling-prob, or --dataset-size together with --batch-size.")
     q = sampling_prob
     if q is None:
-        q = cast(float, Poisson.of_batch_size(cast(int, dataset_size), cast(float, batch_size)).sampling_prob)
+        q = sampling_prob_of(dataset_size, batch_size)
     if (steps is None) == (epochs is None):
         raise InvalidArgument("Expected either --steps or --epochs.")
     if steps is None:
@@ -92,6 +89,9 @@ def show(values: dict[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         click.echo(json.dumps(values, indent=2))
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
@@ -204,6 +204,9 @@ def requirements(
 
 def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows as a table with its title on the left."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
