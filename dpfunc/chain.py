@@ -7,7 +7,6 @@ against accidents; whoever may write both files can still write others that fit 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from dpfunc.checks import unique_json
 from dpfunc.errors import CheckpointError
+from dpfunc.locks import lock
 
 DIGEST_BYTES = 16
 RESTORE = (
@@ -77,13 +77,21 @@ def read_head(path: Path) -> Head | None:
 
 def write_head(path: Path, head: Head) -> None:
     """Write the end of a chained file to its `.head` file, atomically: a crash leaves the old one or the new one."""
-    file = head_path(path)
-    new = file.with_name(f"{file.name}.new")
+    replace_file(head_path(path), json.dumps(head._asdict()) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically and durably: a crash leaves the old content or the new one, never a part.
+
+    Args:
+        path: of the file. text: its whole new content.
+    """
+    new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as handle:
-        handle.write(json.dumps(head._asdict()).encode() + b"\n")
+        handle.write(text.encode())
         handle.flush()
         os.fsync(handle.fileno())
-    os.replace(new, file)
+    os.replace(new, path)
     sync_directory(path.parent)
 
 
@@ -107,7 +115,7 @@ def locked(path: Path) -> Iterator[BinaryIO]:
     """Open a file to append to, with an exclusive lock; create it and its folders if they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        lock(file.fileno())  # until it is closed
         yield file
 
 
@@ -121,7 +129,7 @@ def read_chain(path: Path) -> list[Line]:
         check_end(path, Position())
         return []
     with open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        lock(file.fileno(), shared=True)
         position, lines = follow(file, path, Position())
         check_end(path, position)
     return lines
@@ -229,7 +237,9 @@ def cut_incomplete(file: BinaryIO) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make new and renamed entries of a directory durable."""
+    """Make new and renamed entries of a directory durable; Windows cannot sync a directory."""
+    if os.name == "nt":
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -9,19 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from dpfunc.chain import sync_directory
-from dpfunc.checks import fail, whole
+from dpfunc.checks import shorten, whole, wrong_type
 from dpfunc.errors import CheckpointError
 from dpfunc.journal import read_steps, saved_end
+from dpfunc.locks import in_use
 from dpfunc.plan import Plan
 from dpfunc.plan_json import plan_difference, plan_to_dict
 from dpfunc.rng import Key, fingerprint, secure_key
 from dpfunc.saved import (
+    AWAY,
     MANIFEST,
     PLAN,
     PREFIX,
+    SAVING,
     STATE,
     Checkpoint,
     check_choice,
@@ -32,25 +34,33 @@ from dpfunc.saved import (
     described,
     difference,
     free_name,
+    half_checkpoints,
     known_journal,
     read_json,
+    read_manifest,
     refuse,
     refuse_data,
+    remove,
     sha256,
     state_from_dict,
     state_to_dict,
+    sweep,
     sync_file,
     verify,
     whole_checkpoints,
     with_new_key,
     write_json,
 )
+from dpfunc.saved_values import read_values, write_values
 from dpfunc.state import StepState, resumed
 from dpfunc.types import Batch, Params
 
 __all__ = ["MANIFEST", "PREFIX", "Checkpoint", "data_fingerprint", "load", "save"]
 
 PARAMS, OPTIMIZER = "params.safetensors", "optimizer.pt"
+METADATA = ".metadata"  # of save_sharded
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -71,7 +81,8 @@ def save(
         directory: holds one sub-directory a checkpoint; made when missing.
         params, state, plan: of the run, after a step.
         data: the data set (a pytree of tensors), or a string that names it: only its fingerprint is stored.
-        optimizer_state: `optimizer.state_dict()`: tensors, numbers, strings, lists and dicts.
+        optimizer_state: `optimizer.state_dict()`: tensors, numbers, strings, lists and dicts. What `load` could not
+            read (numbers of numpy, an Enum) is refused here, and named.
         extra: JSON values of your own.
         keep: older checkpoints are removed when there are more than this, >= 1.
         journal: the file of `Journal`, if the run has one. The checkpoint remembers where it ends, so that `load`
@@ -101,37 +112,45 @@ def save(
     """
     keep = whole("keep", keep, minimum=1)
     if optimizer_state is not None and not isinstance(optimizer_state, Mapping):
-        raise fail("the result of optimizer.state_dict()", "optimizer_state", type(optimizer_state).__name__)
+        raise wrong_type("the result of optimizer.state_dict()", "optimizer_state", optimizer_state)
     from safetensors.torch import save_file
 
     parent = Path(directory)
     check_own(parent, state.key, PARAMS)
     parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
+    sweep(parent)
+    work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
     try:
-        save_file({name: p.detach().cpu().contiguous().clone() for name, p in params.items()}, work / PARAMS)
-        if optimizer_state is not None:
-            torch.save(dict(optimizer_state), work / OPTIMIZER)
-        write_json(work / PLAN, plan_to_dict(plan))
-        end = saved_end(journal)
-        write_json(work / STATE, state_to_dict(state, data_fingerprint(data, state.key), extra or {}, end))
-        write_json(work / MANIFEST, {path.name: sha256(path) for path in sorted(work.iterdir())})
-        for path in work.iterdir():
-            path.chmod(0o600)
-            sync_file(path)
-        sync_directory(work)
-        target = free_name(parent, state.step)
-        os.rename(work, target)
-        sync_directory(parent)
+        with in_use(work):
+            save_file({name: p.detach().cpu().contiguous().clone() for name, p in params.items()}, work / PARAMS)
+            if optimizer_state is not None:
+                write_values(work / OPTIMIZER, optimizer_state)
+            write_json(work / PLAN, plan_to_dict(plan))
+            end = saved_end(journal)
+            write_json(work / STATE, state_to_dict(state, data_fingerprint(data, state.key), extra or {}, end))
+            write_json(work / MANIFEST, {path.name: sha256(path) for path in sorted(work.iterdir())})
+            for path in work.iterdir():
+                path.chmod(0o600)
+                sync_file(path)
+            sync_directory(work)
+            target = free_name(parent, state.step)
+            os.rename(work, target)
+            sync_directory(parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     for old in whole_checkpoints(parent)[:-keep]:
         if old != target:
-            shutil.rmtree(old)
+            remove(old)
     return target
 
 
 def _check_kind(path: Path, files: Mapping[str, str]) -> None:
+    if METADATA not in files and PARAMS not in files:
+        raise CheckpointError(f"The file {path / MANIFEST} was changed after it was saved: it lacks {PARAMS}. {AWAY}")
+    if OPTIMIZER not in files and (path / OPTIMIZER).exists():
+        raise CheckpointError(
+            f"The file {path / OPTIMIZER} is not in {MANIFEST}: one of the two was changed after it was saved. {AWAY}"
+        )
     if PARAMS not in files:
         raise CheckpointError(
             f"Expected a checkpoint of dpfunc.save, got {path}, which save_sharded wrote: read it with "
@@ -196,12 +215,15 @@ def load(
     """
     from safetensors.torch import load_file
 
-    found = whole_checkpoints(Path(directory))
+    found, half = whole_checkpoints(Path(directory)), half_checkpoints(Path(directory))
+    if half and (not found or half[-1].name > found[-1].name):
+        logger.warning("The checkpoint %s is not whole and is passed over.", half[-1])
     if not found:
-        raise CheckpointError(f"Expected a checkpoint in {directory}, found none. Start a new run.")
+        there = f" What is there is not whole: {shorten([path.name for path in half])}." if half else ""
+        raise CheckpointError(f"Expected a checkpoint in {directory}, found none.{there} Start a new run.")
     check_choice(journal, without_journal)
     path = found[-1]
-    files = read_json(path / MANIFEST)
+    files = read_manifest(path)
     _check_kind(path, files)
     verify(path, files)
     values = read_json(path / STATE)
@@ -212,6 +234,5 @@ def load(
     refuse("parameter set", path, difference(described(saved), described(params)))
     state = _state(values, plan, journal)
     moved = {name: saved[name].to(param.device) for name, param in params.items()}
-    optimizer = path / OPTIMIZER
-    optimizer_state = torch.load(optimizer, weights_only=True) if optimizer.exists() else None
+    optimizer_state = read_values(path / OPTIMIZER) if OPTIMIZER in files else None
     return Checkpoint(moved, optimizer_state, resumed(state), values["extra"], path)

@@ -19,6 +19,11 @@ def fail(domain: str, name: str, value: object, hint: str = "") -> InvalidArgume
     return InvalidArgument(f"Expected {domain}, got {name}={value!r}.{tail}")
 
 
+def wrong_type(domain: str, name: str, value: object, hint: str = "") -> InvalidArgument:
+    """The error for a value of a wrong type, which is not shown: `Expected DOMAIN, got NAME of type TYPE. HINT`."""
+    return InvalidArgument(f"Expected {domain}, got {name} of type {type(value).__name__}.{f' {hint}' if hint else ''}")
+
+
 def real(name: str, value: object, domain: str, hint: str = "") -> float:
     """A finite real number that is not a bool (numpy scalars are welcome)."""
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
@@ -116,13 +121,16 @@ def unique_json(text: str | bytes) -> Any:  # noqa: ANN401  (any JSON)
     """JSON values in which no object has two values of one name: readers would differ in which of them counts.
 
     Raises:
-        ValueError: not JSON, or a name occurs twice in one object.
+        ValueError: not JSON, nested too deeply, or a name occurs twice in one object.
 
     >>> unique_json('{"steps": 100, "steps": 1}')
     Traceback (most recent call last):
     ValueError: the name 'steps' occurs twice in one object
     """
-    return json.loads(text, object_pairs_hook=_unique)
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -32,12 +32,32 @@ def _after_fork() -> None:
     _marks[:] = [os.urandom(8).hex()]
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # there are no forks on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Secret(bytes):
+    """Bytes that neither `repr` nor `str` shows, so that they stay hidden wherever an object is printed field by field.
+
+    >>> Secret(bytes(32)), f"{Secret(bytes(32))}", {"secret": Secret(bytes(32))}
+    (hidden, 'hidden', {'secret': hidden})
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "hidden"
+
+    def __str__(self) -> str:
+        return "hidden"
+
+    def __format__(self, spec: str) -> str:
+        return format("hidden", spec)
 
 
 @dataclass(frozen=True)
 class Key:
-    """256 bits from which randomness is derived. The repr hides them.
+    """256 bits from which randomness is derived. The repr hides them, and so do those of its fields.
 
     Args:
         secret: 32 bytes. Use `secure_key()` to get them from the operating system.
@@ -52,6 +72,11 @@ class Key:
     Key(hidden)
     >>> insecure_key(0)
     Key(hidden, guessable)
+    >>> vars(Key(bytes(32), made_in="here"))
+    {'secret': hidden, 'guessable': False, 'made_in': 'here'}
+
+    Guarantees:
+        tests/test_keys.py::test_no_way_of_printing_shows_the_key.
     """
 
     secret: bytes = field(repr=False)
@@ -61,8 +86,12 @@ class Key:
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes) or len(self.secret) != KEY_BYTES:
             raise InvalidArgument(
-                f"Expected a key of {KEY_BYTES} bytes, got {type(self.secret).__name__}. Use dpfunc.secure_key()."
+                f"Expected a key of {KEY_BYTES} bytes, got {self._described()}. Use dpfunc.secure_key()."
             )
+        object.__setattr__(self, "secret", Secret(self.secret))
+
+    def _described(self) -> str:
+        return f"{len(self.secret)}" if isinstance(self.secret, bytes) else type(self.secret).__name__
 
     def __repr__(self) -> str:
         return "Key(hidden, guessable)" if self.guessable else "Key(hidden)"

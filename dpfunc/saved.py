@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
+import secrets
+import shutil
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +19,10 @@ from torch.utils import _pytree as pytree
 
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.chain import Head
-from dpfunc.checks import fail, one_of, shorten, unique_json
+from dpfunc.checks import one_of, shorten, unique_json, wrong_type
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import Taken
+from dpfunc.locks import abandoned
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState, plan_mark
@@ -25,7 +30,13 @@ from dpfunc.types import Batch, Params
 
 SCHEMA = 2
 PREFIX = "step-"
+NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
+SAVING, REMOVING = ".saving-", ".removing-"
 STATE, PLAN, MANIFEST = "state.json", "plan.json", "manifest.json"
+AWAY = "Restore it; or move the whole folder of this checkpoint away, and the one before it counts."
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,11 +62,11 @@ def data_fingerprint(data: Batch | str, key: Key) -> str:
     """
     digest = hashlib.blake2b(key=key.secret, digest_size=16)
     if isinstance(data, str):
-        digest.update(b"name" + data.encode())
+        digest.update(b"name" + data.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
     for path, leaf in pytree.tree_leaves_with_path(data):
         if not isinstance(leaf, torch.Tensor):
-            raise fail("data to be a pytree of tensors, or a string that names it", "data", type(leaf).__name__)
+            raise wrong_type("data to be a pytree of tensors, or a string that names it", "data", leaf)
         digest.update(f"{pytree.keystr(path)}{leaf.dtype}{tuple(leaf.shape)}".encode())
         digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -70,8 +81,8 @@ def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any], journal
     """
     try:
         json.dumps(dict(extra or {}))
-    except TypeError as error:
-        raise fail("extra to hold JSON values", "extra", str(error)) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"Expected extra to hold JSON values, got others: {error}.") from error
     if state.noise_state != ():
         raise CheckpointError("Expected a mechanism without state; its state cannot be saved yet.")
     return {
@@ -185,9 +196,12 @@ def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
         CheckpointError: not JSON, or a name occurs twice in one object.
     """
     try:
-        return unique_json(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"The file {path} cannot be read: {error}. It was changed after it was saved.") from error
+        return unique_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"The file {path} cannot be read: {said}. It was changed after it was saved. {AWAY}"
+        ) from error
 
 
 def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:
@@ -258,18 +272,107 @@ def refuse_data(data: Batch | str, values: Mapping[str, Any], path: Path) -> Non
 
 
 def whole_checkpoints(parent: Path) -> list[Path]:
-    """Complete checkpoints of a directory, the newest last."""
-    return sorted((path for path in parent.glob(f"{PREFIX}*") if (path / MANIFEST).exists()), key=_place)
+    """Complete checkpoints of a directory, the newest last. Folders with other names are not looked at.
+
+    Args:
+        parent: the directory, which may be missing.
+
+    Raises:
+        CheckpointError: a list of files that cannot be read.
+    """
+    return sorted((path for path in _named(parent) if is_whole(path)), key=_place)
+
+
+def half_checkpoints(parent: Path) -> list[Path]:
+    """Folders of checkpoints that a kill left with some of their files, the newest last."""
+    return sorted((path for path in _named(parent) if not is_whole(path)), key=_place)
+
+
+def is_whole(path: Path) -> bool:
+    """True if a checkpoint has its list of files, and each of them; their contents are not read.
+
+    Raises:
+        CheckpointError: the list cannot be read.
+    """
+    return (path / MANIFEST).is_file() and all((path / name).is_file() for name in read_manifest(path))
+
+
+def read_manifest(path: Path) -> dict[str, str]:
+    """Names of the files of a checkpoint and their digests.
+
+    Raises:
+        CheckpointError: the list was changed after it was saved.
+    """
+    files = read_json(path / MANIFEST)
+    plain = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
+    if not plain or not {STATE, PLAN} <= files.keys() or any(Path(name).name != name for name in files):
+        raise CheckpointError(
+            f"The file {path / MANIFEST} was changed after it was saved: it is no list of the files of a checkpoint. "
+            f"{AWAY}"
+        )
+    return dict(files)
+
+
+def _named(parent: Path) -> list[Path]:
+    return [path for path in parent.glob(f"{PREFIX}*") if NAME.fullmatch(path.name) and path.is_dir()]
 
 
 def _place(path: Path) -> tuple[int, ...]:
-    return tuple(int(part) for part in path.name.removeprefix(PREFIX).split("."))
+    match = NAME.fullmatch(path.name)
+    return () if match is None else (int(match[1]), int(match[2]))
 
 
 def free_name(parent: Path, step: int) -> Path:
     """A new name for each save, also of the same step: nothing is ever overwritten. Later names are later."""
-    taken = [_place(path)[1] for path in parent.glob(f"{PREFIX}{step:08d}.*")]
+    taken = [number for at, number in map(_place, _named(parent)) if at == step]
     return parent / f"{PREFIX}{step:08d}.{max(taken, default=-1) + 1:03d}"
+
+
+def remove(path: Path) -> None:
+    """Remove a folder: it first gets a name that nothing reads, so that a kill leaves no part of it behind.
+
+    Args:
+        path: of the folder; nothing happens if it is missing. What a kill leaves, `sweep` removes.
+
+    Guarantees:
+        tests/test_checkpoint.py::test_a_kill_while_an_old_checkpoint_is_removed.
+    """
+    if not path.exists():
+        return
+    gone = path.with_name(f"{REMOVING}{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
+
+    Args:
+        parent: the directory, which may be missing. Saves of processes that are still at work stay.
+
+    Guarantees:
+        tests/test_checkpoint.py::test_what_killed_saves_left_is_swept.
+    """
+    for path in parent.glob(f"{REMOVING}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in parent.glob(f"{SAVING}*"):
+        if abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def saved_key(path: Path) -> Key:
+    """The key in the state of a checkpoint.
+
+    Raises:
+        CheckpointError: the state was changed after it was saved.
+    """
+    values = read_json(path / STATE)
+    try:
+        return Key(bytes.fromhex(values["key"]))
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"The file {path / STATE} was changed after it was saved: it has no key of a run. {AWAY}"
+        ) from error
 
 
 def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -> None:
@@ -284,7 +387,7 @@ def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -
     """
     own = {fingerprint(key), *family}
     for path in whole_checkpoints(parent):
-        known = fingerprint(Key(bytes.fromhex(read_json(path / STATE)["key"]))) in own
+        known = fingerprint(saved_key(path)) in own
         if not known or not (path / marker).exists():
             raise CheckpointError(
                 f"Expected only checkpoints of this run in {parent}, found {path.name} of another "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import enum
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -11,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import as_batch, linear_loss, params, random_rows
@@ -23,6 +27,7 @@ from dpfunc.checkpoint import load, save
 from dpfunc.distributed_checkpoint import save_sharded
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
 from dpfunc.journal import Journal, journal_ledger, read_steps
+from dpfunc.locks import in_use
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.step import make_dp_step
@@ -335,6 +340,216 @@ for indices in PLAN.batches(state):
     print(state.step, flush=True)     # what the outside has seen
     store(folder / "c", state, values, optimizer, keep=1, journal=folder / "journal.jsonl")
 """
+
+
+def killed(action, calls, number):
+    """Run an action in a fork that kills itself before the call of this number; True if it came to that."""
+    child = os.fork()
+    if child == 0:
+        count = [0]
+
+        def counting(real):
+            def call(*args, **kwargs):
+                count[0] += 1
+                if count[0] > number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in calls:
+            setattr(os, name, counting(getattr(os, name)))
+        action()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def in_order(monkeypatch, reverse):
+    """Directories are listed in an order of ours, as a file system may."""
+    real = os.scandir
+
+    class Listed(list):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+    def scandir(path="."):
+        with real(path) as entries:
+            return Listed(sorted(entries, key=lambda entry: entry.name, reverse=reverse))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("number", range(6))
+def test_a_kill_while_an_old_checkpoint_is_removed(tmp_path, monkeypatch, number, reverse):
+    """Neither a later save nor a load meets the rest of it, whatever file went first."""
+    in_order(monkeypatch, reverse)
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer, keep=1)
+    assert killed(
+        lambda: store(tmp_path, state, values, optimizer, keep=1, extra={"n": 2}), ("unlink", "rmdir"), number
+    )
+    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    assert saved.extra == {"n": 2}
+    last = store(tmp_path, state, values, optimizer, keep=1)
+    assert list(tmp_path.iterdir()) == [last], "what the kill left is swept"
+
+
+@pytest.mark.parametrize("lost", ["state.json", "params.safetensors", "optimizer.pt", "plan.json"])
+def test_half_a_checkpoint_is_passed_over(tmp_path, caplog, lost):
+    """As versions before this one left them behind."""
+    state, values, optimizer = start()
+    whole = store(tmp_path, state, values, optimizer)
+    half = store(tmp_path, state, values, optimizer)
+    (half / lost).unlink()
+    again = {"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key"}
+    assert load(tmp_path, **again).path == whole
+    assert f"{half} is not whole and is passed over" in caplog.text
+    assert store(tmp_path, state, values, optimizer).name > half.name
+    for path in tmp_path.glob("step-*"):
+        (path / "state.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="found none. What is there is not whole: step-00000000.000, step-"):
+        load(tmp_path, **again)
+
+
+@pytest.mark.parametrize("number", [1, 4, 8])
+def test_what_killed_saves_left_is_swept(tmp_path, number):
+    """It can hold the key of a run, also of another one; what another process writes now stays."""
+    state, values, optimizer = start()
+    assert killed(lambda: store(tmp_path, state, values, optimizer), ("fsync", "rename"), number)
+    (left,) = tmp_path.glob(".saving-*")
+    other, values, optimizer = start()
+    busy = tmp_path / ".saving-busy"
+    busy.mkdir()
+    with in_use(busy):
+        saved = store(tmp_path, other, values, optimizer)
+    assert not left.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([busy, saved])
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+UNREADABLE = {
+    "rate of numpy": ({"param_groups": [{"lr": np.float64(0.1)}]}, r"\['param_groups'\]\[0\]\['lr'\] of type numpy.float64. Convert it: float\(x\)"),
+    "number of numpy": ({"step": np.int64(3)}, r"optimizer_state\['step'\] of type numpy.int64. Convert it: float\(x\) or int\(x\)"),
+    "array of numpy": ({"m": np.ones(2)}, r"numpy.ndarray. .*torch.from_numpy"),
+    "deque": ({"losses": collections.deque([1.0])}, r"optimizer_state\['losses'\] of type collections.deque. Convert it with list"),
+    "enum": ({"mode": Mode.FAST}, r"optimizer_state\['mode'\] of type test_checkpoint.Mode. Store its .value"),
+    "number that is an enum": ({"level": Level.LOW}, r"test_checkpoint.Level. Store its .value"),
+    "path": ({"where": Path("x")}, r"optimizer_state\['where'\] of type pathlib"),
+    "function": ({"rate": lambda step: 0.1}, r"optimizer_state\['rate'\] of type function"),
+    "key of numpy": ({np.int64(3): 1}, r"a key of optimizer_state of type numpy.int64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_optimizer_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, name):
+    content, message = UNREADABLE[name]
+    state, values, optimizer = start()
+    with pytest.raises(InvalidArgument, match=message):
+        store(tmp_path, state, values, optimizer, optimizer_state={"good": torch.ones(2), **content})
+    assert not list(tmp_path.iterdir())
+
+
+def test_schedules_with_rates_of_numpy(tmp_path):
+    """A schedule computed with numpy is refused when it is saved; converted, it can be read."""
+    state, values, optimizer = start()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.5) ** step)
+    both = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    with pytest.raises(InvalidArgument, match=r"numpy.float64. Convert it: float\(x\)"):
+        store(tmp_path, state, values, optimizer, optimizer_state=both)
+    optimizer = torch.optim.Adam(values.values(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(np.float64(0.5) ** step))
+    both = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    store(tmp_path, state, values, optimizer, optimizer_state=both)
+    again = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").optimizer_state
+    assert again["schedule"]["_last_lr"] == schedule.state_dict()["_last_lr"]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "Adafactor", "LBFGS", "RMSprop", "NAdam"])
+def test_states_of_the_optimizers_of_torch(tmp_path, kind):
+    state, values, _ = start()
+    values = {name: p for name, p in values.items() if p.ndim}
+    optimizer = getattr(torch.optim, kind)(values.values(), lr=0.1)
+    for p in values.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step(lambda: torch.zeros(()))
+    store(tmp_path, state, values, optimizer)
+    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    assert str(saved.optimizer_state) == str(optimizer.state_dict())
+
+
+DAMAGED = {
+    "truncated list": ("manifest.json", '{"params.safetensors": "ab', "manifest.json cannot be read: Unterminated"),
+    "empty list": ("manifest.json", "{}", "manifest.json was changed after it was saved"),
+    "list": ("manifest.json", "[1]", "manifest.json was changed after it was saved"),
+    "numbers": ("manifest.json", '{"state.json": 1, "plan.json": 2}', "manifest.json was changed"),
+    "elsewhere": ("manifest.json", '{"state.json": "", "plan.json": "", "../x": ""}', "manifest.json was changed"),
+    "no parameters": ("manifest.json", None, "manifest.json was changed after it was saved: it lacks params"),
+    "deep list": ("manifest.json", "[" * 100_000, "manifest.json cannot be read: its values are nested too deeply"),
+    "no text": ("manifest.json", "\udcff", "manifest.json cannot be read: "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_list_of_files_says_so(tmp_path, name):
+    file, text, message = DAMAGED[name]
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    if text is None:
+        known = json.loads((path / file).read_text())
+        text = json.dumps({n: d for n, d in known.items() if not n.startswith("params")})
+    (path / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=f"{message}.*"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+def test_an_optimizer_state_that_was_not_saved_is_not_read(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer, optimizer_state=None)
+    torch.save({"lr": 1.0}, path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is not in manifest.json: one of the two was changed"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+@pytest.mark.parametrize("stray", ["step-x", "step-00000003.backup", "step-9", "step-00000001.000.old", "step-."])
+def test_stray_folders_are_left_alone(tmp_path, stray):
+    state, values, optimizer = start()
+    shutil.copytree(store(tmp_path, state, values, optimizer), tmp_path / stray)
+    last = [store(tmp_path, state, values, optimizer, keep=1) for _ in range(3)][-1]
+    assert load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").path == last
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / stray, last])
+
+
+def test_a_state_without_a_key_says_so(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    for text in ("{}", "[]", '{"key": "zz"}', '{"key": "00"}'):
+        (path / "state.json").write_text(text)
+        with pytest.raises(CheckpointError, match="has no key of a run. Restore it; or move the whole folder"):
+            store(tmp_path, state, values, optimizer)
+
+
+def test_names_and_values_of_the_user_may_be_odd(tmp_path):
+    """Half a surrogate pair has no UTF-8, and deep values have no end."""
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"note": "\ud800"})
+    saved = load(tmp_path, plan=PLAN, params=values, data="mails \udcff", without_journal="new_key")
+    assert saved.extra == {"note": "\ud800"}
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidArgument, match="Expected extra to hold JSON values"):
+        store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"deep": deep})
 
 
 @pytest.mark.slow

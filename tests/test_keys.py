@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
 import os
 import pickle
+import pprint
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from cases import linear_loss, params
 from test_checkpoint import DATA, PLAN
 
 import dpfunc
 from dpfunc.checkpoint import load
 from dpfunc.distributed_checkpoint import load_sharded, save_sharded
-from dpfunc.errors import InsecureKeyWarning, StateReused
+from dpfunc.distributed_checkpoint.lineage import History
+from dpfunc.errors import InsecureKeyWarning, InvalidArgument, StateReused
 from dpfunc.rng import Key, fold_in, insecure_key, process_mark, secure_key
 from dpfunc.step import make_dp_step
 from dpfunc.tree import take
@@ -141,3 +147,46 @@ def test_each_process_has_a_mark():
     batch = take(DATA, next(iter(PLAN.batches(state))))
     with pytest.raises(StateReused, match="made in another process"):
         dp_step(params(), batch, state)
+
+
+def test_no_way_of_printing_shows_the_key(tmp_path):
+    """Also not what prints an object field by field, and not messages about objects that cannot be written."""
+    dp_step = make_dp_step(linear_loss, PLAN)
+    state = dp_step.init(params(), secure_key())
+    path = dpfunc.save(tmp_path, params=params(), state=state, plan=PLAN, data=DATA)
+    saved = load(tmp_path, plan=PLAN, params=params(), data=DATA, journal=None, without_journal="new_key")
+    shown = []
+    for key, thing in ((state.key, state.key), (state.key, state), (saved.state.key, saved), (state.key, PLAN)):
+        fields = [vars(thing)] if hasattr(thing, "__dict__") else [thing._asdict()]
+        if dataclasses.is_dataclass(thing):
+            fields += [dataclasses.asdict(thing), dataclasses.astuple(thing), dataclasses.replace(thing)]
+        for each in (thing, *fields):
+            shown += [(key, text) for text in (repr(each), str(each), f"{each}", f"{each!r:>9}", pprint.pformat(each))]
+            try:
+                json.dumps(each)
+            except (TypeError, ValueError) as error:
+                shown.append((key, str(error)))
+    history = History({"key": state.key.secret.hex()}, [], None)
+    shown += [(state.key, repr(history)), (state.key, f"{state.key.secret} {state.key.secret!s:>9}")]
+    with pytest.raises((pickle.PicklingError, AttributeError)) as unpicklable:
+        pickle.dumps((state, lambda: None))
+    torch.save({"state": state}, tmp_path / "all.pt")
+    with pytest.raises(pickle.UnpicklingError) as unsafe:
+        torch.load(tmp_path / "all.pt", weights_only=True)
+    shown += [(state.key, str(error.value)) for error in (unpicklable, unsafe)]
+    for key, text in shown:
+        secret = bytes(key.secret)
+        for hidden in (secret.hex(), repr(secret)[2:-1], str(int.from_bytes(secret)), str(list(secret))[1:-1]):
+            assert hidden not in text
+    assert len(shown) > 40
+    assert state.key.secret.hex() in (path / "state.json").read_text()
+
+
+def test_a_hidden_key_is_the_key():
+    key = secure_key()
+    again = pickle.loads(pickle.dumps(key))
+    assert again == key == copy.deepcopy(key) == Key(bytes(key.secret))
+    assert hash(again) == hash(key)
+    assert (bytes(again.secret), again.secret[:4]) == (bytes(key.secret), bytes(key.secret)[:4])
+    with pytest.raises(InvalidArgument, match="Expected a key of 32 bytes, got 31"):
+        Key(bytes(31))

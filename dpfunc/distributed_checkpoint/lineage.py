@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class History:
         notes: all there are now. taken: all steps in the journal, or None without one, when the run takes a new key.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(repr=False)  # they hold the key
     notes: list[Note]
     taken: Runs | None
 
