@@ -76,6 +76,23 @@ def test_commands_do_not_import_torch(name, tmp_path):
     assert heavy == set()
 
 
+SAMPLED = {
+    "epsilon": ["epsilon", "-n", "60000", "-b", "256", "--epochs", "60", "--sigma", "1.1", "--delta", "1e-5"],
+    "sigma": ["sigma", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3", "--delta", "1e-5"],
+    "requirements": ["requirements", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3"],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_runs_import_torch_only_for_methods_of_opacus(name):
+    *answer, last = python(RUN, *SAMPLED[name], "--json").splitlines()
+    values = json.loads("\n".join(answer))
+    method = values["method"] if "method" in values else values["guarantee"]["method"]
+    code, modules = json.loads(last)
+    assert code == 0
+    assert method in ("prv", "rdp") or not {*HEAVY} & {*modules}
+
+
 @pytest.mark.parametrize("method", ["prv", "rdp"])
 def test_opacus_comes_with_the_methods_that_are_from_it(method):
     """The other half: the test above would see torch."""
