@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROUNDS = 11
+ROUNDS = 7
 RESULT = Path(__file__).parent / "results" / "startup.json"
 RUN = "import sys; from dpfunc.cli import main; sys.argv[0] = 'dpfunc'; main()"
 COMMANDS = {

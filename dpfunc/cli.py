@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from dpfunc import accounting
 from dpfunc.accounting import Guarantee, Ledger
@@ -89,9 +91,6 @@ def show(values: dict[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         click.echo(json.dumps(values, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
@@ -204,9 +203,6 @@ def requirements(
 
 def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows as a table with its title on the left."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
