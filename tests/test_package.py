@@ -26,7 +26,10 @@ WRITTEN = {"PKG-INFO", "setup.cfg"}  # by setuptools
 
 
 def sources():
-    """Paths of the files of the repository, without what is made locally."""
+    """Paths of the files of the repository, without what is made locally; an unpacked source archive has no git."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
     found = set()
     for path in ROOT.rglob("*"):
         parts = path.relative_to(ROOT).parts
