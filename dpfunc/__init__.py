@@ -1,31 +1,40 @@
 """Differential privacy for PyTorch as pure functions.
 
 sampling -> engines -> clipping -> noise -> accounting, and `dp_step(params, batch, state)` that runs them all.
+
+A name is imported when it is first used: accounting and the command `dpfunc` do not wait for torch.
 """
 
-from dpfunc import accounting, clipping, distributed, engines, errors, lora, noise, sampling
-from dpfunc.accounting import (
-    Guarantee,
-    Ledger,
-    calibrate_batch_size,
-    calibrate_noise,
-    calibrate_steps,
-    epsilon,
-    remaining,
-)
-from dpfunc.batchnorm import count_batchnorm, replace_batchnorm
-from dpfunc.checkpoint import load, save
-from dpfunc.clipped import clipped_grad
-from dpfunc.errors import BudgetExhausted, DPFuncError
-from dpfunc.functional import functionalize, with_params
-from dpfunc.journal import Journal
-from dpfunc.noise import add_gaussian
-from dpfunc.plan import Plan
-from dpfunc.rng import Key, fold_in, insecure_key, secure_key
-from dpfunc.state import StepState
-from dpfunc.step import make_dp_step
-from dpfunc.tree import take
-from dpfunc.types import ClippedSum, Event, Schedule
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dpfunc import accounting, clipping, distributed, engines, errors, lora, noise, sampling
+    from dpfunc.accounting import (
+        Guarantee,
+        Ledger,
+        calibrate_batch_size,
+        calibrate_noise,
+        calibrate_steps,
+        epsilon,
+        remaining,
+    )
+    from dpfunc.batchnorm import count_batchnorm, replace_batchnorm
+    from dpfunc.checkpoint import load, save
+    from dpfunc.clipped import clipped_grad
+    from dpfunc.errors import BudgetExhausted, DPFuncError
+    from dpfunc.functional import functionalize, with_params
+    from dpfunc.journal import Journal
+    from dpfunc.noise import add_gaussian
+    from dpfunc.plan import Plan
+    from dpfunc.rng import Key, fold_in, insecure_key, secure_key
+    from dpfunc.state import StepState
+    from dpfunc.step import make_dp_step
+    from dpfunc.tree import take
+    from dpfunc.types import ClippedSum, Event, Schedule
 
 __all__ = [
     "BudgetExhausted",
@@ -66,3 +75,53 @@ __all__ = [
     "take",
     "with_params",
 ]
+
+_HOMES = {
+    "BudgetExhausted": "errors",
+    "ClippedSum": "types",
+    "DPFuncError": "errors",
+    "Event": "types",
+    "Guarantee": "accounting",
+    "Journal": "journal",
+    "Key": "rng",
+    "Ledger": "accounting",
+    "Plan": "plan",
+    "Schedule": "types",
+    "StepState": "state",
+    "add_gaussian": "noise",
+    "calibrate_batch_size": "accounting",
+    "calibrate_noise": "accounting",
+    "calibrate_steps": "accounting",
+    "clipped_grad": "clipped",
+    "count_batchnorm": "batchnorm",
+    "epsilon": "accounting",
+    "fold_in": "rng",
+    "functionalize": "functional",
+    "insecure_key": "rng",
+    "load": "checkpoint",
+    "make_dp_step": "step",
+    "remaining": "accounting",
+    "replace_batchnorm": "batchnorm",
+    "save": "checkpoint",
+    "secure_key": "rng",
+    "take": "tree",
+    "with_params": "functional",
+}  # the module of each public name that is no module itself
+
+
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that do not exist
+
+    def __getattr__(name: str) -> object:
+        """Import a public name, or a module of dpfunc, when it is first used."""
+        if name in _HOMES:
+            value = getattr(importlib.import_module(f"dpfunc.{_HOMES[name]}"), name)
+        elif name.isidentifier() and not name.startswith("_") and find_spec(f"dpfunc.{name}") is not None:
+            value = importlib.import_module(f"dpfunc.{name}")
+        else:
+            raise AttributeError(f"module 'dpfunc' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

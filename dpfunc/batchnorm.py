@@ -111,10 +111,11 @@ def _group_norm(norm: _BatchNorm, max_groups: int) -> nn.GroupNorm:
         norm.num_features,
         eps=norm.eps,
         affine="weight" in theirs,
-        bias="bias" in theirs,
         device=None if like is None else like.device,
         dtype=None if like is None else like.dtype,
     )
+    if "bias" not in theirs:  # an argument of GroupNorm in newer versions of torch only
+        result.register_parameter("bias", None)
     for name, ours in result.named_parameters():
         with torch.no_grad():
             ours.copy_(theirs[name])

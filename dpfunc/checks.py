@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc.errors import InvalidArgument
 
+LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64, and float64 tells all records apart
 Name = TypeVar("Name", bound=str)
 
 
@@ -78,6 +79,28 @@ def whole(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     if number < minimum:
         raise fail(domain, name, value, hint)
     return number
+
+
+def records(dataset_size: object) -> int:
+    """A number of records, 1 <= dataset_size <= 2**46."""
+    size = whole("dataset_size", dataset_size, minimum=1)
+    if size > LARGEST_DATASET:
+        raise fail(f"dataset_size <= {LARGEST_DATASET}", "dataset_size", dataset_size)
+    return size
+
+
+def sampling_prob_of(dataset_size: object, expected_batch_size: object) -> float:
+    """The sampling probability q = expected_batch_size / dataset_size, 0 < q <= 1.
+
+    >>> sampling_prob_of(64, 48)
+    0.75
+    """
+    n = records(dataset_size)
+    domain = "0 < expected_batch_size <= dataset_size"
+    size = real("expected_batch_size", expected_batch_size, domain)
+    if not 0 < size <= n:
+        raise fail(domain, "expected_batch_size", expected_batch_size, f"The data set has {n} records.")
+    return size / n
 
 
 def one_of(name: str, value: object, allowed: Iterable[Name], hint: str = "") -> Name:

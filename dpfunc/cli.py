@@ -1,4 +1,4 @@
-"""The `dpfunc` command: accounting without writing Python."""
+"""The `dpfunc` command: accounting without writing Python, and without torch, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from rich.table import Table
 
 from dpfunc import accounting
 from dpfunc.accounting import Guarantee, Ledger
-from dpfunc.checks import fail, unique_json, whole
+from dpfunc.checks import fail, sampling_prob_of, unique_json, whole
 from dpfunc.cli_train import generate, train
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.journal import journal_ledger
-from dpfunc.sampling import Poisson
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 adjacency_option = click.option(
@@ -65,7 +64,7 @@ def sampling(
         raise InvalidArgument("Expected either --sampling-prob, or --dataset-size together with --batch-size.")
     q = sampling_prob
     if q is None:
-        q = cast(float, Poisson.of_batch_size(cast(int, dataset_size), cast(float, batch_size)).sampling_prob)
+        q = sampling_prob_of(dataset_size, batch_size)
     if (steps is None) == (epochs is None):
         raise InvalidArgument("Expected either --steps or --epochs.")
     if steps is None:

@@ -37,6 +37,7 @@ from dpfunc.types import (
     PerSampleGrads,
     Unreleased,
 )
+from dpfunc.versions import check_compile
 
 WholeNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From squared norms of what this process holds of each gradient to those of whole gradients."""
@@ -314,6 +315,8 @@ def make_clipped_grad(
             "Expected microbatch_size to be given with compile=True: Poisson batches change their size, and each size "
             "would be compiled anew. The last microbatch is padded and masked."
         )
+    if compile:
+        check_compile()
     return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile, whole_norms)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
 
 from dpfunc.accounting import Ledger
 from dpfunc.chain import (
@@ -27,10 +27,11 @@ from dpfunc.chain import (
     sync_directory,
 )
 from dpfunc.errors import CheckpointError
-from dpfunc.plan import Plan
-from dpfunc.rng import fingerprint
-from dpfunc.state import StepState, step_events
 from dpfunc.types import Adjacency, Event
+
+if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for torch
+    from dpfunc.plan import Plan
+    from dpfunc.state import StepState
 
 
 class Taken(NamedTuple):
@@ -85,6 +86,7 @@ class Journal:
     >>> import tempfile
     >>> import torch
     >>> from dpfunc import clipping, sampling
+    >>> from dpfunc.plan import Plan
     >>> from dpfunc.rng import secure_key
     >>> from dpfunc.step import make_dp_step
     >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
@@ -110,6 +112,9 @@ class Journal:
 
     def __call__(self, after: StepState) -> None:
         """Append the step that leads to `after`, and wait until it is on disk."""
+        from dpfunc.rng import fingerprint
+        from dpfunc.state import step_events
+
         step = after.step - 1
         events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in step_events(self.plan, after, step)]
         run, release = fingerprint(after.key), dict(after.released).get(step, "")

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from dpfunc import checks
 from dpfunc.errors import InvalidArgument
 
-Params = Mapping[str, Tensor]
+if TYPE_CHECKING:  # accounting uses this file too, and must not wait for torch
+    from torch import Tensor
+
+Params = Mapping[str, "Tensor"]
 """Trainable parameters, or gradients: flat and named."""
 
 Batch = Any
 """A pytree of tensors whose axis 0 is the privacy unit; all leaves agree on its length B."""
 
-LossFn = Callable[[Params, Batch], Tensor]
+LossFn = Callable[[Params, Batch], "Tensor"]
 """`(params, batch) -> (B,)`: one loss a row; rows do not influence each other."""
 
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]

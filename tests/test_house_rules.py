@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # Lower numbers are imported by higher ones; the same number never imports itself, other than within one folder.
 LAYERS = {
-    "errors": 0, "checks": 1, "locks": 1, "types": 2, "chain": 2, "tree": 3, "rng": 3, "sharding": 3,
+    "errors": 0, "checks": 1, "locks": 1, "versions": 1, "types": 2, "chain": 2, "tree": 3, "rng": 3, "sharding": 3,
     "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "batchnorm": 4, "functional": 5, "lora": 6, "microbatch": 6,
     "distributed": 7, "clipped": 7, "plan": 8, "plan_json": 9, "state": 9, "step": 10,
     "journal": 11, "saved_values": 11, "saved": 12, "checkpoint": 13, "distributed_checkpoint": 13, "integrations": 14,

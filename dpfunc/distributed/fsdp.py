@@ -15,6 +15,7 @@ from dpfunc.functional.managed import communicates
 from dpfunc.functional.names import pattern, select
 from dpfunc.functional.refuse import unwrapped
 from dpfunc.lora import LoRA
+from dpfunc.versions import check_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,12 +76,13 @@ def shard_frozen(
 
     Raises:
         InvalidArgument: no such layer, no trained parameter, or trained parameters for an adapter.
-        UnsupportedModel: the module is sharded already.
+        UnsupportedModel: the module is sharded already, or an older torch: see `dpfunc.versions.check_sharding`.
 
     Guarantees:
         the released gradients are those of one process without sharding
         (tests/distributed/test_sharded_models.py::test_a_sharded_base_gives_the_same).
     """
+    check_sharding()
     if isinstance(model, LoRA):
         if trainable is not None:
             raise InvalidArgument("Expected trainable=None for an adapter, which knows what is trained.")

@@ -11,6 +11,7 @@ from dpfunc.checks import whole as whole_number
 from dpfunc.errors import InvalidArgument
 from dpfunc.sharding import is_dtensor, local
 from dpfunc.types import Params
+from dpfunc.versions import check_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +43,7 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = SMALL) -> dict[st
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    check_sharding()
     if mesh.ndim > 2:
         raise InvalidArgument(
             f"Expected a mesh with one dimension, or two (replicas, parts), got {mesh}. Take a part of it: mesh['dp']."

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, secure_key
 from dpfunc.types import Batch
+from dpfunc.versions import check_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,7 +118,9 @@ def sharded(
     Raises:
         InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant
             for context, sequence or pipeline parallelism.
+        UnsupportedModel: an older torch, see `dpfunc.versions.check_sharding`.
     """
+    check_sharding()
     _check_initialised()
     named = tuple(mesh.mesh_dim_names or ())
     chosen = (*data, *tensor)

@@ -44,6 +44,7 @@ from dpfunc.saved import (
 )
 from dpfunc.state import resumed
 from dpfunc.types import Batch, Params
+from dpfunc.versions import check_sharding
 
 FAILED = "No checkpoint was loaded"
 
@@ -83,6 +84,7 @@ def load_sharded(
 
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown.
+        UnsupportedModel: an older torch, see `dpfunc.versions.check_sharding`.
 
     Guarantees:
         tests/distributed/test_sharded_checkpoint.py: any number of processes goes on as one would have
@@ -97,6 +99,7 @@ def load_sharded(
     Traceback (most recent call last):
     dpfunc.errors.CheckpointError: Expected a checkpoint in ..., found none. Start a new run.
     """
+    check_sharding()
     parent = Path(directory)
     name, values = json.loads(shared(all_or_none(partial(_found, parent, ranks), ranks, FAILED), ranks))
     path = parent / name

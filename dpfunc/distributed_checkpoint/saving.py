@@ -47,6 +47,7 @@ from dpfunc.saved import (
 )
 from dpfunc.state import StepState
 from dpfunc.types import Batch, Params
+from dpfunc.versions import check_sharding
 
 LATEST = "LATEST"
 FAILED = "No checkpoint was made, and the one before is still the newest"
@@ -89,6 +90,7 @@ def save_sharded(
         InvalidArgument: keep < 1, or what cannot be saved.
         RankMismatch: the processes hold different states, plans or whole tensors: nothing was saved.
         CheckpointError: another process could not write its part.
+        UnsupportedModel: an older torch, see `dpfunc.versions.check_sharding`.
 
     Guarantees:
         tests/distributed/test_sharded_checkpoint.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
@@ -111,6 +113,7 @@ def save_sharded(
     >>> checkpoint.state == state
     True
     """
+    check_sharding()
     parent = Path(directory)
     tensors: dict[str, Tensor] = {}
 

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+def _skipping() -> Callable[[CodeType], None] | None:
+    """The call by which torch's compiler skips a function and all that it calls; None in a torch without these names.
+
+    They are torch's own, which other versions need not have: 2.6 has none of them.
+    """
+    names = vars(eval_frame)
+    if not {"_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"} <= set(names):
+        return None
+    skip = names["_FrameAction"].SKIP
+    return partial(_skip, names["set_code_exec_strategy"], names["_FrameExecStrategy"](skip, skip))
+
+
+def _skip(skipping: Callable[[CodeType, object], None], strategy: object, code: CodeType) -> None:
+    skipping(code, strategy)
+
+
+SKIP = _skipping()
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that torch's compiler leaves alone, also where the loss has functions that its user compiles.
 
-    torch itself would import the compiler for that (a second and 70 MiB), and wrap each operation.
+    torch itself would import the compiler for that (a second and 70 MiB), and wrap each operation. Where it has no
+    other way, it does.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False
+        return SKIP is None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
-        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        set_code_exec_strategy(cls.__torch_dispatch__.__code__, skip)
+        if SKIP is not None:
+            SKIP(cls.__torch_dispatch__.__code__)
 
 
 @contextmanager

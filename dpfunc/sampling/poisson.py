@@ -12,14 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc.checks import fail, probability, real, whole
+from dpfunc.checks import probability, records, sampling_prob_of, whole
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, draw
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
 
 CHUNK = 2**16  # gaps in memory at once; no influence on the result
 SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
-LARGEST = 2**46  # a chunk of gaps adds up within int64, and float64 tells all records apart
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Poisson:
     sampling_prob: float | Schedule
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset_size", _check_size(self.dataset_size))
+        object.__setattr__(self, "dataset_size", records(self.dataset_size))
         if isinstance(self.sampling_prob, Schedule):
             for _, value in self.sampling_prob.pieces:
                 probability("sampling_prob", value)
@@ -71,12 +70,7 @@ class Poisson:
         >>> Poisson.of_batch_size(64, 48).sampling_prob
         0.75
         """
-        n = _check_size(dataset_size)
-        domain = "0 < expected_batch_size <= dataset_size"
-        size = real("expected_batch_size", expected_batch_size, domain)
-        if not 0 < size <= n:
-            raise fail(domain, "expected_batch_size", expected_batch_size, f"The data set has {n} records.")
-        return cls(n, size / n)
+        return cls(dataset_size, sampling_prob_of(dataset_size, expected_batch_size))
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
@@ -129,10 +123,3 @@ def successes(generator: np.random.Generator, trials: int, prob: float) -> Itera
         positions = start - 1 + np.cumsum(np.clip(gaps, 1, trials + 1).astype(np.int64))
         yield positions[: np.searchsorted(positions, trials)]
         start = int(positions[-1]) + 1
-
-
-def _check_size(dataset_size: int) -> int:
-    size = whole("dataset_size", dataset_size, minimum=1)
-    if size > LARGEST:
-        raise fail(f"dataset_size <= {LARGEST}", "dataset_size", dataset_size)
-    return size

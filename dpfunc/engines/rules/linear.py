@@ -134,10 +134,13 @@ MATMULS = (
     torch.mv,
     Tensor.mv,
 )
+GROUPED = tuple(  # newer versions of torch have them
+    vars(space)[name] for space, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if name in vars(space)
+)
 RULES: Sequence[Rule] = (
     Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
     Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),
     Rule(MATMULS, matmul, {"other": ("input",), "input": ("other",)}, form),
-    Rule((F.grouped_mm, torch._grouped_mm), grouped, {"mat_b": ("mat_a", "offs")}),
+    Rule(GROUPED, grouped, {"mat_b": ("mat_a", "offs")}),
     Rule((F.bilinear, torch.bilinear), bilinear, {"weight": ("input1", "input2"), "bias": ()}, form),
 )

@@ -1,0 +1,1 @@
+"""The proof of each step: which sample each number in memory depends on."""

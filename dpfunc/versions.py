@@ -1,0 +1,51 @@
+"""What not every version of torch has: checks, made before anything is spent."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+
+TRIED = "2.13"
+
+
+def check_compile() -> None:
+    """Check that torch compiles a step whose loss is differentiated inside of it.
+
+    Raises:
+        InvalidArgument: an older torch, which does not, or compiles it wrong.
+
+    >>> check_compile()
+    """
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        raise InvalidArgument(
+            f"Expected compile=False with torch {torch.__version__}, which cannot compile the gradients of a step. "
+            f"Leave compile out, or install a newer torch ({TRIED} was tried)."
+        )
+
+
+def check_sharding() -> None:
+    """Check that torch lays out and saves tensors that are split over processes as dpfunc needs it.
+
+    Raises:
+        UnsupportedModel: an older torch, which would communicate where a step must not.
+
+    >>> check_sharding()
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    needed = ((distribute_tensor, "src_data_rank"), (fully_shard, "ignored_params"), (save, "no_dist"))
+    lacking = [
+        f"{function.__name__}({name}=...)" for function, name in needed
+        if name not in inspect.signature(function).parameters
+    ]  # fmt: skip
+    if lacking:
+        raise UnsupportedModel(
+            f"Expected a torch that has {', '.join(lacking)}, got torch {torch.__version__}. Sharded models and "
+            f"checkpoints need a newer one ({TRIED} was tried); dpfunc.distributed.data_parallel() does not. Nothing "
+            "was spent."
+        )

@@ -1,0 +1,164 @@
+"""The package: what the source archive and the wheel contain, and what they say about themselves."""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dpfunc
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCAL = {".git", ".venv", ".cache", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "runs", "dist", "build",
+         "__pycache__"}  # fmt: skip
+NOT_SHIPPED = {".ci", ".github", ".gitignore"}  # for the repository, not for its copies
+WRITTEN = {"PKG-INFO", "setup.cfg"}  # by setuptools
+
+
+def sources():
+    """Paths of the files of the repository, without what is made locally; an unpacked source archive has no git."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    found = set()
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if path.is_file() and not LOCAL & set(parts) and not any(part.endswith(".egg-info") for part in parts):
+            found.add("/".join(parts))
+    return found
+
+
+def build(kind, source, out):
+    """Build with the setuptools of this environment, as pip and build do; the name of the file."""
+    code = f"from setuptools import build_meta; print('made ' + build_meta.build_{kind}({str(out)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return out / re.search(r"^made (.+)$", result.stdout, re.MULTILINE).group(1)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(source archive, wheel that was built from it), from a copy of the repository with things that do not belong."""
+    place = tmp_path_factory.mktemp("package")
+    copy = place / "copy"
+    for name in sources():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copy / name)
+    for name in ("examples/main_job/runs/one/model.safetensors", "tests/.hypothesis/x", ".cache/mails/spam.csv",
+                 "examples/vqa/.cache/picture.png", "dpfunc/__pycache__/step.pyc", "notes.txt"):  # fmt: skip
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text("private")
+    archive = build("sdist", copy, place)
+    with tarfile.open(archive) as file:
+        file.extractall(place / "unpacked", filter="data")
+    (unpacked,) = (place / "unpacked").iterdir()
+    return archive, build("wheel", unpacked, place)
+
+
+def test_the_source_archive_is_the_repository(built):
+    with tarfile.open(built[0]) as file:
+        names = {name.split("/", 1)[1] for name in file.getnames() if "/" in name and file.getmember(name).isfile()}
+    there = {name for name in names if not name.startswith("dpfunc.egg-info/")} - WRITTEN
+    assert there == {name for name in sources() if name.split("/")[0] not in NOT_SHIPPED}
+
+
+def test_the_wheel_has_all_modules_and_its_types(built):
+    with zipfile.ZipFile(built[1]) as file:
+        names = set(file.namelist())
+    code = {name for name in names if ".dist-info/" not in name}
+    assert code == {name for name in sources() if name.startswith("dpfunc/")}
+    assert "dpfunc/py.typed" in code
+    assert "dpfunc/engines/tracing/trace.py" in code
+
+
+def test_the_wheel_says_what_it_is(built):
+    with zipfile.ZipFile(built[1]) as file:
+        (about,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(file.read(about))
+        names = file.namelist()
+        (entries,) = (file.read(name).decode() for name in names if name.endswith("entry_points.txt"))
+    assert "dpfunc = dpfunc.cli:main" in entries
+    assert (metadata["Name"], metadata["Version"]) == ("dpfunc", PROJECT["version"])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata.get_payload().startswith("# dpfunc")
+
+
+def test_the_wheel_runs_alone(built, tmp_path):
+    """Unpacked somewhere else, it is what is imported, and its command answers."""
+    with zipfile.ZipFile(built[1]) as file:
+        file.extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dpfunc.cli; print(dpfunc.__file__); "
+        "dpfunc.cli.main(['epsilon', '-q', '1', '--steps', '10', '--sigma', '5', '--delta', '1e-5', '--json'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(str(tmp_path))
+    assert "2.594" in result.stdout
+
+
+def test_what_is_required_is_what_is_imported():
+    """Each package that dpfunc imports is required, and nothing else is."""
+    required = {re.match(r"[\w-]+", line).group() for line in PROJECT["dependencies"]}
+    extra = {re.match(r"[\w-]+", line).group() for line in PROJECT["optional-dependencies"]["hf"]}
+    imported = set()
+    for path in (ROOT / "dpfunc").rglob("*.py"):
+        for word in re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE):
+            imported.add(word)
+    outer = {"yaml": "pyyaml", "PIL": "pillow"}
+    packages = {outer.get(name, name) for name in imported} - set(sys.stdlib_module_names) - {"dpfunc"}
+    assert required <= packages
+    # tokenizers comes with transformers; pillow is for pictures only
+    assert packages - required - extra == {"pillow", "tokenizers"}
+
+
+def test_readme_names_the_ranges():
+    text = (ROOT / "README.md").read_text()
+    (torch,) = (line for line in PROJECT["dependencies"] if line.startswith("torch"))
+    assert torch.replace("torch>=", "torch ") in text
+    assert PROJECT["requires-python"].replace(">=", "Python ") in text
+    for line in PROJECT["classifiers"]:
+        if re.match(r"Programming Language :: Python :: 3\.\d+", line):
+            assert line.rsplit(" ", 1)[1] in text
+
+
+def test_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
+FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_issue_forms_are_valid(path):
+    form = yaml.safe_load(path.read_text())
+    assert form["name"]
+    assert form["description"]
+    fields = [item for item in form["body"] if item["type"] != "markdown"]
+    assert {item["type"] for item in fields} <= {"input", "textarea", "dropdown", "checkboxes"}
+    ids = [item["id"] for item in fields]
+    assert len(set(ids)) == len(ids) > 0
+    assert all(item["attributes"]["label"] for item in fields)
+    assert any(item["validations"]["required"] for item in fields)
+
+
+def test_there_are_issue_forms():
+    assert {path.stem for path in FORMS} == {"bug", "model", "proposal"}
+
+
+def test_the_types_are_found():
+    assert (Path(dpfunc.__file__).parent / "py.typed").exists()

@@ -1,0 +1,173 @@
+"""Imports: names that come when they are used, and accounting that does not import torch.
+
+What a test looks at is which modules are there, never how long that took; `benchmarks/startup.py` has the seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_journal import line, written
+
+import dpfunc
+from dpfunc.accounting import Ledger
+from dpfunc.types import Event
+
+ROOT = Path(dpfunc.__file__).parent
+HEAVY = ("torch", "opacus", "transformers", "peft", "accelerate")
+GAUSSIAN = ("-q", "1", "--steps", "10", "--sigma", "5", "--delta", "1e-5")
+COMMANDS = {
+    "help": ["--help"],
+    "version": ["--version"],
+    "help of epsilon": ["epsilon", "--help"],
+    "help of sigma": ["sigma", "--help"],
+    "help of requirements": ["requirements", "--help"],
+    "help of ledger show": ["ledger", "show", "--help"],
+    "help of train": ["train", "--help"],
+    "help of generate": ["generate", "--help"],
+    "epsilon": ["epsilon", *GAUSSIAN],
+    "epsilon in JSON": ["epsilon", *GAUSSIAN, "--json"],
+    "epsilon of a batch size": ["epsilon", "-n", "64", "-b", "64", "--epochs", "3", "--sigma", "5", "--delta", "1e-3"],
+    "sigma": ["sigma", "-q", "1", "--steps", "10", "--epsilon", "3", "--delta", "1e-5"],
+    "ledger": ["ledger", "show", "{ledger}", "--delta", "1e-5"],
+    "journal": ["ledger", "show", "{journal}", "--delta", "1e-5"],
+    "error": ["epsilon", "-q", "2", "--steps", "10", "--sigma", "5", "--delta", "1e-5"],
+}
+
+
+def python(code, *arguments):
+    """What a new process prints, which must end well."""
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+RUN = """
+import json, sys
+from dpfunc.cli import main
+sys.argv[0] = "dpfunc"
+try:
+    main()
+except SystemExit as end:
+    print(json.dumps([end.code, sorted(set(name.split(".")[0] for name in sys.modules))]))
+"""
+
+
+def ran(*arguments):
+    """Exit code of a command of `dpfunc`, and the packages that it imported."""
+    code, modules = json.loads(python(RUN, *arguments).splitlines()[-1])
+    return code, {name for name in HEAVY if name in modules}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_do_not_import_torch(name, tmp_path):
+    ledger, journal = tmp_path / "ledger.json", tmp_path / "journal.jsonl"
+    ledger.write_text(Ledger((Event(1.0, 5.0, 10),)).to_json())
+    written(journal, *(line(step) for step in range(10)))
+    code, heavy = ran(*(word.format(ledger=ledger, journal=journal) for word in COMMANDS[name]))
+    assert code == (1 if name == "error" else 0)
+    assert heavy == set()
+
+
+SAMPLED = {
+    "epsilon": ["epsilon", "-n", "60000", "-b", "256", "--epochs", "60", "--sigma", "1.1", "--delta", "1e-5"],
+    "sigma": ["sigma", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3", "--delta", "1e-5"],
+    "requirements": ["requirements", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3"],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_runs_import_torch_only_for_methods_of_opacus(name):
+    *answer, last = python(RUN, *SAMPLED[name], "--json").splitlines()
+    values = json.loads("\n".join(answer))
+    method = values["method"] if "method" in values else values["guarantee"]["method"]
+    code, modules = json.loads(last)
+    assert code == 0
+    assert method in ("prv", "rdp") or not {*HEAVY} & {*modules}
+
+
+@pytest.mark.parametrize("method", ["prv", "rdp"])
+def test_opacus_comes_with_the_methods_that_are_from_it(method):
+    """The other half: the test above would see torch."""
+    code, heavy = ran("epsilon", "-q", "0.1", "--steps", "3", "--sigma", "5", "--delta", "1e-5", "--method", method)
+    assert code == 0
+    assert {"opacus", "torch"} <= heavy
+
+
+@pytest.mark.parametrize("module", ["dpfunc", "dpfunc.accounting", "dpfunc.cli", "dpfunc.journal", "dpfunc.errors"])
+def test_modules_that_do_not_import_torch(module):
+    code = f"import sys, {module}; print([name for name in {(*HEAVY, 'scipy')} if name in sys.modules])"
+    assert python(code).strip() == "[]"
+
+
+def test_names_come_when_they_are_used():
+    code = (
+        "import sys, dpfunc; before = 'torch' in sys.modules; dpfunc.epsilon; dpfunc.Ledger; "
+        "between = 'torch' in sys.modules; dpfunc.Plan; print(before, between, 'torch' in sys.modules)"
+    )
+    assert python(code).split() == ["False", "False", "True"]
+
+
+def typed_names():
+    """Name -> module of dpfunc, as the imports for type checkers say: `from dpfunc import x` has no module."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {
+        alias.name: node.module.removeprefix("dpfunc").removeprefix(".") for node in block.body for alias in node.names
+    }
+
+
+def test_the_lists_of_public_names_agree():
+    typed = typed_names()
+    assert sorted(typed) == sorted(dpfunc.__all__)
+    assert {name: home for name, home in typed.items() if home} == dpfunc._HOMES
+
+
+@pytest.mark.parametrize("name", dpfunc.__all__)
+def test_public_names_are_what_they_are_at_home(name):
+    home = dpfunc._HOMES.get(name)
+    value = importlib.import_module(f"dpfunc.{home}").__dict__[name] if home else sys.modules[f"dpfunc.{name}"]
+    assert getattr(dpfunc, name) is value
+    assert name in dir(dpfunc)
+
+
+def test_no_name_is_a_module_as_well():
+    """Importing the module would replace the function."""
+    assert not {info.name for info in pkgutil.iter_modules([str(ROOT)])} & set(dpfunc._HOMES)
+
+
+def test_modules_are_attributes():
+    assert python(
+        "import dpfunc; print(dpfunc.state.replay.__name__, dpfunc.distributed_checkpoint.save_sharded.__name__)"
+    )
+
+
+@pytest.mark.parametrize("name", ["nothing", "_nothing", "a.b", "", "__wrapped__"])
+def test_other_names_are_no_attributes(name):
+    with pytest.raises(AttributeError, match="module 'dpfunc' has no attribute"):
+        getattr(dpfunc, name)
+    assert not hasattr(dpfunc, name)
+
+
+def test_the_readme_says_what_was_measured():
+    root = ROOT.parent
+    rows = json.loads((root / "benchmarks" / "results" / "startup.json").read_text())["rows"]
+    ours, torch = (f"{rows[name]['best_seconds']:.1f}" for name in ("dpfunc --help", "import torch"))
+    said = " ".join((root / "README.md").read_text().split())
+    assert f"`dpfunc --help` takes {ours} CPU seconds, where `import torch` alone takes {torch} on" in said
+    assert rows["after torch: import dpfunc"]["best_seconds"] <= 0.15
+    assert rows["dpfunc --help"]["best_seconds"] <= 0.4
+
+
+def test_all_names_come_with_a_star():
+    assert (
+        python("from dpfunc import *; import dpfunc; print(all(name in globals() for name in dpfunc.__all__))")
+        == "True\n"
+    )
