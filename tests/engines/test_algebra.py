@@ -254,13 +254,13 @@ def test_norms_are_not_much_too_large(kind, seed, length):
 def test_samples_side_by_side_are_samples_one_by_one(kind, seed, size):
     """What other devices do, on this one."""
     grad = KINDS[kind](Draw(seed, size))
-    assert torch.allclose(grad._side_by_side(grad.g_BmP, grad.x_BmC), grad.dense(), rtol=1e-10, atol=1e-10)
+    assert torch.allclose(grad._formed(grad.g_BmP, grad.x_BmC), grad.dense(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("conv2d", False), ("conv2d, ghost norm", True)])
 def test_both_norms_of_convolutions_are_taken(kind, expected):
     grad = KINDS[kind](Draw(0, 2))
-    assert grad.ghost_is_cheaper(grad.g_BmP.shape[1] * grad.g_BmP.shape[3:].numel()) is expected
+    assert grad.cost().ghost_pays() is expected
 
 
 @pytest.mark.parametrize("kind", ADDABLE)
