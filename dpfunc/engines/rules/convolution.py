@@ -32,6 +32,10 @@ from dpfunc.engines.sums import (
     without_dropped,
 )
 
+# Numbers that may be formed at a time: 4 MiB of float32. torch needs up to three times as much, and small pieces stay
+# in the caches of a processor.
+PIECE = SCRATCH // 4
+
 
 @dataclass(frozen=True)
 class ConvolutionArgs:
@@ -118,8 +122,8 @@ class Convolved:
         return grads_B
 
     def _pieces(self, g_BmP: Tensor, x_BmC: Tensor, numbers: int) -> list[tuple[Tensor, Tensor]]:
-        """Samples in pieces for which no more than SCRATCH numbers are formed; one sample at least."""
-        size = max(1, SCRATCH // max(1, numbers))
+        """Samples in pieces for which no more than PIECE numbers are formed; one sample at least."""
+        size = max(1, PIECE // max(1, numbers))
         return list(zip(torch.split(g_BmP, size), torch.split(x_BmC, size), strict=True))
 
     def _formed(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
@@ -130,6 +134,8 @@ class Convolved:
 
     def sq_norms(self) -> Tensor:
         """Squared norms, in pieces that bound the memory."""
+        if not len(self.g_BmP):
+            return measured(wide(self.g_BmP.new_zeros(0)), wide(self.g_BmP.new_zeros(0)), self.seen)
         cost, ghost = self.cost(), self.cost().ghost_pays()
         numbers = self.args.groups * (cost.cells**2 + cost.positions**2) if ghost else cost.numbers
         measure = self._ghost if ghost else self._measured
@@ -142,7 +148,7 @@ class Convolved:
         moved, still = self._sides(self.g_BmP, self.x_BmC)
         images = moved.shape[1]
         positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
-        return KernelCost(positions, cells, self.args.shape, self.args.groups)
+        return KernelCost(positions, cells, self.args.shape, self.args.groups, len(moved))
 
     def _sides(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
         """The side that the kernel moves over, and the one with a value for each of its positions."""
@@ -249,10 +255,10 @@ def _form(use: Use, transposed: bool) -> Form:
     size = use.output.numel() // max(1, use.num_samples * use.output[1])
     steps = math.prod(_tuple(options["stride"], len(shape) - 2))
     if transposed:
-        return KernelCost(size // steps, size, shape, options["groups"]).form()
+        return KernelCost(size // steps, size, shape, options["groups"], use.num_samples).form()
     if math.prod(shape[2:]) == 1 and options["groups"] == 1:
         return matrix_form(size, shape[0], shape[1])
-    return KernelCost(size, size * steps, shape, options["groups"]).form()
+    return KernelCost(size, size * steps, shape, options["groups"], use.num_samples).form()
 
 
 def _tuple(value: int | Sequence[int], axes: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpfunc.engines.rules.table import Form
+from dpfunc.engines.sums import SCRATCH
 
 # Operations that a processor does while it writes a number to memory and reads it twice. Measured on two cores: 200
 # operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
@@ -21,7 +22,7 @@ OPERATIONS_A_NUMBER = 240
 OPERATIONS_A_DROPPED_NUMBER = 100
 # Operations of a convolution while a product of small matrices does one.
 OPERATIONS_A_SMALL_PRODUCT = 2
-# Kept gradients may be this much larger than the factors that they stand for.
+# Kept gradients may be this much larger than the factors that they stand for, if they are not small anyway.
 LARGER = 2
 
 
@@ -45,10 +46,10 @@ class KernelCost:
 
     Args:
         positions: T, over all images of the sample. cells: of the side that the kernel moves over.
-        shape: of the kernel. groups: of channels.
+        shape: of the kernel. groups: of channels. num_samples: B.
 
-    >>> early = KernelCost(positions=1024, cells=1024, shape=(64, 64, 3, 3), groups=1)
-    >>> late = KernelCost(positions=16, cells=16, shape=(512, 512, 3, 3), groups=1)
+    >>> early = KernelCost(positions=1024, cells=1024, shape=(64, 64, 3, 3), groups=1, num_samples=32)
+    >>> late = KernelCost(positions=16, cells=16, shape=(512, 512, 3, 3), groups=1, num_samples=32)
     >>> early.form(), late.form(), late.ghost_pays()
     ('dense', 'factors', True)
     """
@@ -57,6 +58,7 @@ class KernelCost:
     cells: int
     shape: Sequence[int]
     groups: int
+    num_samples: int
 
     @property
     def numbers(self) -> int:
@@ -89,7 +91,9 @@ class KernelCost:
         return self.ghost() < self.dropped()
 
     def form(self) -> Form:
-        """Form that takes less time, if its memory is not much larger than that of the factors."""
+        """Form that takes less time, if its memory is small or not much larger than that of the factors."""
+        small = self.num_samples * self.numbers <= SCRATCH
         factors = self.positions * self.shape[0] + self.cells * self.shape[1] * self.groups
-        cheaper = OPERATIONS_A_NUMBER * self.numbers <= min(self.ghost(), self.dropped())
-        return "dense" if cheaper and self.numbers <= LARGER * factors else "factors"
+        a_number = OPERATIONS_A_DROPPED_NUMBER if small else OPERATIONS_A_NUMBER
+        cheaper = a_number * self.numbers <= min(self.ghost(), self.dropped())
+        return "dense" if cheaper and (small or self.numbers <= LARGER * factors) else "factors"
