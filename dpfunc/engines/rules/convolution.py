@@ -9,9 +9,10 @@ Axis letters: B samples, m images of one sample, C and P channels, G groups, T p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -77,21 +78,28 @@ class ConvolutionArgs:
         )
         return windows.flatten(2 + axes).flatten(1, 1 + axes)
 
-    def over_taps(self, values: Tensor, axis: int, size: int) -> Tensor:
-        """Sums of `values[t s + k, u s + k]` over the taps k of one axis of the kernel, for all positions t and u.
+    def taps_by_residue(self, axis: int) -> dict[int, list[int]]:
+        """The taps of one axis by the cells that they read, `t s + k` with `k = r + s o`: r -> each o."""
+        offsets: dict[int, list[int]] = {}
+        for tap in range(self.shape[2 + axis]):
+            offset, residue = divmod(tap * self.dilation[axis] - self.padding[axis], self.stride[axis])
+            offsets.setdefault(residue, []).append(offset)
+        return offsets
+
+    def over_taps(self, values: Tensor, axis: int, size: int, offsets: Sequence[int]) -> Tensor:
+        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u.
 
         Args:
             values: (n, m, *cells, m, *cells). axis: of the cells. size: positions on it.
         """
-        step, first, second = self.stride[axis], 2 + axis, 3 + len(self.stride) + axis
+        first, second = 2 + axis, 3 + len(self.stride) + axis
         shape = list(values.shape)
         shape[first] = shape[second] = size
         sums = values.new_zeros(shape)
-        for tap in range(self.shape[2 + axis]):
-            offset = tap * self.dilation[axis] - self.padding[axis]
-            start, stop = max(0, -(offset // step)), min(size, (values.shape[first] - 1 - offset) // step + 1)
+        for offset in offsets:
+            start, stop = max(0, -offset), min(size, values.shape[first] - offset)
             if start < stop:  # elsewhere the tap meets nothing but padding
-                read, write = slice(start * step + offset, (stop - 1) * step + offset + 1, step), slice(start, stop)
+                read, write = slice(start + offset, stop + offset), slice(start, stop)
                 sums[_at(write, first, second)].add_(values[_at(read, first, second)])
         return sums
 
@@ -148,7 +156,7 @@ class Convolved:
         moved, still = self._sides(self.g_BmP, self.x_BmC)
         images = moved.shape[1]
         positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
-        return KernelCost(positions, cells, self.args.shape, self.args.groups, len(moved))
+        return KernelCost(positions, cells, self.args.shape, self.args.stride, self.args.groups, len(moved))
 
     def _sides(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
         """The side that the kernel moves over, and the one with a value for each of its positions."""
@@ -207,11 +215,25 @@ class Convolved:
         if cost.unfolded() <= cost.by_cells():
             windows = self.args.unfolded(moved, sizes)
             return windows.transpose(1, 2) @ windows
-        twice = tuple(moved.shape[2:]) * 2
-        products = _products(moved).reshape(-1, *twice)
-        for axis, size in enumerate(sizes):
-            products = self.args.over_taps(products, axis, size)
-        return products.flatten(1, len(twice) // 2).flatten(2)
+        by_axis = [self.args.taps_by_residue(axis) for axis in range(len(sizes))]
+        parts = [self._over_taps(moved, sizes, by_axis, residues) for residues in product(*by_axis)]
+        return reduce(Tensor.add_, parts)
+
+    def _over_taps(
+        self,
+        moved: Tensor,
+        sizes: Sequence[int],
+        by_axis: Sequence[Mapping[int, Sequence[int]]],
+        residues: Sequence[int],
+    ) -> Tensor:
+        """Products of windows, over the taps that read the cells of these residues."""
+        picked = tuple(slice(residue, None, step) for residue, step in zip(residues, self.args.stride, strict=True))
+        cells = moved[(slice(None),) * 3 + picked]
+        products = _products(cells).reshape(len(cells), *cells.shape[2:], *cells.shape[2:])
+        for axis, (size, residue, offsets) in enumerate(zip(sizes, residues, by_axis, strict=True)):
+            products = self.args.over_taps(products, axis, size, offsets[residue])
+        positions = moved.shape[2] * math.prod(sizes)
+        return products.reshape(len(cells), positions, positions)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One weight gradient of all samples; those in which positions cancel are formed first."""
@@ -253,12 +275,11 @@ def _form(use: Use, transposed: bool) -> Form:
         return "dense"
     shape, options = use.shapes["weight"], use.options
     size = use.output.numel() // max(1, use.num_samples * use.output[1])
-    steps = math.prod(_tuple(options["stride"], len(shape) - 2))
-    if transposed:
-        return KernelCost(size // steps, size, shape, options["groups"], use.num_samples).form()
-    if math.prod(shape[2:]) == 1 and options["groups"] == 1:
+    stride = _tuple(options["stride"], len(shape) - 2)
+    if not transposed and math.prod(shape[2:]) == options["groups"] == 1:
         return matrix_form(size, shape[0], shape[1])
-    return KernelCost(size, size * steps, shape, options["groups"], use.num_samples).form()
+    positions, cells = (size // math.prod(stride), size) if transposed else (size, size * math.prod(stride))
+    return KernelCost(positions, cells, shape, stride, options["groups"], use.num_samples).form()
 
 
 def _tuple(value: int | Sequence[int], axes: int) -> tuple[int, ...]:

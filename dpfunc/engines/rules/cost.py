@@ -22,6 +22,8 @@ OPERATIONS_A_NUMBER = 240
 OPERATIONS_A_DROPPED_NUMBER = 100
 # Operations of a convolution while a product of small matrices does one.
 OPERATIONS_A_SMALL_PRODUCT = 2
+# The same for a sample's share of a call from Python.
+OPERATIONS_A_CALL = 20_000
 # Kept gradients may be this much larger than the factors that they stand for, if they are not small anyway.
 LARGER = 2
 
@@ -46,10 +48,10 @@ class KernelCost:
 
     Args:
         positions: T, over all images of the sample. cells: of the side that the kernel moves over.
-        shape: of the kernel. groups: of channels. num_samples: B.
+        shape: of the kernel. stride: on each axis. groups: of channels. num_samples: B.
 
-    >>> early = KernelCost(positions=1024, cells=1024, shape=(64, 64, 3, 3), groups=1, num_samples=32)
-    >>> late = KernelCost(positions=16, cells=16, shape=(512, 512, 3, 3), groups=1, num_samples=32)
+    >>> early = KernelCost(1024, 1024, shape=(64, 64, 3, 3), stride=(1, 1), groups=1, num_samples=32)
+    >>> late = KernelCost(16, 16, shape=(512, 512, 3, 3), stride=(1, 1), groups=1, num_samples=32)
     >>> early.form(), late.form(), late.ghost_pays()
     ('dense', 'factors', True)
     """
@@ -57,6 +59,7 @@ class KernelCost:
     positions: int
     cells: int
     shape: Sequence[int]
+    stride: Sequence[int]
     groups: int
     num_samples: int
 
@@ -76,10 +79,16 @@ class KernelCost:
         return still + OPERATIONS_A_DROPPED_NUMBER * pairs + min(self.by_cells(), self.unfolded())
 
     def by_cells(self) -> int:
-        """Products of windows as sums over the taps of products of cells, one axis after the other."""
-        products = 2 * OPERATIONS_A_SMALL_PRODUCT * self.cells**2 * self.shape[1] * self.groups
-        added = self.cells * (self.cells + self.positions) * sum(self.shape[2:]) * self.groups // 2
-        return products + OPERATIONS_A_DROPPED_NUMBER * (self.cells**2 * self.groups + added)
+        """Products of windows as sums over the taps of products of cells, one axis after the other.
+
+        Taps read the cells of one residue modulo the stride; the cells of each are multiplied with each other.
+        """
+        residues = [min(step, taps) for step, taps in zip(self.stride, self.shape[2:], strict=True)]
+        cells, parts = self.cells // math.prod(self.stride), math.prod(residues)
+        products = 2 * OPERATIONS_A_SMALL_PRODUCT * cells**2 * self.shape[1] * self.groups
+        passes = sum(-(-taps // count) for taps, count in zip(self.shape[2:], residues, strict=True))
+        added = self.groups * (cells**2 + cells * (cells + self.positions) * passes // 2 + self.positions**2)
+        return parts * (products + OPERATIONS_A_DROPPED_NUMBER * added + OPERATIONS_A_CALL * (2 + passes))
 
     def unfolded(self) -> int:
         """Products of windows that are copied."""

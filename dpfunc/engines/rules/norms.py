@@ -80,7 +80,9 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Grads:
     """Gradients of weight and bias of a norm over groups of channels."""
-    if "weight" not in use.wanted or use.layout.axis != 0 or not input.numel():
+    if "weight" not in use.wanted:
+        return _channels(use, grad, None)
+    if use.layout.axis != 0 or not input.numel():
         return _channels(use, grad, F.group_norm(wide(input), num_groups, None, None, eps))
     rows, channels, positions = *input.shape[:2], math.prod(input.shape[2:])
     x_NCT, g_NCT = (wide(side).reshape(rows, channels, positions).contiguous() for side in (input, grad))
