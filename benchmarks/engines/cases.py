@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines.conv_nets import plain_convnet, residual_net, vgg
+from benchmarks.engines.conv_nets import mnist_net, plain_convnet, residual_net, vgg
 from benchmarks.engines.layer_cases import LAYERS, layer_problem
 from benchmarks.engines.problem import Problem
 from benchmarks.engines.transformer_nets import bag_of_words, bert, decoder, gpt2, vit
@@ -63,6 +63,9 @@ CASES: dict[str, Case] = {
     "w3": Case(
         "Convolutional network, 32x32, all parameters", plain_convnet, 64, {"widths": (64, 128, 256, 256), "image": 32},
         {"widths": (8, 16), "image": 8},
+    ),
+    "mnist": Case(
+        "DP-MNIST network, 28x28, all parameters", mnist_net, 256, {"widths": (16, 32, 32)}, {"widths": (4, 4, 4)}
     ),
     "w4": Case("ViT-tiny, 224x224, LoRA", vit, 16, {**VIT, "lora": True}, {**TINY_VIT, "lora": True}),
     "w4f": Case("ViT-tiny, 224x224, all parameters", vit, 16, {**VIT, "lora": False}, {**TINY_VIT, "lora": False}),

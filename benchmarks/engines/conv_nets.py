@@ -49,6 +49,17 @@ def vgg(batch_size: int, *, depth: int, image: int, divide: int) -> Problem:
     return Problem(nn.Sequential(*layers, *head(before)), *images(batch_size, image, CLASSES), classification)
 
 
+def mnist_net(batch_size: int, *, widths: tuple[int, int, int]) -> Problem:
+    """The network for MNIST of Tramer and Boneh 2021, Table 9, with ReLU: two convolutions, pooled, and two layers."""
+    first, second, hidden = widths
+    body = nn.Sequential(
+        *(nn.Conv2d(1, first, 8, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(2, stride=1)),
+        *(nn.Conv2d(first, second, 4, stride=2), nn.ReLU(), nn.MaxPool2d(2, stride=1)),
+        *(nn.Flatten(), nn.Linear(16 * second, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)),
+    )
+    return Problem(body, *images(batch_size, 28, CLASSES, channels=1), classification)
+
+
 class Residual(nn.Module):
     """`relu(x + body(x))`, with a 1x1 convolution beside the body where the shape changes."""
 

@@ -86,6 +86,6 @@ def text(batch_size: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def images(batch_size: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Random images (B, 3, size, size) and labels."""
-    return torch.randn(batch_size, 3, size, size), torch.randint(classes, (batch_size,))
+def images(batch_size: int, size: int, classes: int, channels: int = 3) -> tuple[Tensor, Tensor]:
+    """Random images (B, channels, size, size) and labels."""
+    return torch.randn(batch_size, channels, size, size), torch.randint(classes, (batch_size,))

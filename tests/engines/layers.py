@@ -588,6 +588,22 @@ LAYERS: dict[str, Layer] = {
     "transposed 2d, dilation": conv(nn.ConvTranspose2d, 2, 3, 2, dilation=2),
     "transposed 2d, 1 x 1": conv(nn.ConvTranspose2d, 2, 3, 1),
     "transposed 2d, frames T * B": module(lambda: nn.ConvTranspose2d(2, 3, 2), videos, frames_minor),
+    "conv1d, few positions": conv(nn.Conv1d, 32, 48, 3, stride=2),
+    "conv2d, few positions": conv(nn.Conv2d, 32, 48, 3, stride=2, padding=1),
+    "conv2d, few positions, dilation": conv(nn.Conv2d, 32, 48, (3, 2), stride=3, padding=2, dilation=(2, 1)),
+    "conv2d, few positions, groups": conv(nn.Conv2d, 64, 64, 3, stride=3, padding=1, groups=2),
+    "conv2d, few positions, circular": conv(nn.Conv2d, 32, 48, 3, 3, padding=1, padding_mode="circular"),
+    "conv2d, large patches": conv(nn.Conv2d, 8, 48, (5, 4), stride=4, padding=2),
+    "conv3d, few positions": conv(nn.Conv3d, 16, 32, 3, stride=3, padding=1),
+    "conv2d, 1 x 1, stride, padding": conv(nn.Conv2d, 3, 5, 1, stride=2, padding=1),
+    "conv2d, few positions, frames T * B": module(lambda: nn.Conv2d(2, 64, 4), videos, frames_minor),
+    "transposed 1d, few positions": conv(nn.ConvTranspose1d, 64, 48, 3, stride=1, padding=2),
+    "transposed 2d, few positions, groups": conv(
+        nn.ConvTranspose2d, 128, 128, 3, stride=1, padding=(3, 2), groups=2, dilation=2
+    ),
+    "transposed 2d, output_padding over the stride": conv(
+        nn.ConvTranspose2d, 3, 4, 2, stride=1, dilation=3, output_padding=2
+    ),
     "transposed 3d": conv(nn.ConvTranspose3d, 2, 4, 2, stride=2, output_padding=1, groups=2),
     # tables
     "embedding": module(lambda: nn.Embedding(VOCAB, D), ids()),
@@ -659,6 +675,8 @@ LAYERS: dict[str, Layer] = {
     "layer norm, (T, B, d)": module(lambda: nn.LayerNorm(D), tokens(), flipped),
     "layer norm, T * B": module(lambda: nn.LayerNorm(D), tokens(), flat_minor),
     "group norm": norm(lambda: nn.GroupNorm(2, 4), signals(4, 2)),
+    "group norm, bias alone": op(lambda p, x: F.group_norm(x, 2, None, p["b"]), signals(4, 2), b=(4,)),
+    "group norm, weight alone": op(lambda p, x: F.group_norm(x, 2, p["w"]), signals(4, 2), w=(4,)),
     "group norm, 1d": norm(lambda: nn.GroupNorm(2, 4), signals(4, 1)),
     "group norm, frames T * B": module(lambda: nn.GroupNorm(1, 2), videos, frames_minor),
     "group norm, no axes": norm(lambda: nn.GroupNorm(1, 4), vectors()),

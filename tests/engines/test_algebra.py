@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines.per_sample import Dense, Gather, Outer, Tied, Zeros, add
@@ -73,12 +76,19 @@ KINDS = {
     "all added": lambda draw: add([make(draw) for make in ADDABLE.values()]),
     "conv1d": lambda draw: convolved(draw, axes=1),
     "conv2d": convolved,
-    "conv2d, ghost norm": lambda draw: convolved(draw, padding=0, edge=3, out=12, channels=14),
+    "conv2d, ghost norm, unfolded": lambda draw: convolved(draw, padding=0, edge=3, out=12, channels=14),
     "conv2d, stride, dilation": lambda draw: convolved(draw, stride=2, dilation=2, edge=6),
     "conv2d, groups": lambda draw: convolved(draw, groups=2),
     "conv3d": lambda draw: convolved(draw, axes=3, groups=2, stride=2),
     "transposed 2d": lambda draw: convolved(draw, transposed=True, stride=2),
     "transposed 1d, groups": lambda draw: convolved(draw, axes=1, transposed=True, groups=2),
+    "conv1d, ghost norm, unfolded": lambda draw: convolved(draw, axes=1, out=32, channels=30, edge=3),
+    "conv2d, ghost norm": lambda draw: convolved(draw, edge=3, out=32, channels=32),
+    "conv2d, ghost norm, groups": lambda draw: convolved(draw, groups=2, edge=3, out=64, channels=64),
+    "conv3d, ghost norm, unfolded": lambda draw: convolved(
+        draw, axes=3, stride=3, padding=0, out=24, channels=32, edge=4
+    ),
+    "transposed 2d, ghost norm": lambda draw: convolved(draw, transposed=True, out=40, channels=40, padding=1, edge=2),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -201,12 +211,21 @@ def cancelling_tied(draw, scale):
     return Tied(gathered, Outer(rows_BTV, nudged, (ROWS, WIDTH)))
 
 
+def cancelling_convolved(draw, p, d, scale):
+    """One pixel in each of many images, and a kernel with padding on both sides of it."""
+    outer = cancelling_outer(draw, p, d, scale)
+    args = ConvolutionArgs((p, d, 3), (1,), (1,), (1,), 1)
+    return Convolved(outer.a_BTp[..., None], outer.b_BTd[..., None], args)
+
+
 CANCELLING = {
     "outer, formed": lambda draw, scale: cancelling_outer(draw, 6, 5, scale),
     "outer, formed, large": lambda draw, scale: cancelling_outer(draw, 32, 48, scale),
     "outer, ghost norm": lambda draw, scale: cancelling_outer(draw, 400, 500, scale),
     "gather": cancelling_gather,
     "tied": cancelling_tied,
+    "conv1d, formed": lambda draw, scale: cancelling_convolved(draw, 6, 5, scale),
+    "conv1d, ghost norm": lambda draw, scale: cancelling_convolved(draw, 200, 150, scale),
 }
 cancelling_kinds = pytest.mark.parametrize("kind", CANCELLING)
 lengths = st.sampled_from([1, 8, 50])
@@ -249,21 +268,103 @@ def test_norms_are_not_much_too_large(kind, seed, length):
     assert bool((grad.sq_norms().double().sqrt() <= exact_B * (1 + 1e-3) + 3e-3 * reach_B).all())
 
 
+@st.composite
+def convolutions(draw, dtype=torch.float64):
+    """A convolution of any kind, and torch's own gradient of each sample."""
+    axes, groups, transposed = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
+    each = lambda *values: tuple(draw(st.sampled_from(values)) for _ in range(axes))  # noqa: E731
+    stride, padding, dilation, taps = each(1, 2, 3), each(0, 1, 2), each(1, 2), each(1, 2, 3)
+    further = tuple(draw(st.integers(0, max(pair) - 1)) for pair in zip(stride, dilation, strict=True))
+    width_in, width_out = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([1, 3, 16]))
+    x_BmC = Draw(draw(seeds), draw(sizes), dtype).normal(draw(st.integers(1, 2)), width_in * groups, *each(5, 6, 7))
+    shape = (width_in * groups, width_out, *taps) if transposed else (width_out * groups, width_in, *taps)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    options |= {"output_padding": further} if transposed else {}
+    run = partial(getattr(torch, f"conv{'_transpose' if transposed else ''}{axes}d"), bias=None, **options)
+    weight = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    results = [run(x_mC, weight) for x_mC in x_BmC]
+    g_BmP = Draw(draw(seeds), len(results), dtype).normal(*results[0].shape)
+    rows = [torch.autograd.grad(y, weight, g)[0] for y, g in zip(results, g_BmP, strict=True)]
+    args = ConvolutionArgs(shape, stride, padding, dilation, groups, transposed, further if transposed else ())
+    return Convolved(g_BmP, x_BmC, args), torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@given(data=st.data())
+def test_convolutions_of_any_kind_are_torchs(dtype, data):
+    grad, rows_B = data.draw(convolutions(dtype))
+    sq_norms_B, tolerance = rows_B.double().flatten(1).square().sum(1), TOLERANCE[dtype]
+    assert close(grad.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
+    for measure in (grad._measured, grad._ghost):
+        measured_B, _ = measure(grad.g_BmP, grad.x_BmC)
+        assert close(measured_B, sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
+    reach_B = [measure(grad.g_BmP, grad.x_BmC)[1] for measure in (grad._measured, grad._ghost)]
+    assert torch.allclose(*reach_B, rtol=1e3 * tolerance)
+
+
+@given(drawn=convolutions())
+def test_products_of_windows_are_sums_of_products_of_cells(drawn):
+    grad, _ = drawn
+    moved, still = (grad._by_group(side) for side in grad._sides(grad.g_BmP, grad.x_BmC))
+    windows = grad.args.unfolded(moved, still.shape[3:])
+    by_axis = [grad.args.taps_by_residue(axis) for axis in range(moved.ndim - 3)]
+    parts = [grad._over_taps(moved, still.shape[3:], by_axis, residues) for residues in product(*by_axis)]
+    assert torch.allclose(sum(parts), windows.mT @ windows, atol=1e-10)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@given(drawn=convolutions(torch.float32))
+def test_a_bad_sample_stays_in_its_group(bad, drawn):
+    """Samples lie side by side in one convolution of torch's: none may reach into another."""
+    grad, rows_B = drawn
+    if len(rows_B) > 1:
+        spoilt = _with_bad_row(grad, len(rows_B) - 1, bad)
+        assert close(spoilt.dense()[:-1], rows_B[:-1].double(), 2e-5, float(rows_B.norm()))
+        assert torch.isfinite(spoilt.sq_norms()[:-1]).all()
+
+
+@pytest.mark.parametrize("kind", ["conv2d", "conv2d, groups", "conv3d", "conv2d, ghost norm", "transposed 2d"])
+def test_convolutions_do_not_loop_over_samples(kind):
+    """As many calls for 64 samples as for 8."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    calls = []
+    for size in (8, 64):
+        grad = KINDS[kind](Draw(0, size, torch.float32))
+        with Count() as count:
+            grad.dense(), grad.sq_norms(), grad.weighted_sum(torch.ones(size))
+        calls.append(count.calls)
+    assert calls[0] == calls[1]
+
+
+def test_many_numbers_are_formed_in_pieces(monkeypatch):
+    grad = convolved(Draw(0, 7))
+    whole = grad.dense(), grad._measured(grad.g_BmP, grad.x_BmC)[0], grad._ghost(grad.g_BmP, grad.x_BmC)[0]
+    monkeypatch.setattr("dpfunc.engines.rules.convolution.PIECE", 3 * whole[0][0].numel())
+    sizes = []
+    formed = Convolved._formed
+    monkeypatch.setattr(Convolved, "_formed", lambda self, g, x: sizes.append(len(g)) or formed(self, g, x))
+    assert torch.equal(grad.dense(), whole[0])
+    assert sizes == [3, 3, 1]
+    assert torch.allclose(grad.sq_norms(), whole[1])
+    assert torch.allclose(whole[2], whole[1])
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "conv" in kind or "transposed" in kind])
-@given(seed=seeds, size=sizes)
-def test_samples_side_by_side_are_samples_one_by_one(kind, seed, size):
-    """What other devices do, on this one."""
-    grad = KINDS[kind](Draw(seed, size))
-    assert torch.allclose(grad._side_by_side(grad.g_BmP, grad.x_BmC), grad.dense(), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("conv2d", False), ("conv2d, ghost norm", True)])
-def test_both_norms_of_convolutions_are_taken(kind, expected):
+def test_both_norms_of_convolutions_are_taken(kind):
     grad = KINDS[kind](Draw(0, 2))
-    assert grad.ghost_is_cheaper(grad.g_BmP.shape[1] * grad.g_BmP.shape[3:].numel()) is expected
+    assert grad.cost().ghost_pays() is ("ghost norm" in kind)
+    if "ghost norm" in kind:
+        assert (grad.cost().unfolded() <= grad.cost().by_cells()) is ("unfolded" in kind)
 
 
-@pytest.mark.parametrize("kind", ADDABLE)
+@pytest.mark.parametrize("kind", [*ADDABLE, *(kind for kind in KINDS if "conv" in kind or "transposed" in kind)])
 def test_no_samples(kind):
     grad = KINDS[kind](Draw(3, 0))
     assert grad.sq_norms().shape == (0,)

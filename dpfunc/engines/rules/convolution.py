@@ -1,24 +1,41 @@
 """Convolutions of 1, 2 and 3 axes, grouped, dilated, transposed. `grad_i` is torch's own weight gradient of sample i.
 
-The norm is measured on the formed gradients, or as the ghost norm of the unfolded input, whichever takes fewer
-operations; the weighted sum is one weight gradient of the whole batch, with the rows of g scaled.
-Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions, K taps of the kernel.
+Gradients of many samples are formed by one convolution whose groups are the samples. The norm is measured on them, or
+it is the ghost norm, whichever takes fewer operations; the weighted sum is one weight gradient of the whole batch, with
+the rows of g scaled.
+Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions, S cells of the input.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.cost import matrix_form
+from dpfunc.engines.rules.cost import KernelCost, matrix_form
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
-from dpfunc.engines.sums import SCRATCH, sq_sum, wide, without_dropped
+from dpfunc.engines.sums import (
+    ROUNDINGS,
+    SCRATCH,
+    TOLERATED,
+    cancelling,
+    lengths,
+    measured,
+    sq_sum,
+    wide,
+    without_dropped,
+)
+
+# Numbers that may be formed at a time: 4 MiB of float32. torch needs up to three times as much, and small pieces stay
+# in the caches of a processor.
+PIECE = SCRATCH // 4
 
 
 @dataclass(frozen=True)
@@ -35,12 +52,61 @@ class ConvolutionArgs:
 
     def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1) -> Tensor:
         """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
-        weight = x_NC.new_empty(1).expand(copies * self.shape[0], *self.shape[1:])
+        weight = x_NC.new_empty(copies * self.shape[0], *self.shape[1:])  # only its shape is read
         output_padding = self.output_padding or (0,) * len(self.stride)
         options = (self.stride, self.padding, self.dilation, self.transposed, output_padding, copies * self.groups)
         wanted = [False, True, False]
         grad: Tensor = torch.ops.aten.convolution_backward(g_NP, x_NC, weight, None, *options, wanted)[1]
         return grad
+
+    def unfolded(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Windows (n, c * taps, m * T) of values (n, c, m, *cells), copied."""
+        axes = len(sizes)
+        reach = [
+            (size - 1) * step + (taps - 1) * apart + 1
+            for size, step, taps, apart in zip(sizes, self.stride, self.shape[2:], self.dilation, strict=True)
+        ]
+        ends = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
+        sides = [(pad, length - pad - cells) for length, pad, cells in ends]
+        padded = F.pad(values, [side for pair in reversed(sides) for side in pair]).contiguous()
+        strides = padded.stride()
+        steps = [stride * step for stride, step in zip(strides[3:], self.stride, strict=True)]
+        gaps = [stride * apart for stride, apart in zip(strides[3:], self.dilation, strict=True)]
+        n, c, m = values.shape[:3]
+        windows = padded.as_strided(
+            (n, c, *self.shape[2:], m, *sizes), (strides[0], strides[1], *gaps, strides[2], *steps)
+        )
+        return windows.flatten(2 + axes).flatten(1, 1 + axes)
+
+    def taps_by_residue(self, axis: int) -> dict[int, list[int]]:
+        """The taps of one axis by the cells that they read, `t s + k` with `k = r + s o`: r -> each o."""
+        offsets: dict[int, list[int]] = {}
+        for tap in range(self.shape[2 + axis]):
+            offset, residue = divmod(tap * self.dilation[axis] - self.padding[axis], self.stride[axis])
+            offsets.setdefault(residue, []).append(offset)
+        return offsets
+
+    def over_taps(self, values: Tensor, axis: int, size: int, offsets: Sequence[int]) -> Tensor:
+        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u.
+
+        Args:
+            values: (n, m, *cells, m, *cells). axis: of the cells. size: positions on it.
+        """
+        first, second = 2 + axis, 3 + len(self.stride) + axis
+        shape = list(values.shape)
+        shape[first] = shape[second] = size
+        sums = values.new_zeros(shape)
+        for offset in offsets:
+            start, stop = max(0, -offset), min(size, values.shape[first] - offset)
+            if start < stop:  # elsewhere the tap meets nothing but padding
+                read, write = slice(start + offset, stop + offset), slice(start, stop)
+                sums[_at(write, first, second)].add_(values[_at(read, first, second)])
+        return sums
+
+
+def _at(part: slice, first: int, second: int) -> tuple[slice, ...]:
+    """An index with the same part of two axes."""
+    return tuple(part if place in (first, second) else slice(None) for place in range(second + 1))
 
 
 @dataclass(frozen=True)
@@ -50,60 +116,144 @@ class Convolved:
     g_BmP: Tensor
     x_BmC: Tensor
     args: ConvolutionArgs
+    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
-        """Sample by sample on the CPU, where that is fastest; elsewhere as one convolution with B times the groups."""
+        """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
         g_BmP, x_BmC = wide(self.g_BmP), wide(self.x_BmC)
-        num_samples = len(g_BmP)
-        if g_BmP.device.type != "cpu" or torch.compiler.is_compiling():
-            return self._side_by_side(g_BmP, x_BmC)
-        grads_B = g_BmP.new_empty(num_samples, *self.args.shape)
-        for sample in range(num_samples):
-            grads_B[sample] = self.args.weight_grad(g_BmP[sample], x_BmC[sample])
+        pieces = self._pieces(g_BmP, x_BmC, math.prod(self.args.shape))
+        if len(pieces) == 1 or torch.compiler.is_compiling():
+            return self._formed(g_BmP, x_BmC)
+        grads_B = g_BmP.new_empty(len(g_BmP), *self.args.shape)
+        for rows, (g, x) in zip(torch.split(grads_B, len(pieces[0][0])), pieces, strict=True):
+            rows.copy_(self._formed(g, x))
         return grads_B
 
-    def _side_by_side(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
+    def _pieces(self, g_BmP: Tensor, x_BmC: Tensor, numbers: int) -> list[tuple[Tensor, Tensor]]:
+        """Samples in pieces for which no more than PIECE numbers are formed; one sample at least."""
+        size = max(1, PIECE // max(1, numbers))
+        return list(zip(torch.split(g_BmP, size), torch.split(x_BmC, size), strict=True))
+
+    def _formed(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
+        if not len(g_BmP):
+            return g_BmP.new_zeros(0, *self.args.shape)
         g_mBP, x_mBC = g_BmP.transpose(0, 1).flatten(1, 2), x_BmC.transpose(0, 1).flatten(1, 2)
         return torch.unflatten(self.args.weight_grad(g_mBP, x_mBC, len(g_BmP)), 0, (len(g_BmP), -1))
 
     def sq_norms(self) -> Tensor:
         """Squared norms, in pieces that bound the memory."""
-        positions = math.prod(self.g_BmP.shape[3:]) * self.g_BmP.shape[1]
-        unfolded = self._taps() * positions * self.x_BmC.shape[2]
-        ghost = self.ghost_is_cheaper(positions)
-        size = max(1, SCRATCH // (unfolded if ghost else math.prod(self.args.shape)))
-        pieces = [
-            replace(self, g_BmP=g, x_BmC=x)
-            for g, x in zip(torch.split(self.g_BmP, size), torch.split(self.x_BmC, size), strict=True)
-        ]
-        measured = [piece._outer().sq_norms() if ghost else sq_sum(piece.dense().flatten(1)) for piece in pieces]
-        return torch.cat(measured)
+        if not len(self.g_BmP):
+            return measured(wide(self.g_BmP.new_zeros(0)), wide(self.g_BmP.new_zeros(0)), self.seen)
+        cost, ghost = self.cost(), self.cost().ghost_pays()
+        numbers = self.args.groups * (cost.cells**2 + cost.positions**2) if ghost else cost.numbers
+        measure = self._ghost if ghost else self._measured
+        pieces = [measure(wide(g), wide(x)) for g, x in self._pieces(self.g_BmP, self.x_BmC, numbers)]
+        sq_norms_B, reach_B = (torch.cat(values) for values in zip(*pieces, strict=True))
+        return measured(sq_norms_B, reach_B, self.seen)
 
-    def ghost_is_cheaper(self, positions: int) -> bool:
-        """T (p + d) < p d, for the kinds that can be unfolded."""
-        p, d = self.args.shape[0], math.prod(self.args.shape[1:])
-        can = not self.args.transposed and self.args.groups == 1 and len(self.args.stride) == 2
-        return can and positions * (p + d) < p * d
+    def cost(self) -> KernelCost:
+        """Operations for one sample."""
+        moved, still = self._sides(self.g_BmP, self.x_BmC)
+        images = moved.shape[1]
+        positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
+        return KernelCost(positions, cells, self.args.shape, self.args.stride, self.args.groups, len(moved))
 
-    def _taps(self) -> int:
-        return math.prod(self.args.shape[2:])
+    def _sides(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
+        """The side that the kernel moves over, and the one with a value for each of its positions."""
+        return (g_BmP, x_BmC) if self.args.transposed else (x_BmC, g_BmP)
 
-    def _outer(self) -> Outer:
-        args, count = self.args, len(self.g_BmP)
-        unfolded_NdT = F.unfold(
-            wide(self.x_BmC.flatten(0, 1)), args.shape[2:], args.dilation, args.padding, args.stride
+    def _measured(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
+        return sq_sum(self._formed(g_BmP, x_BmC).flatten(1)), self._reach(g_BmP, x_BmC)
+
+    def _reach(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
+        """`sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
+        args, axes = self.args, len(self.args.stride)
+        moved, still = (
+            torch.unflatten(side.flatten(0, 1), 1, (args.groups, -1)).square().sum(2)
+            for side in self._sides(g_BmP, x_BmC)
         )
-        x_BTd = torch.unflatten(unfolded_NdT, 0, (count, -1)).transpose(2, 3).flatten(1, 2)
-        g_BTp = wide(self.g_BmP).flatten(3).transpose(2, 3).flatten(1, 2)
-        return Outer(g_BTp, x_BTd, args.shape)
+        ones = moved.new_ones(args.groups, 1, *args.shape[2:])
+        run = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
+        windows = run(moved, ones, None, args.stride, args.padding, args.dilation, args.groups)
+        for axis, size in enumerate(still.shape[2:], 2):
+            windows = windows.narrow(axis, 0, size)  # output_padding may reach further
+        reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
+        return lengths(reach_BG, 1)
+
+    def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
+        """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t, whose products are sums over the taps.
+
+        Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
+        Privacy, section 3. Where the products cancel, it loses its digits: then the gradients are formed.
+        """
+        moved, still = (self._by_group(side) for side in self._sides(g_BmP, x_BmC))
+        of_windows_nTT, of_still_nTT = self._of_windows(moved, still.shape[3:]), _products(still)
+        per_group = (len(g_BmP), self.args.groups)
+        diagonals = (products.diagonal(dim1=1, dim2=2) for products in (of_windows_nTT, of_still_nTT))
+        reach_n = (next(diagonals) * next(diagonals)).sqrt().sum(1)
+        reach_B = lengths(torch.unflatten(reach_n, 0, per_group), 1)
+        sq_norms_B = torch.unflatten((of_windows_nTT * of_still_nTT).sum((1, 2)), 0, per_group).sum(1)
+        rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
+        doubtful_B = ~(rounding_B <= TOLERATED * sq_norms_B)
+        if torch.compiler.is_compiling():
+            return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B
+        if bool(doubtful_B.any()):
+            formed = [
+                sq_sum(self._formed(g, x).flatten(1))
+                for g, x in self._pieces(g_BmP[doubtful_B], x_BmC[doubtful_B], math.prod(self.args.shape))
+            ]
+            sq_norms_B = sq_norms_B.index_put((doubtful_B,), torch.cat(formed))
+        return sq_norms_B, reach_B
+
+    def _by_group(self, side: Tensor) -> Tensor:
+        """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
+        return torch.unflatten(side, 2, (self.args.groups, -1)).transpose(1, 2).transpose(2, 3).flatten(0, 1)
+
+    def _of_windows(self, moved: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Products of all windows of a sample with each other, (n, m * T, m * T)."""
+        cost = self.cost()
+        if cost.unfolded() <= cost.by_cells():
+            windows = self.args.unfolded(moved, sizes)
+            return windows.transpose(1, 2) @ windows
+        by_axis = [self.args.taps_by_residue(axis) for axis in range(len(sizes))]
+        parts = [self._over_taps(moved, sizes, by_axis, residues) for residues in product(*by_axis)]
+        return reduce(Tensor.add_, parts)
+
+    def _over_taps(
+        self,
+        moved: Tensor,
+        sizes: Sequence[int],
+        by_axis: Sequence[Mapping[int, Sequence[int]]],
+        residues: Sequence[int],
+    ) -> Tensor:
+        """Products of windows, over the taps that read the cells of these residues."""
+        picked = tuple(slice(residue, None, step) for residue, step in zip(residues, self.args.stride, strict=True))
+        cells = moved[(slice(None),) * 3 + picked]
+        products = _products(cells).reshape(len(cells), *cells.shape[2:], *cells.shape[2:])
+        for axis, (size, residue, offsets) in enumerate(zip(sizes, residues, by_axis, strict=True)):
+            products = self.args.over_taps(products, axis, size, offsets[residue])
+        positions = moved.shape[2] * math.prod(sizes)
+        return products.reshape(len(cells), positions, positions)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """One weight gradient of all samples."""
+        """One weight gradient of all samples; those in which positions cancel are formed first."""
+        apart_B = cancelling(self.seen, self.sq_norms)
+        if apart_B is None:
+            return self._sum(factors_B)
+        hard_B = apart_B & (factors_B != 0)
+        total = self._sum(torch.where(apart_B, 0, factors_B))
+        pieces = self._pieces(wide(self.g_BmP[hard_B]), wide(self.x_BmC[hard_B]), math.prod(self.args.shape))
+        for factors, (g, x) in zip(torch.split(factors_B[hard_B], len(pieces[0][0]) or 1), pieces, strict=True):
+            total = total + Dense(self._formed(g, x)).weighted_sum(factors)
+        return total
+
+    def _sum(self, factors_B: Tensor) -> Tensor:
         factors_B, g_BmP, x_BmC = without_dropped(factors_B, wide(self.g_BmP), wide(self.x_BmC))
-        scaled = g_BmP * factors_B.to(g_BmP.dtype).reshape(-1, *(1,) * (g_BmP.ndim - 1))
-        if not len(scaled):
+        if not len(g_BmP):
             return g_BmP.new_zeros(self.args.shape)
-        return self.args.weight_grad(scaled.flatten(0, 1), x_BmC.flatten(0, 1))
+        scale_B = factors_B.to(g_BmP.dtype).reshape(-1, *(1,) * (g_BmP.ndim - 1))
+        g_BmP, x_BmC = (g_BmP * scale_B, x_BmC) if g_BmP.numel() <= x_BmC.numel() else (g_BmP, x_BmC * scale_B)
+        return self.args.weight_grad(g_BmP.flatten(0, 1), x_BmC.flatten(0, 1))
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
         return self.args.shape == shape and self.g_BmP.shape[:2] == self.x_BmC.shape[:2]
@@ -113,13 +263,23 @@ class Convolved:
         return sum(side.numel() * side.element_size() for side in (self.g_BmP, self.x_BmC))
 
 
-def form(use: Use) -> Form:
-    """Choose the faster form for the weight; where it is not used on samples of axis 0, form the gradients."""
+def _products(side: Tensor) -> Tensor:
+    """Products of all positions of a sample with each other, (n, m * T, m * T), from (n, c, m, ...)."""
+    flat_ncT = side.flatten(2)
+    return flat_ncT.transpose(1, 2) @ flat_ncT
+
+
+def _form(use: Use, transposed: bool) -> Form:
+    """Choose the form for the weight; where it is not used on samples of axis 0, form the gradients."""
     if "weight" not in use.shapes or use.layout.axis != 0 or len(use.output) != len(use.shapes["weight"]):
         return "dense"
-    shape = use.shapes["weight"]
-    positions = use.output.numel() // max(1, use.num_samples * use.output[use.layout.axis + 1])
-    return matrix_form(positions, shape[0], math.prod(shape[1:]))
+    shape, options = use.shapes["weight"], use.options
+    size = use.output.numel() // max(1, use.num_samples * use.output[1])
+    stride = _tuple(options["stride"], len(shape) - 2)
+    if not transposed and math.prod(shape[2:]) == options["groups"] == 1:
+        return matrix_form(size, shape[0], shape[1])
+    positions, cells = (size // math.prod(stride), size) if transposed else (size, size * math.prod(stride))
+    return KernelCost(positions, cells, shape, stride, options["groups"], use.num_samples).form()
 
 
 def _tuple(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
@@ -146,7 +306,8 @@ def _grads(use: Use, grad: Tensor, x: Tensor, args: ConvolutionArgs) -> Grads:
     if "weight" in use.wanted:
         x_BmC = use.split(x)
         plain = math.prod(args.shape[2:]) == 1 and args.groups == 1 and not args.transposed
-        if plain and set(args.stride) == {1} and not any(args.padding):  # 1 x 1: a matrix at each position
+        if plain and not any(args.padding):  # 1 x 1: a matrix at each position
+            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, step) for step in args.stride)]
             g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
             grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
         else:
@@ -201,6 +362,8 @@ def transposed(
 
 NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
 RULES = (
-    Rule((F.conv1d, F.conv2d, F.conv3d), convolution, NEEDS, form),
-    Rule((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed, NEEDS, form),
+    Rule((F.conv1d, F.conv2d, F.conv3d), convolution, NEEDS, partial(_form, transposed=False)),
+    Rule(
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed, NEEDS, partial(_form, transposed=True)
+    ),
 )

@@ -1,10 +1,12 @@
 """Normalisations: `y = w * norm(x) + b`. The weight gets `sum_t g_t * norm(x)_t`, the bias `sum_t g_t`.
 
-norm(x) is computed again from x, which autograd keeps anyway: less memory than a second activation.
+norm(x) is computed again from x, which autograd keeps anyway: less memory than a second activation. Of a group norm,
+mean and spread are enough: torch's own gradients of weight and bias, with the channels of all samples as channels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -78,8 +80,20 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Grads:
     """Gradients of weight and bias of a norm over groups of channels."""
-    normed = F.group_norm(wide(input), num_groups, None, None, eps) if "weight" in use.wanted else None
-    return _channels(use, grad, normed)
+    if "weight" not in use.wanted:
+        return _channels(use, grad, None)
+    if use.layout.axis != 0 or not input.numel():
+        return _channels(use, grad, F.group_norm(wide(input), num_groups, None, None, eps))
+    rows, channels, positions = *input.shape[:2], math.prod(input.shape[2:])
+    x_NCT, g_NCT = (wide(side).reshape(rows, channels, positions).contiguous() for side in (input, grad))
+    _, mean, rstd = torch.ops.aten.native_group_norm(x_NCT, None, None, rows, channels, positions, num_groups, eps)
+    sizes = (1, rows * channels, positions, rows * num_groups)
+    _, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
+        *(g_NCT.reshape(sizes[:3]), x_NCT.reshape(sizes[:3]), mean.reshape(1, -1), rstd.reshape(1, -1)),
+        *(x_NCT.new_ones(sizes[1]), *sizes, [False, True, True]),
+    )
+    summed = {"weight": of_weight, "bias": of_bias}
+    return {name: Dense(use.split(summed[name].reshape(rows, channels)).sum(1)) for name in use.wanted}
 
 
 def instance_norm(
