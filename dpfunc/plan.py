@@ -16,7 +16,7 @@ from dpfunc.rng import Key
 from dpfunc.sampling import BatchSampler, Poisson, Sampler, batch_sampler, deal
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, ClipRule, Event, Schedule, schedule_at
 
-ACCOUNTANTS = ("auto", "prv", "rdp")
+ACCOUNTANTS = ("auto", "tilted", "prv", "rdp")
 
 
 class Place(Protocol):
@@ -52,7 +52,7 @@ class Plan:
         epsilon: the budget, > 0. The plan is refused when it would spend more. None: no budget, only accounting.
         adjacency: which data sets are neighbours.
         allocation: `uniform` noise, or `optimal` over groups of different size at equal privacy.
-        accountant: `auto`, `prv` or `rdp`.
+        accountant: `auto`, `tilted`, `prv` or `rdp`.
         allow_large_delta: accept delta >= 1 / dataset_size, at which publishing a random record whole is "private".
 
     Raises:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dpfunc.accounting.accountant import cached_epsilon, check_bound, merge_gaussians
+from dpfunc.accounting import tilted
+from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, merge_gaussians
 from dpfunc.accounting.coarse import coarsen
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.accounting.prv import PRVUnavailable
@@ -105,9 +106,16 @@ def renyi_guess(rough: Callable[[float], float], target: float) -> float:
 
 
 def rough_epsilon(ledger: Ledger, delta: float) -> float:
-    """A loose and cheap upper bound on epsilon."""
+    """A loose and cheap estimate of epsilon."""
+    if not ledger.events:
+        return 0.0
+    try:
+        direction: tilted.Direction = "replace" if ledger.adjacency == "replace_one" else "remove"
+        return tilted.rough_epsilon(kinds_of(ledger.events), direction, delta)
+    except tilted.TiltedUnavailable:
+        pass
     events, _ = coarsen(merge_gaussians(ledger.events), FEW_KINDS)
-    return rdp_epsilon(events, ledger.adjacency, delta, few=True) if events else 0.0
+    return rdp_epsilon(events, ledger.adjacency, delta, few=True)
 
 
 def calibrate_noise(
