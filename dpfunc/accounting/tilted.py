@@ -41,8 +41,9 @@ Kind = tuple[float, float, int]
 
 MIN_DELTA, MIN_SIGMA, MAX_SIGMA, MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
 MAX_STEPS = 10**11
-CELL_ERROR, SMOOTH_ERROR = 4e-5, 1e-5  # relative to epsilon
-MAX_CELLS, MAX_FREQUENCIES, MAX_ROUNDS = 30_000, 2**16, 6
+CELL_ERROR, SMOOTH_ERROR = 8e-6, 1e-5  # relative to epsilon
+MANY_KINDS, MANY_CELL_ERROR = 50, 4e-5  # for speed
+MAX_CELLS, MAX_FREQUENCIES, MAX_ROUNDS = 4_000, 2**16, 5
 TINY = 1e-8  # of delta: what each of the cut ends and dropped frequencies may add
 ULP = float(np.finfo(np.float64).eps)
 
@@ -196,7 +197,7 @@ class Sampled:
         return sampled + self.gaussian * t * (1 + t) / 2
 
 
-def log_ratio(q: Array, exponent: Array) -> Array:
+def log_ratio(q: Array | float, exponent: Array) -> Array:
     """`log(1 - q + q e^exponent)` for 0 < q < 1, without overflow and to the last digits near 0."""
     near = np.clip(exponent, -1.0, 30.0)
     middle = np.log1p(q * np.expm1(near))
@@ -304,7 +305,7 @@ class Atoms:
 
 
 def mills(v: Array) -> Array:
-    """`Phi(-v) / phi(v)` for v >= 0, without underflow."""
+    """`Phi(-v) / phi(v)`, without underflow."""
     from scipy.special import erfcx
 
     return np.asarray(math.sqrt(math.pi / 2) * erfcx(v / math.sqrt(2)))
@@ -338,9 +339,9 @@ def pair_masses(y: Array, s: float) -> tuple[Array, Array]:
     below = (y[1:] + y[:-1]) / 2 < 0.5
     # below: A / r at the upper end, as N(1) = r N(0); above: r B at the lower end
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        scaled = normal_density(z) * mills(np.maximum(-w, 0.0))
+        scaled = normal_density(z) * mills(np.maximum(-w, -20.0))
         a_over_r = scaled[1:] - rho * scaled[:-1]
-        scaled = normal_density(w) * mills(np.maximum(z, 0.0))
+        scaled = normal_density(w) * mills(np.maximum(z, -20.0))
         r_times_b = scaled[:-1] - rho * scaled[1:]
         first, second = normal_masses(z), normal_masses(w)
         upper_first = np.clip((a_over_r - rho * first) / gap, 0.0, first)
@@ -356,7 +357,14 @@ def pair_masses(y: Array, s: float) -> tuple[Array, Array]:
     tail = float(ndtr(z[0]))
     up_first = min(tail, float(normal_density(z[:1])[0] * mills(-w[:1])[0]))
     b[0], b[1], a[1] = tail - up_first, b[1] + up_first, a[1] + up_first * up[0]
+    conserved(b.sum() + float(ndtr(-z[-1])), a.sum() + float(ndtr(-w[-1])))
     return b, a
+
+
+def conserved(*totals: float) -> None:
+    """Raise `TiltedUnavailable` unless each total mass is 1: a mass that is lost would be a bound that is too low."""
+    if not all(abs(total - 1) <= 1e-11 for total in totals):
+        raise TiltedUnavailable(f"Expected masses that sum to 1, got {totals}. Use method 'rdp'.")
 
 
 def atoms_add_remove(q: float, s: float, y: Array, direction: Direction) -> Atoms:
@@ -364,7 +372,7 @@ def atoms_add_remove(q: float, s: float, y: Array, direction: Direction) -> Atom
     from scipy.special import ndtr
 
     b, a = pair_masses(y, s)
-    loss = np.append(math.log1p(-q), log_ratio(np.float64(q), (y - 0.5) / s**2))
+    loss = np.append(math.log1p(-q), log_ratio(q, (y - 0.5) / s**2))
     if direction == "remove":
         infinite = (1 - q) * float(ndtr(-y[-1] / s)) + q * float(ndtr((1 - y[-1]) / s))
         return Atoms((1 - q) * b + q * a, loss, infinite)
@@ -380,7 +388,7 @@ def atoms_replace(q: float, s: float, x: Array) -> Atoms:
     half = x[:-1] / (2 * s**2)
     c = 1 / (8 * s**2)
     up, down = np.exp(half - c), np.exp(-half - c)  # N(1/2) / N(0) and N(-1/2) / N(0) at the lower ends
-    loss = log_ratio(np.float64(q), (x - 0.25) / (2 * s**2)) - log_ratio(np.float64(q), (-x - 0.25) / (2 * s**2))
+    loss = log_ratio(q, (x - 0.25) / (2 * s**2)) - log_ratio(q, (-x - 0.25) / (2 * s**2))
     # P - e^loss Q of each cell, as a sum of terms that are not negative
     terms = (1 - q) * (ahead - up * middle + down * middle - behind)
     terms = terms + q * (down * ahead - up * behind)
@@ -389,33 +397,101 @@ def atoms_replace(q: float, s: float, x: Array) -> Atoms:
     mass = np.append(total - moved, 0.0) + np.append(0.0, moved)
     mass[0] += (1 - q) * float(ndtr(x[0] / s)) + q * float(ndtr((x[0] - 0.5) / s))
     infinite = (1 - q) * float(ndtr(-x[-1] / s)) + q * float(ndtr((0.5 - x[-1]) / s))
+    conserved(float(mass.sum()) + infinite, float(mass @ np.exp(-loss)))
     return Atoms(mass, loss, infinite)
 
 
-def choose_ends(base: Sampled, t: float, budget: float) -> list[Array]:
-    """The ends of the cells of each kind, such that K(t) rises by about `budget` t.
+@dataclass(frozen=True)
+class Aim:
+    """The epsilon that parameters are chosen for. Any value is safe; one near the answer is tight.
 
-    A cell of loss width h and tilted mass w raises K(t) by about `T w t (1 + t) h^2 / 12`, so the best density of cells
-    is proportional to `(w h^2)^(1/3)`. Beyond the main mass, `t h` stays below 1/2.
+    Args:
+        epsilon, slope: epsilon, and about -d log(delta) / d epsilon there. tilt: t.
+        tilts, moments: (N,) a table of t' and K(t').
+        log_scale: log of delta, in units of the Chernoff bounds below. period: 2 pi / D.
     """
-    spacing = base.x[:, 1] - base.x[:, 0]
-    exponents = base.log_mass + t * base.loss
-    log_weight = exponents - base.each(t)[:, None] - np.log(spacing)[:, None]
-    slope = np.abs(np.gradient(base.loss, axis=1)) / spacing[:, None]
-    bulk = np.exp(log_weight / 3) * slope ** (2 / 3)
-    integral = bulk.sum(axis=1) * spacing
-    share = np.cbrt(base.steps)
-    counts = share * integral * math.sqrt(float(share @ integral) * (1 + t) / (12 * budget))
-    live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
-    density = bulk * (np.minimum(counts, MAX_CELLS) / integral)[:, None] + np.minimum(
-        2.0 * t * slope * np.maximum(live, 0.05), 200.0 / spacing[:, None] / base.x.shape[1]
+
+    epsilon: float
+    slope: float
+    tilt: float
+    tilts: Array
+    moments: Array
+    log_scale: float
+    period: float
+
+    def importance(self, loss: Array) -> tuple[Array, Array]:
+        """How much delta feels a loss of one step that is spread over a cell of width h, relative to h^2 / 12: log; t'.
+
+        The other steps must make up for epsilon - loss, which has probability `e^(K(t') - t' (epsilon - loss))` at
+        most, and the relative error of keeping both masses is `t' (1 + t') h^2 / 12`. Losses far above epsilon have
+        t' = 0: there it is exact.
+        """
+        need = np.linspace(self.epsilon - loss.max(), self.epsilon - loss.min(), 512)
+        exponents = self.moments - np.outer(need, self.tilts)
+        best = np.argmin(exponents, axis=1)
+        tilts = self.tilts[best]
+        log_weight = exponents[np.arange(len(need)), best] + np.log(tilts * (1 + tilts)) - self.log_scale
+        where = self.epsilon - loss
+        return np.interp(where, need, log_weight), np.interp(where, need, tilts)
+
+
+def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: float) -> Aim:
+    """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
+
+    A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
+    """
+    factors = np.concatenate(
+        [np.geomspace(1e-3, 0.1, 8)[:-1], np.linspace(0.1, 1.5, 15), np.geomspace(1.5, 300.0, 20)[1:]]
     )
-    density += 16.0 / (base.x[:, -1:] - base.x[:, :1])
-    total = np.cumsum((density[:, 1:] + density[:, :-1]) / 2, axis=1) * spacing[:, None]
+    tilts = t * factors
+    moments = np.array([few.log_moment(float(tilt)) for tilt in tilts])
+    exponents = moments - tilts * epsilon
+    width = math.log(max(1.0, 2.5 * spread_of(few, t) * t))
+    size = exponents - np.log(tilts) - np.log1p(tilts)
+    saddle_at = int(np.argmin(np.abs(factors - 1)))
+    choices = [i for i in range(saddle_at + 1) if factors[i] > 0.4 and size[i] <= size[saddle_at] + 5]
+    periods = [period(tilts, exponents - log_delta, float(tilts[i])) for i in choices]
+    best = int(np.argmin(periods))
+    log_scale = min(float(exponents.min()), log_delta + width)
+    return Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best])
+
+
+def period(tilts: Array, exponents: Array, t: float) -> float:
+    """A period 2 pi / D at which the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.
+
+    Args:
+        exponents: `K(t') - t' epsilon - log delta` for each of the tilts t'.
+    """
+    distance = np.abs(tilts / t - 1)
+    rooms = (exponents + 18.4) / (np.maximum(distance, 0.03) * t)
+    below, above = rooms[tilts < 0.97 * t], rooms[tilts > 1.03 * t]
+    return max(float(below.min()), float(above.min()), 4.0 / t)
+
+
+def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
+    """The ends of the cells of each kind, such that epsilon rises by about `CELL_ERROR` of itself.
+
+    Cells of loss width h and mass p raise log delta by `sum T p importance h^2 / 12`, so the best density of cells is
+    proportional to `(p importance h^2)^(1/3)`. Besides, neither the importance nor the tilt may change much in a cell.
+    """
+    spacing = (base.x[:, 1] - base.x[:, 0])[:, None]
+    log_importance, tilts = aim.importance(base.loss)
+    log_weight = base.log_mass + log_importance - np.log(spacing)
+    slope = np.abs(np.gradient(base.loss, axis=1)) / spacing
+    bulk = np.exp(np.minimum(log_weight, 300.0) / 3) * slope ** (2 / 3)
+    integral = bulk.sum(axis=1) * spacing[:, 0]
+    share = np.cbrt(base.steps)
+    error = CELL_ERROR if len(share) < MANY_KINDS else MANY_CELL_ERROR
+    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.epsilon * aim.slope))
+    counts = np.minimum(counts, MAX_CELLS / np.maximum(integral, 1e-300))
+    live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
+    change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))
+    change = np.minimum((4.0 if len(share) < MANY_KINDS else 2.0) * change * slope, 1 / spacing)
+    density = bulk * counts[:, None] + change + 16.0 / (base.x[:, -1:] - base.x[:, :1])
+    total = np.cumsum((density[:, 1:] + density[:, :-1]) / 2, axis=1) * spacing
     ends = []
     for x, cells in zip(base.x, total, strict=True):
-        number = math.ceil(cells[-1])
-        places = np.linspace(0.0, cells[-1], number + 1)
+        places = np.linspace(0.0, cells[-1], math.ceil(cells[-1]) + 1)
         found = np.interp(places, np.append(0.0, cells), x)
         ends.append(found[np.append(True, np.diff(found) > 1e-12 * np.abs(found[1:]))])
     return ends
@@ -471,31 +547,30 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
     t = saddle(few, floor) if floor else best_tilt(few, log_delta)
     base = few if len(few.steps) == sum(q < 1 for q, _, _ in kinds) else sampled_losses(kinds, direction, delta)
     renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
-    spread = spread_of(base, t)
-    about = floor or max(first_guess(base, t, spread, log_delta), 0.2 * spread)
-    best, effort, slope, made_for = math.inf, 1.0, t, t
+    about, slope = floor, t
+    if not floor:
+        for _ in range(3):
+            about = first_guess(few, t, log_delta)
+            t = saddle(few, about)
+        slope = t
+    best = math.inf
     for _ in range(MAX_ROUNDS):
-        laws = discrete_laws(base, t, effort * CELL_ERROR * about * (1 + t) / max(1 + t, slope))
-        found, slope = compose(laws, base, t, delta, about, floor, slope)
+        aim = make_aim(few, about, slope, t, log_delta)
+        found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
         best = min(best, found)
-        if best <= floor:
+        if best <= floor or (abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4):
             break
-        excess = sum(law.steps * law.log_moment for law in laws) + base.gaussian * t * (1 + t) / 2 - base.log_moment(t)
-        excess *= max(1 + t, slope) / (1 + t) / t  # in epsilon, about
-        fine = excess <= 1.5 * CELL_ERROR * best
-        if fine and about <= 1.3 * best and slope <= 1.5 * max(made_for, t):
-            break
-        if not fine and about <= 1.3 * best:
-            effort *= max(0.05, 0.7 * CELL_ERROR * best / excess)
-        about, made_for = best, slope
+        about, slope = best, steepness
         t = saddle(few, about)
     return Bound(best, renyi)
 
 
-def first_guess(base: Sampled, t: float, spread: float, log_delta: float) -> float:
-    """Epsilon by the term of the sum at s = 0, times its width."""
-    width = math.log(max(1.0, 2.5 * spread * t))
-    return (base.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t
+def first_guess(base: Sampled, t: float, log_delta: float) -> float:
+    """Epsilon by Laplace's method: the value of the integrand at its saddle, times its width."""
+    spread = spread_of(base, t)
+    width = math.log(2 * math.pi * (spread**2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
+    found = (base.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t
+    return max(found, 0.1 * spread)
 
 
 def spread_of(base: Sampled, t: float) -> float:
@@ -505,50 +580,32 @@ def spread_of(base: Sampled, t: float) -> float:
     return math.sqrt(max(second, 1e-300)) / step
 
 
-def discrete_laws(base: Sampled, t: float, budget: float) -> list[Tilted]:
+def discrete_laws(base: Sampled, aim: Aim) -> list[Tilted]:
     """The tilted law of each kind on its cells."""
     if not len(base.steps):
         return []
     laws = []
-    for q, s, steps, ends in zip(base.q, base.sigma, base.steps, choose_ends(base, t, budget), strict=True):
+    for q, s, steps, ends in zip(base.q, base.sigma, base.steps, choose_ends(base, aim), strict=True):
         if base.direction == "replace":
             atoms = atoms_replace(float(q), float(s), ends)
         else:
             atoms = atoms_add_remove(float(q), float(s), ends, base.direction)
-        laws.append(tilt(atoms, float(steps), t))
+        laws.append(tilt(atoms, float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
 
 
-def period(base: Sampled, t: float, epsilon: float, log_delta: float) -> float:
-    """A period 2 pi / D at which the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds."""
-
-    def room(other: float) -> float:
-        moment = base.log_moment(other) if other > 0 else 0.0
-        return (moment - other * epsilon - log_delta + 18.4) / abs(other - t)
-
-    below = min(room(t * factor) for factor in (0.0, 0.3, 0.6, 0.8, 0.9))
-    above = min(room(t * factor) for factor in (1.1, 1.3, 1.6, 2.2, 4.0))
-    return max(below, above, 4.0 / t)
-
-
-def compose(
-    laws: list[Tilted], base: Sampled, t: float, delta: float, about: float, floor: float, slope: float
-) -> tuple[float, float]:
-    """The least epsilon, up to 1e-9, at which the bound on delta is at most `delta`, or `floor`: (epsilon, slope).
-
-    Args:
-        about: about epsilon. slope: about -d log(delta) / d epsilon; also returned.
-    """
+def compose(laws: list[Tilted], base: Sampled, aim: Aim, delta: float, floor: float) -> tuple[float, float]:
+    """The least epsilon, up to 1e-9, at which the bound on delta is at most `delta`, or `floor`: (epsilon, slope)."""
     infinite = sum(law.steps * law.infinite for law in laws) * (1 + 1e-9)
     if not infinite < delta / 2:
         raise TiltedUnavailable(f"The tails hold {infinite:g}, which matters at delta={delta:g}. Use method 'rdp'.")
-    target = math.log(delta - infinite) - 2 * ULP
-    spacing = 2 * math.pi / period(base, t, about, math.log(delta))
-    gaussian = base.gaussian + smoothing(base.gaussian, max(1 + t, slope), about, spacing)
+    t, target = aim.tilt, math.log(delta - infinite) - 2 * ULP
+    spacing = 2 * math.pi / aim.period
+    gaussian = base.gaussian + smoothing(base.gaussian, aim, spacing)
     moment = sum(law.steps * law.log_moment for law in laws) + gaussian * t * (1 + t) / 2
     drift = sum(law.steps * law.mean for law in laws) + gaussian * (t + 0.5)
     # what may be dropped, relative to e^(K(t) - t epsilon)
-    log_drop = math.log(math.pi / spacing) + math.log(TINY) + target - (moment - t * about)
+    log_drop = math.log(math.pi / spacing) + math.log(TINY) + target - (moment - t * aim.epsilon)
     waves = wave_sum(laws, t, gaussian, spacing, log_drop)
     rounding = rounding_bound(laws)
     constant = moment + math.log(spacing / math.pi) + rounding
@@ -557,14 +614,14 @@ def compose(
         total = waves.at(drift - epsilon) + waves.dropped + rounding * waves.absolute
         return constant - t * epsilon + math.log(total) if total > 0 else math.inf
 
-    found = least_epsilon(log_bound, target, about, t, floor)
+    found = least_epsilon(log_bound, target, aim.epsilon, t, floor)
     step = 1e-3 * found
     return found, (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else t
 
 
-def smoothing(gaussian: float, slope: float, epsilon: float, spacing: float) -> float:
-    """The mu^2 of the Gaussian that is added, which costs about `mu^2 slope / 2`; none where there is one already."""
-    wanted = max(2 * SMOOTH_ERROR * epsilon / slope, 80.0 / (MAX_FREQUENCIES * spacing) ** 2)
+def smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
+    """The mu^2 of the Gaussian that is added, which costs about `mu^2 (1 + slope) / 2`; none where there is one already."""
+    wanted = max(2 * SMOOTH_ERROR * aim.epsilon / (1 + aim.slope), 80.0 / (MAX_FREQUENCIES * spacing) ** 2)
     return 0.0 if gaussian >= wanted else wanted
 
 
@@ -600,7 +657,7 @@ def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, 
     Args:
         log_drop: log of the absolute value that all dropped terms together may have.
     """
-    allowed = math.exp(min(log_drop, 0.0)) / (len(laws) + 1)
+    allowed = math.exp(min(max(log_drop, -600.0), 0.0)) / (len(laws) + 1)
     cut = math.sqrt(2 * max(1.0, -math.log(allowed) + math.log1p(1 / (spacing * t)))) / math.sqrt(gaussian)
     number = min(MAX_FREQUENCIES, math.ceil(cut / spacing) + 2)
     # the terms that follow: at most int e^(-mu^2 s^2 / 2) / s^2 ds / D, and int 1/s^2 = 1/s
@@ -649,7 +706,7 @@ def waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]
 
 
 def least_epsilon(log_bound: Callable[[float], float], target: float, start: float, t: float, floor: float) -> float:
-    """The least epsilon >= floor with `log_bound(epsilon) <= target`, up to 1e-9 of it and from above; the bound falls."""
+    """The least epsilon >= floor with `log_bound(epsilon) <= target`, up to 1e-9 of it, from above."""
     if log_bound(floor) <= target:
         return floor
     low, high, probe = floor, math.inf, max(start, floor * (1 + 1e-9), 1e-300)
