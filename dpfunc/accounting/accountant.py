@@ -43,8 +43,8 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
         InvalidArgument: delta or method outside its domain, or a method that cannot answer for this ledger.
 
     Guarantees:
-        never below the truth, and `tilted` hardly above it (tests/accounting/test_reference.py::test_never_below_the_truth,
-        tests/accounting/test_tilted.py::test_random_ledgers_against_the_inversion);
+        never below the truth (tests/accounting/test_reference.py::test_never_below_the_truth), and `tilted` hardly
+        above it (tests/accounting/test_tilted.py::test_random_ledgers_against_the_inversion);
         no warning of numpy, scipy or opacus (tests/accounting/test_inputs.py::test_no_warning_leaks).
 
     >>> events = (Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000),)

@@ -27,15 +27,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dpfunc.accounting.losses import Array, Direction, normal_masses
 from dpfunc.errors import InvalidArgument
 
-Array = NDArray[np.float64]
-Direction = Literal["remove", "add", "replace"]
 Kind = tuple[float, float, int]
 """sampling_prob, noise_multiplier, num_steps."""
 
@@ -289,7 +287,7 @@ def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
     """Epsilon by the Renyi curve, at the best order near 1 + `near`: Canonne, Kamath and Steinke 2020."""
     orders = near * np.array([0.7, 0.85, 1.0, 1.2, 1.5])
     values = [(base.log_moment(t) - log_delta + t * math.log(t) - (1 + t) * math.log1p(t)) / t for t in orders]
-    return min(values)
+    return float(min(values))
 
 
 # ----------------------------------------------------------------------------------------------------------- atoms
@@ -309,13 +307,6 @@ def mills(v: Array) -> Array:
     from scipy.special import erfcx
 
     return np.asarray(math.sqrt(math.pi / 2) * erfcx(v / math.sqrt(2)))
-
-
-def normal_masses(z: Array) -> Array:
-    """`Phi(z[i+1]) - Phi(z[i])`, with small relative error in both tails."""
-    from scipy.special import ndtr
-
-    return np.asarray(np.where(z[:-1] > 0, -np.diff(ndtr(-z)), np.diff(ndtr(z))))
 
 
 def normal_density(z: Array) -> Array:
@@ -620,7 +611,7 @@ def compose(laws: list[Tilted], base: Sampled, aim: Aim, delta: float, floor: fl
 
 
 def smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
-    """The mu^2 of the Gaussian that is added, which costs about `mu^2 (1 + slope) / 2`; none where there is one already."""
+    """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one already."""
     wanted = max(2 * SMOOTH_ERROR * aim.epsilon / (1 + aim.slope), 80.0 / (MAX_FREQUENCIES * spacing) ** 2)
     return 0.0 if gaussian >= wanted else wanted
 
@@ -675,7 +666,9 @@ def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, 
         dropped += lost
         s, log_size, angle = s[:keep], log_size[:keep], angle[:keep]
     size = np.exp(log_size)
-    return Waves(s, size * np.cos(angle), size * np.sin(angle), dropped, float(size.sum()) + dropped)
+    return Waves(
+        s, np.asarray(size * np.cos(angle)), np.asarray(size * np.sin(angle)), dropped, float(size.sum()) + dropped
+    )
 
 
 def prune(size: Array, allowed: float) -> tuple[int, float]:
