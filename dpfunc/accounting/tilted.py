@@ -611,7 +611,7 @@ def compose(laws: list[Tilted], base: Sampled, aim: Aim, delta: float, floor: fl
 
 
 def smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
-    """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one already."""
+    """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one."""
     wanted = max(2 * SMOOTH_ERROR * aim.epsilon / (1 + aim.slope), 80.0 / (MAX_FREQUENCIES * spacing) ** 2)
     return 0.0 if gaussian >= wanted else wanted
 
@@ -665,9 +665,13 @@ def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, 
         keep, lost = prune(np.exp(log_size), allowed)
         dropped += lost
         s, log_size, angle = s[:keep], log_size[:keep], angle[:keep]
-    size = np.exp(log_size)
+    size: Array = np.asarray(np.exp(log_size), dtype=np.float64)
     return Waves(
-        s, np.asarray(size * np.cos(angle)), np.asarray(size * np.sin(angle)), dropped, float(size.sum()) + dropped
+        s,
+        np.asarray(size * np.cos(angle), np.float64),
+        np.asarray(size * np.sin(angle), np.float64),
+        dropped,
+        float(size.sum()) + dropped,
     )
 
 
