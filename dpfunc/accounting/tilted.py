@@ -39,8 +39,8 @@ Kind = tuple[float, float, int]
 
 MIN_DELTA, MIN_SIGMA, MAX_SIGMA, MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
 MAX_STEPS = 10**11
-CELL_ERROR, SMOOTH_ERROR = 8e-6, 1e-5  # relative to epsilon
-MANY_KINDS, MANY_CELL_ERROR = 50, 4e-5  # for speed
+CELL_ERROR, SMOOTH_ERROR = 2e-6, 1e-5  # relative to epsilon
+MANY_KINDS, MANY_CELL_ERROR = 8, 4e-5  # for speed
 MAX_CELLS, MAX_FREQUENCIES, MAX_ROUNDS = 4_000, 2**16, 5
 TINY = 1e-8  # of delta: what each of the cut ends and dropped frequencies may add
 ULP = float(np.finfo(np.float64).eps)
@@ -477,7 +477,7 @@ def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
     counts = np.minimum(counts, MAX_CELLS / np.maximum(integral, 1e-300))
     live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
     change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))
-    change = np.minimum((4.0 if len(share) < MANY_KINDS else 2.0) * change * slope, 1 / spacing)
+    change = np.minimum((8.0 if len(share) < MANY_KINDS else 2.0) * change * slope, 1 / spacing)
     density = bulk * counts[:, None] + change + 16.0 / (base.x[:, -1:] - base.x[:, :1])
     total = np.cumsum((density[:, 1:] + density[:, :-1]) / 2, axis=1) * spacing
     ends = []
@@ -653,7 +653,7 @@ def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, 
     number = min(MAX_FREQUENCIES, math.ceil(cut / spacing) + 2)
     # the terms that follow: at most int e^(-mu^2 s^2 / 2) / s^2 ds / D, and int 1/s^2 = 1/s
     dropped = math.exp(-gaussian * ((number - 1) * spacing) ** 2 / 2) / ((number - 1) * spacing) / spacing
-    s = np.arange(number) * spacing
+    s: Array = np.arange(number, dtype=np.float64) * spacing
     size = 1 / np.hypot(t, s) / np.hypot(1 + t, s)
     log_size = np.log(size) - gaussian * s * s / 2
     log_size[0] += math.log(0.5)
@@ -665,14 +665,10 @@ def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, 
         keep, lost = prune(np.exp(log_size), allowed)
         dropped += lost
         s, log_size, angle = s[:keep], log_size[:keep], angle[:keep]
-    size: Array = np.asarray(np.exp(log_size), dtype=np.float64)
-    return Waves(
-        s,
-        np.asarray(size * np.cos(angle), np.float64),
-        np.asarray(size * np.sin(angle), np.float64),
-        dropped,
-        float(size.sum()) + dropped,
-    )
+    final: Array = np.exp(log_size).astype(np.float64)
+    real: Array = (final * np.cos(angle)).astype(np.float64)
+    imag: Array = (final * np.sin(angle)).astype(np.float64)
+    return Waves(s, real, imag, dropped, float(final.sum()) + dropped)
 
 
 def prune(size: Array, allowed: float) -> tuple[int, float]:
