@@ -535,15 +535,14 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
     """
     log_delta = math.log(delta)
     few = sampled_losses(kinds, direction, delta, share=32)
-    t = saddle(few, floor) if floor else best_tilt(few, log_delta)
+    t = best_tilt(few, log_delta)
     base = few if len(few.steps) == sum(q < 1 for q, _, _ in kinds) else sampled_losses(kinds, direction, delta)
     renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
-    about, slope = floor, t
-    if not floor:
-        for _ in range(3):
-            about = first_guess(few, t, log_delta)
-            t = saddle(few, about)
-        slope = t
+    about = 0.0
+    for _ in range(3):
+        about = first_guess(few, t, log_delta)
+        t = saddle(few, about)
+    slope = t
     best = math.inf
     for _ in range(MAX_ROUNDS):
         aim = make_aim(few, about, slope, t, log_delta)
