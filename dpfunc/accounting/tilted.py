@@ -698,21 +698,16 @@ def waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]
 
 
 def least_epsilon(log_bound: Callable[[float], float], target: float, start: float, t: float, floor: float) -> float:
-    """The least epsilon >= floor with `log_bound(epsilon) <= target`, up to 1e-9 of it, from above."""
+    """The least epsilon >= floor with `log_bound(epsilon) <= target`, up to 1e-10 of it, from above."""
+    from scipy.optimize import brentq
+
     if log_bound(floor) <= target:
         return floor
-    low, high, probe = floor, math.inf, max(start, floor * (1 + 1e-9), 1e-300)
-    for _ in range(200):
-        gap = log_bound(probe) - target
-        if gap <= 0:
-            high = probe
-        else:
-            low = probe
-        if high < math.inf and high - low <= 1e-9 * high:
-            return high
-        slope_step = probe + gap / t  # the bound falls by about t for each unit of epsilon
-        margin = 4e-10 * probe
-        probe = slope_step + (margin if gap > 0 else -margin) if gap else probe * (1 - 8e-10)
-        if not low < probe < high:
-            probe = (low + high) / 2 if high < math.inf else 2 * low + 1e-12
-    return high
+    low, high = floor, max(start, floor * (1 + 1e-9), 1e-300)
+    while (gap := log_bound(high) - target) > 0:
+        low, high = high, high + max(1.1 * min(gap, 1e3) / t, 1e-3 * high)
+    root = brentq(lambda epsilon: min(log_bound(epsilon) - target, 1e6), low, high, xtol=1e-300, rtol=1e-11)
+    found, step = float(root), 1e-11
+    while log_bound(found) > target:  # to the safe side of the rounding
+        found, step = found * (1 + step), 10 * step
+    return found
