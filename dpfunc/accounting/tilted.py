@@ -704,8 +704,13 @@ def least_epsilon(log_bound: Callable[[float], float], target: float, start: flo
     if log_bound(floor) <= target:
         return floor
     low, high = floor, max(start, floor * (1 + 1e-9), 1e-300)
-    while (gap := log_bound(high) - target) > 0:
-        low, high = high, high + max(1.1 * min(gap, 1e3) / t, 1e-3 * high)
+    for _ in range(1000):
+        gap = log_bound(high) - target
+        if gap <= 0:
+            break
+        low, high = high, high + max(1.1 * min(gap, 1e3) / t, 1e-2 * high)
+    else:
+        raise TiltedUnavailable(f"Expected an epsilon below {high:g}, got none. Use method 'rdp'.")
     root = brentq(lambda epsilon: min(log_bound(epsilon) - target, 1e6), low, high, xtol=1e-300, rtol=1e-11)
     found, step = float(root), 1e-11
     while log_bound(found) > target:  # to the safe side of the rounding
