@@ -26,7 +26,11 @@ adjacency_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 method_option = click.option(
-    "--method", type=click.Choice(["auto", "prv", "rdp"]), default="auto", show_default=True, help="Accountant."
+    "--method",
+    type=click.Choice(["auto", "tilted", "prv", "rdp"]),
+    default="auto",
+    show_default=True,
+    help="Accountant.",
 )
 
 

@@ -21,7 +21,7 @@ from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_da
 from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
-ACCOUNTANTS = ("auto", "prv", "rdp")
+ACCOUNTANTS = ("auto", "tilted", "prv", "rdp")
 
 
 class Place(Protocol):
@@ -57,7 +57,7 @@ class Plan:
         epsilon: the budget, > 0. The plan is refused when it would spend more. None: no budget, only accounting.
         adjacency: which data sets are neighbours.
         allocation: `uniform` noise, or `optimal` over groups of different size at equal privacy.
-        accountant: `auto`, `prv` or `rdp`.
+        accountant: `auto`, `tilted`, `prv` or `rdp`.
         allow_large_delta: accept delta >= 1 / dataset_size, at which publishing a random record whole is "private".
 
     Raises:

@@ -23,7 +23,7 @@ def test_epsilon_in_json():
     values = json.loads(result.stdout)
     assert result.exit_code == 0
     assert 1.828 < values["epsilon"] < 1.839
-    assert (values["method"], values["steps"]) == ("prv", 1000)
+    assert (values["method"], values["steps"]) == ("tilted", 1000)
 
 
 def test_two_ways_to_say_it_agree():

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dpfunc.accounting.accountant import cached_epsilon, check_bound, merge_gaussians
+from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, merge_gaussians
 from dpfunc.accounting.coarse import coarsen
 from dpfunc.accounting.ledger import Ledger
+from dpfunc.accounting.losses import Direction
 from dpfunc.accounting.prv import PRVUnavailable
 from dpfunc.accounting.rdp import rdp_epsilon
 from dpfunc.accounting.schedules import schedule_ledger
 from dpfunc.accounting.search import largest_integer, smallest_real
+from dpfunc.accounting.tilted import TiltedUnavailable
+from dpfunc.accounting.tilted import rough_epsilon as tilted_guess
 from dpfunc.checks import fail, open_unit, positive, probability, whole
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
@@ -105,9 +108,16 @@ def renyi_guess(rough: Callable[[float], float], target: float) -> float:
 
 
 def rough_epsilon(ledger: Ledger, delta: float) -> float:
-    """A loose and cheap upper bound on epsilon."""
+    """A loose and cheap estimate of epsilon."""
+    if not ledger.events:
+        return 0.0
+    try:
+        direction: Direction = "replace" if ledger.adjacency == "replace_one" else "remove"
+        return tilted_guess(kinds_of(ledger.events), direction, delta)
+    except TiltedUnavailable:
+        pass
     events, _ = coarsen(merge_gaussians(ledger.events), FEW_KINDS)
-    return rdp_epsilon(events, ledger.adjacency, delta, few=True) if events else 0.0
+    return rdp_epsilon(events, ledger.adjacency, delta, few=True)
 
 
 def calibrate_noise(

@@ -22,7 +22,9 @@ def coarsen(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tupl
         return events, ""
     smallest = min(event.noise_multiplier for event in events)
     largest = max(event.sampling_prob for event in events)
-    step = math.log(FINEST)
+    noisiest = max(event.noise_multiplier for event in events)
+    rarest = min(event.sampling_prob for event in events)
+    step = min(math.log(FINEST), math.log(noisiest / smallest * (largest / rarest)) / max_kinds)
     while True:
         cells: dict[tuple[int, int], list[Event]] = {}
         for event in events:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dpfunc.types import Adjacency
 
-Method = Literal["prv", "rdp", "gaussian", "gdp-approximation"]
+Method = Literal["tilted", "prv", "rdp", "gaussian", "gdp-approximation"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Guarantee:
         epsilon: an upper bound on the privacy loss, >= 0; inf means no protection. With method
             `gdp-approximation` it is not a bound.
         delta: the delta it holds at.
-        method: `prv` (numerical composition), `rdp` (Renyi), `gaussian` (exact, when all data is in every batch).
+        method: `tilted` (numerical composition, tight), `prv` (numerical composition by opacus), `rdp` (Renyi),
+            `gaussian` (exact, when all data is in every batch).
         adjacency: which data sets count as neighbours.
         note: its error, and why another method was not used.
 

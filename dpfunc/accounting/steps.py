@@ -87,7 +87,7 @@ def calibrate_steps(
         LedgerConflict: `spent` has another adjacency.
 
     >>> calibrate_steps(epsilon=2.0, delta=1e-5, sampling_prob=0.01, noise_multiplier=1.0)
-    1189
+    1202
     """
     event = Event(sampling_prob, positive("noise_multiplier", noise_multiplier), 1)
     before = Ledger(adjacency=adjacency).compose(*([] if spent is None else [spent]))

@@ -57,7 +57,16 @@ class PeakMemory:
 def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
     """The result, for people."""
     table = Table(title="Test accuracy and what it cost")
-    for column in ("", "test accuracy", "95 % interval", "epsilon (prv)", "epsilon (rdp)", "trained", "seconds", "MiB"):
+    for column in (
+        "",
+        "test accuracy",
+        "95 % interval",
+        "epsilon (auto)",
+        "epsilon (rdp)",
+        "trained",
+        "seconds",
+        "MiB",
+    ):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for row in rows:
         low, high = wilson(row.accuracy, row.num_test)
@@ -71,7 +80,7 @@ def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
     console = Console(width=120)
     console.print(table)
     console.print(
-        f"epsilon at delta = {delta:g}. prv is tight, rdp is an independent upper bound; the smaller one holds."
+        f"epsilon at delta = {delta:g}. auto is tight, rdp is an independent upper bound; the smaller one holds."
     )
     for note in notes:
         console.print(f"- {note}")

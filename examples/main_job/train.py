@@ -203,8 +203,8 @@ def train_private(
 
 def two_epsilons(ledger: dpfunc.Ledger, delta: float) -> tuple[float, float]:
     """Epsilon by two accountants."""
-    prv, rdp = (dpfunc.epsilon(ledger, delta, method).epsilon for method in ("auto", "rdp"))
-    return prv, rdp
+    tight, rdp = (dpfunc.epsilon(ledger, delta, method).epsilon for method in ("auto", "rdp"))
+    return tight, rdp
 
 
 def write_accounting(path: Path, plan: dpfunc.Plan, state: dpfunc.StepState, clip_norm: float) -> None:

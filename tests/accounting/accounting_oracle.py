@@ -54,12 +54,12 @@ def transforms(events, direction, order):
     return log_transform
 
 
-def delta_by_inversion(epsilon, events, direction="remove"):
+def delta_by_inversion(epsilon, events, direction="remove", factor=1.0):
     """delta(epsilon) = (1/2 pi) int e^(K(z) - z epsilon) / (z (1 + z)) ds along z = t + i s, at the saddle t."""
     grid = np.geomspace(0.05, 200, 60)
     rough = transforms(events, direction, 200.0)
     exponents = [float(rough(t)[0].real) - t * epsilon - np.log(t * (1 + t)) for t in grid]
-    t = grid[int(np.argmin(exponents))]
+    t = factor * grid[int(np.argmin(exponents))]
     log_transform = transforms(events, direction, t)
     top = float(log_transform(t)[0].real)
     width = t
@@ -74,6 +74,14 @@ def delta_by_inversion(epsilon, events, direction="remove"):
     integrand = np.real(np.exp(values - top - 1j * s * epsilon) / (z * (1 + z)))
     integral = np.trapezoid(integrand, s)
     return float(np.exp(top - t * epsilon) * integral / np.pi)
+
+
+def agreed_delta(epsilon, events, direction="remove"):
+    """delta(epsilon) by two lines of integration, which have different errors: they must agree."""
+    values = [delta_by_inversion(epsilon, events, direction, factor) for factor in (1.0, 0.8)]
+    if not abs(values[0] - values[1]) <= 1e-7 * abs(values[0]):
+        raise Undecided(f"the inversions say {values}")
+    return values[0]
 
 
 def epsilon_by_inversion(events, delta, direction="remove", guess=None):

@@ -46,7 +46,7 @@ def test_bad_deltas_are_refused(delta, method):
         epsilon(Ledger((Event(**GOOD),)), delta, method)
 
 
-@pytest.mark.parametrize("method", ["gdp", "PRV", "", None, "tilted"])
+@pytest.mark.parametrize("method", ["gdp", "PRV", "", None, "pld"])
 def test_unknown_methods_are_refused(method):
     with pytest.raises(InvalidArgument, match="method"):
         epsilon(Ledger(), 1e-5, method)
@@ -65,7 +65,7 @@ def test_nothing_costs_nothing(method, adjacency):
     assert type(found.epsilon) is float
 
 
-@pytest.mark.parametrize("method", ["auto", "prv", "rdp"])
+@pytest.mark.parametrize("method", ["auto", "tilted", "prv", "rdp"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_a_step_without_noise_is_no_privacy(method, adjacency):
     assert epsilon(Ledger((Event(0.5, 0.0, 1), Event(0.1, 1.0, 10)), adjacency), 1e-5, method).epsilon == math.inf
@@ -105,7 +105,7 @@ def test_no_warning_leaks(event, adjacency):
 
 
 def test_large_delta_does_not_make_epsilon_negative():
-    for method in ("auto", "rdp", "prv"):
+    for method in ("auto", "tilted", "rdp", "prv"):
         assert 0 <= epsilon(Ledger((Event(0.01, 20.0, 1000),)), 0.5, method).epsilon <= 1e-3
 
 
@@ -116,9 +116,23 @@ def test_prv_says_why_it_refuses():
         epsilon(Ledger((Event(0.2, 0.5, 10**5),)), 1e-5, "prv")
     with pytest.raises(InvalidArgument, match="noise multipliers >= "):
         epsilon(Ledger((Event(0.2, 0.001, 1),)), 1e-5, "prv")
-    found = epsilon(Ledger((Event(**GOOD),)), 1e-12)
-    assert found.method == "rdp"
-    assert "delta >= 1e-09" in found.note
+
+
+def test_tilted_says_why_it_refuses_and_auto_takes_renyi():
+    refused = {
+        "delta >= 1e-200": (Event(**GOOD), 1e-250),
+        "at most 1e\\+11 steps": (Event(0.01, 1.0, 10**12), 1e-5),
+        "fewer steps": (Event(0.01, 1.0, 10**400), 1e-5),
+        "noise multipliers >= 0.05": (Event(0.2, 0.01, 1), 1e-5),
+        "of the steps without sampling": (Event(1.0, 1e-9, 1), 1e-5),
+    }
+    for words, (event, delta) in refused.items():
+        ledger = Ledger((event, Event(0.5, 3.0, 1)))
+        with pytest.raises(InvalidArgument, match=words):
+            epsilon(ledger, delta, "tilted")
+        found = epsilon(ledger, delta)
+        assert found.method == "rdp"
+        assert "no tilted: Expected" in found.note
 
 
 def test_gaussian_refuses_sampling():

@@ -24,7 +24,7 @@ def test_one_step_more_is_too_much(target, q, sigma, method):
 
 
 def test_reference_steps():
-    assert calibrate_steps(epsilon=2.0, delta=1e-5, sampling_prob=0.01, noise_multiplier=1.0) == 1189
+    assert calibrate_steps(epsilon=2.0, delta=1e-5, sampling_prob=0.01, noise_multiplier=1.0) == 1202
 
 
 def test_limit_and_nothing():
@@ -40,7 +40,7 @@ def test_limit_and_nothing():
 def test_remaining_counts_steps_and_not_epsilon():
     spent = Ledger((Event(0.01, 1.0, 1000),))
     left = remaining(spent, epsilon=2.0, delta=1e-5, event=Event(0.01, 1.0, 1))
-    assert left.num_steps == 189
+    assert left.num_steps == 202
     assert left.epsilon_spent == epsilon(spent, 1e-5).epsilon
     assert left.epsilon_left == pytest.approx(2.0 - left.epsilon_spent)
     with pytest.raises(UnreachableBudget):  # subtracting epsilons would have stopped the run far too early

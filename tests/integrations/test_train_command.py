@@ -69,7 +69,7 @@ def here(folder, monkeypatch):
 def test_T9_the_end_says_what_was_spent_and_what_is_not_covered(folder):
     _, output = folder
     assert "Spent: epsilon=7.99" in output
-    assert "at delta=0.001 (prv; rdp says" in output
+    assert "at delta=0.001 (tilted; rdp says" in output
     assert "Not covered by epsilon: metrics on the evaluation records, a choice between runs" in output
     assert "Saved: run/model" in output
 
@@ -126,7 +126,7 @@ def test_dry_run_writes_nothing(here):
         "Nothing was trained, written or spent.",
     ):
         assert line in result.stdout
-    epsilon = result.stdout.split("epsilon: ")[1].split(" (prv), ")
+    epsilon = result.stdout.split("epsilon: ")[1].split(" (tilted), ")
     assert 7.9 < float(epsilon[0]) <= 8.0 < float(epsilon[1].split(" ")[0])
     activations = float(result.stdout.split("activations ")[1].split(",")[0])
     assert 0 < activations < 1
