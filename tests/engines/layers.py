@@ -675,7 +675,7 @@ LAYERS: dict[str, Layer] = {
     "layer norm, (T, B, d)": module(lambda: nn.LayerNorm(D), tokens(), flipped),
     "layer norm, T * B": module(lambda: nn.LayerNorm(D), tokens(), flat_minor),
     "group norm": norm(lambda: nn.GroupNorm(2, 4), signals(4, 2)),
-    "group norm, bias alone": op(lambda p, x: F.group_norm(x, 2, None, p["b"]), signals(4, 2), b=(4,)),
+    "group norm, bias alone": op(lambda p, x: F.group_norm(x, 2, x.new_ones(4), p["b"]), signals(4, 2), b=(4,)),
     "group norm, weight alone": op(lambda p, x: F.group_norm(x, 2, p["w"]), signals(4, 2), w=(4,)),
     "group norm, 1d": norm(lambda: nn.GroupNorm(2, 4), signals(4, 1)),
     "group norm, frames T * B": module(lambda: nn.GroupNorm(1, 2), videos, frames_minor),
