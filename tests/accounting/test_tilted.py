@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import time
@@ -287,3 +288,17 @@ if importlib.util.find_spec("dp_accounting"):  # not among the test requirements
 
     def test_random_ledgers_against_dp_accounting():
         check_against_dp_accounting(3, 20)
+
+
+@pytest.mark.parametrize("direction", ["remove", "add"])
+def test_what_is_beyond_the_last_cell_counts(direction):
+    y = np.linspace(-9.5, 2.0, 200)
+    atoms = atoms_add_remove(0.1, 1.0, y, direction)
+    assert atoms.mass.sum() + atoms.infinite == pytest.approx(1.0, abs=1e-12)
+    assert (atoms.infinite > 1e-3) == (direction != "add")
+    base = tilted.sampled_losses([(0.01, 1.0, 1000)], "remove", 1e-5)
+    aim = tilted.make_aim(base, 1.83, 7.5, 6.5, math.log(1e-5))
+    laws = tilted.discrete_laws(base, aim)
+    cut = [dataclasses.replace(law, infinite=3e-9) for law in laws]
+    found, more = (tilted.compose(some, base, aim, 1e-5, 0.0)[0] for some in (laws, cut))
+    assert more == pytest.approx(found - math.log(0.7) / 7.5, rel=0.01)
