@@ -1,0 +1,358 @@
+"""CONTRIBUTING, "How to add things": one toy of each kind is made here, and goes through a small private step or its check.
+
+A toy is made without a change of the package: what a plan, a step or `register_rule` takes from a user is given to it; what
+CONTRIBUTING says to write into a table of the package is put there for one test.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from cases import GROUPINGS, as_batch, linear_loss, random_rows
+from cases import RULES as RULE_CASES
+from cases import params as zeros
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import loop_clipped_sum, loop_gradients
+from scipy import stats
+
+from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling, step
+from dpfunc.accounting import Ledger, accountant, epsilon
+from dpfunc.accounting.guarantee import Method
+from dpfunc.clipping.bounds import SLACK
+from dpfunc.clipping.groups import ALL
+from dpfunc.engines import bookkeeping, register_rule
+from dpfunc.engines import rules as rule_tables
+from dpfunc.engines.rules import RULES
+from dpfunc.engines.tracing import families, operations
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.integrations import arguments
+from dpfunc.plan import ACCOUNTANTS, Plan
+from dpfunc.plan_json import KNOWN
+from dpfunc.rng import fold_in, insecure_key, secure_key, stream
+from dpfunc.step import DPStep
+from dpfunc.types import ADJACENCIES, ClippedSum, Event
+
+ROOT = Path(__file__).parent.parent
+DATA = random_rows(0, 20)
+
+
+def one_step(loss_fn=linear_loss, params=None, data=None, *, clip=None, sampler=None, noise_multiplier=1e-3, **options):
+    """A step of a toy plan: the plan, what was released (a sum, with hardly any noise), its batch, and the next state."""
+    data = as_batch(DATA) if data is None else data
+    size = len(next(iter(data.values())))
+    plan = Plan(
+        sampler or sampling.Poisson(size, 0.5), clip or clipping.Flat(1.0), noise_multiplier, num_steps=3, delta=1e-3,
+        adjacency="zero_out",
+    )  # fmt: skip
+    params = zeros() if params is None else params
+    dp_step = make_dp_step(loss_fn, plan, reduction="sum", **options)
+    state = dp_step.init(params, secure_key())
+    indices = next(iter(plan.batches(state)))
+    batch = {name: leaf[indices] for name, leaf in data.items()}
+    grads, after, _ = dp_step(params, batch, state)
+    assert after.ledger.events == plan.events(0, 1)
+    return plan, grads, batch, after
+
+
+def agrees(grads, batch, factor, group_of, bounds, loss_fn=linear_loss, params=None):
+    """Compare with the loop over single samples, up to the noise: 1e-3 of the sensitivity, at six deviations."""
+    params = zeros() if params is None else params
+    inner = {group: bound * (1 - SLACK) for group, bound in bounds.items()}
+    expected = loop_clipped_sum(loss_fn, params, batch, factor, group_of, inner)
+    off = max(float((grads[name].double() - expected[name]).abs().max()) for name in params)
+    return off < 6e-3 * math.sqrt(sum(bound**2 for bound in bounds.values()))
+
+
+def flat_factor(n, c):
+    return c / max(n, c)
+
+
+# A clip rule
+
+
+@dataclass(frozen=True)
+class Squared:
+    """`min(1, C / norm)^2`; the clipped norm is at most C."""
+
+    clip_norm: float
+    groups: clipping.AllParameters = ALL
+
+    def factors(self, norms_BG, bounds_G):
+        return (bounds_G / norms_BG.maximum(bounds_G)).square()
+
+
+def test_a_clip_rule():
+    group_of = dict.fromkeys(zeros(), "all")
+    _, grads, batch, _ = one_step(clip=Squared(1.0))
+    assert agrees(grads, batch, lambda n, c: flat_factor(n, c) ** 2, group_of, {"all": 1.0})
+    assert not agrees(grads, batch, flat_factor, group_of, {"all": 1.0})
+
+
+# A grouping
+
+
+class ByKind:
+    """Weights, and biases."""
+
+    def assign(self, names):
+        return tuple(name.rpartition(".")[2] for name in names)
+
+
+def test_a_grouping():
+    bounds = {"weight": 1.0, "bias": 0.5}
+    group_of = {name: name.rpartition(".")[2] for name in zeros()}
+    _, grads, batch, _ = one_step(clip=clipping.Flat(bounds, groups=ByKind()))
+    assert agrees(grads, batch, flat_factor, group_of, bounds)
+    summed, _ = clipped_grad(linear_loss, zeros(), batch, clipping.Flat(bounds, groups=ByKind()))
+    assert summed.sensitivities == bounds
+
+
+# An engine
+
+
+@dataclass
+class Formed:
+    """Per-sample gradients that are in memory."""
+
+    losses_B: torch.Tensor
+    grads_B: dict
+
+    def sq_norms(self):
+        return {name: grad_B.flatten(1).square().sum(1) for name, grad_B in self.grads_B.items()}
+
+    def weighted_sum(self, factors):
+        return {name: torch.einsum("b,b...->...", factors[name], grad_B) for name, grad_B in self.grads_B.items()}
+
+
+def row_by_row(loss_fn, params, batch):
+    """Differentiate the rows one by one; nothing proves that the loss keeps them apart, and they are."""
+    found = loop_gradients(loss_fn, params, batch)
+    grads_B = {
+        name: torch.stack([grads[name] for _, grads in found]) if found else p.new_zeros(0, *p.shape)
+        for name, p in params.items()
+    }
+    return Formed(torch.stack([loss for loss, _ in found]) if found else torch.zeros(0), grads_B)
+
+
+def test_an_engine():
+    _, grads, batch, _ = one_step(engine=row_by_row)
+    assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+    got, _ = clipped_grad(linear_loss, zeros(), batch, clipping.Flat(1.0), engine=row_by_row, microbatch_size=3)
+    expected, _ = clipped_grad(linear_loss, zeros(), batch, clipping.Flat(1.0))
+    assert all(torch.allclose(got.sums[name], expected.sums[name], atol=1e-5) for name in zeros())
+
+
+# A sampler
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The records of even or of odd number, by a coin; it claims no amplification."""
+
+    dataset_size: int
+    adjacencies = ("zero_out", "replace_one")
+
+    def indices(self, key, step):
+        odd = int(stream(fold_in(key, "sample", step)).integers(2))
+        return torch.arange(odd, self.dataset_size, 2)
+
+    def expected_batch_size(self, step):
+        return self.dataset_size / 2
+
+    def events(self, start, stop, noise_multiplier):
+        return (Event(1.0, noise_multiplier, stop - start),) if stop > start else ()
+
+
+def test_a_sampler():
+    plan, grads, batch, after = one_step(sampler=Halves(20))
+    assert len(batch["head.weight"]) == 10
+    assert after.ledger.events == (Event(1.0, 1e-3, 1),)
+    assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+    key = insecure_key(0)
+    drawn = {tuple(plan.sampler.indices(key, step).tolist()) for step in range(30)}
+    assert len(drawn) == 2
+    assert torch.equal(plan.sampler.indices(key, 7), plan.sampler.indices(key, 7))
+    with pytest.raises(InvalidArgument, match="adjacency"):
+        Plan(Halves(20), clipping.Flat(1.0), 1.0, num_steps=3, delta=1e-3, adjacency="add_remove")
+
+
+# A rule of an operation
+
+
+def vecdot_loss(p, b):
+    return torch.linalg.vecdot(b["x"], p["w"]).square()
+
+
+VECTORS = {"x": torch.randn(20, 4, generator=torch.Generator().manual_seed(1))}
+WEIGHT = {"w": torch.arange(1.0, 5.0)}
+
+
+def test_a_rule_of_an_operation(monkeypatch):
+    example = {"x": VECTORS["x"][:3].double(), "y": WEIGHT["w"].double()}
+    monkeypatch.delitem(RULES, torch.linalg.vecdot, raising=False)  # and put back as it was
+    with pytest.raises(InvalidArgument, match="what single samples give"):
+        register_rule(torch.linalg.vecdot, "y", lambda grad, x, y: x * grad[:, None] * 2, needs=["x"], example=example)
+    with pytest.raises(UnsupportedModel, match="vecdot"):
+        bookkeeping()(vecdot_loss, WEIGHT, VECTORS)
+    try:
+        register_rule(torch.linalg.vecdot, "y", lambda grad, x, y: x * grad[:, None], needs=["x"], example=example)
+        _, grads, batch, _ = one_step(vecdot_loss, WEIGHT, VECTORS, engine="bookkeeping", unproven="refuse")
+        assert agrees(grads, batch, flat_factor, {"w": "all"}, {"all": 1.0}, vecdot_loss, WEIGHT)
+    finally:
+        RULES.pop(torch.linalg.vecdot, None)
+
+
+# A family of the trace
+
+
+IMAGES = {"x": torch.randn(20, 3, 3, generator=torch.Generator().manual_seed(2))}
+SQUARE = {"w": torch.arange(9.0).reshape(3, 3)}
+
+
+def turned_loss(p, b):
+    return (torch.rot90(b["x"] * p["w"], 1, (1, 2)) * torch.arange(9.0).reshape(3, 3)).square().sum((1, 2))
+
+
+def turned_samples_loss(p, b):
+    return (torch.rot90(b["x"][:, : len(b["x"])] * p["w"], 1, (0, 1))[: len(b["x"])]).square().sum((1, 2))
+
+
+def turned(call):
+    """`rot90(input, k, dims)`: rows stay where they are, unless their axis is turned."""
+    kind, dims = call.type_of(call.args[0]), call.arg(2, "dims", (0, 1))
+    if kind is None or not hasattr(kind, "axis"):
+        return kind
+    return call.mixed() if kind.axis in {dim % call.args[0].ndim for dim in dims} else kind
+
+
+def test_a_family_of_the_trace(monkeypatch):
+    monkeypatch.setitem(families.FAMILIES, "rot90", turned)
+    rot90 = torch.ops.aten.rot90.default  # operations are looked up once; the number stays that of the operation
+    looked_up = replace(operations._look_up(rot90), number=operations.known_operation(rot90).number)
+    monkeypatch.setitem(operations._known, rot90, looked_up)
+    _, grads, batch, _ = one_step(turned_loss, SQUARE, IMAGES, engine="bookkeeping", unproven="refuse")
+    assert agrees(grads, batch, flat_factor, {"w": "all"}, {"all": 1.0}, turned_loss, SQUARE)
+    three = {"x": IMAGES["x"][:3]}
+    with pytest.raises(UnsupportedModel, match="rot90"):
+        bookkeeping(unproven="refuse")(turned_samples_loss, SQUARE, three).sq_norms()
+
+
+# A noise mechanism
+
+
+def counted_and_rounded(noise_multiplier, step=2.0**-14):
+    """Gaussian noise, rounded to a public grid (post-processing: the same event); its state counts the releases."""
+    plain = noise.gaussian(noise_multiplier)
+
+    def add(clipped, state, key):
+        released, _ = plain.add(clipped, (), key)
+        return {name: (value / step).round() * step for name, value in released.items()}, (sum(state) + 1,)
+
+    return noise.Mechanism(lambda: (), add)
+
+
+def test_a_noise_mechanism(monkeypatch):
+    monkeypatch.setattr(DPStep, "_mechanism", lambda self, step: counted_and_rounded(self.plan.noise_multiplier))
+    _, grads, batch, after = one_step()
+    assert after.noise_state == (1,)
+    assert all(bool((value.remainder(2.0**-14) == 0).all()) for value in grads.values())
+    assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+
+
+def spread_accepted(values, std, level=1e-6):
+    """Two-sided chi-square test of a standard deviation around zero."""
+    tail = stats.chi2.cdf(float(values.double().square().sum()) / std**2, values.numel())
+    return level < tail < 1 - level
+
+
+def test_the_scale_of_a_noise_mechanism():
+    wide = ClippedSum({"w": torch.zeros(50_000)}, {"w": "all"}, {"all": 3.0})
+    released, _ = counted_and_rounded(1.5).add(wide, (), insecure_key(3))
+    assert spread_accepted(released["w"], 4.5)
+    assert not spread_accepted(released["w"], 0.9 * 4.5)
+    assert not spread_accepted(released["w"], 1.1 * 4.5)
+
+
+# An accountant
+
+
+def concentrated(ledger, delta):
+    """Zero-concentrated privacy of all steps without amplification: `rho + 2 sqrt(rho log(1 / delta))`.
+
+    Bun & Steinke 2016, Concentrated Differential Privacy, propositions 1.3 and 1.6.
+    """
+    rho = sum(event.num_steps / (2 * event.noise_multiplier**2) for event in ledger.events)
+    return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+kinds = st.tuples(st.floats(0.5, 8.0), st.integers(1, 200))
+
+
+@settings(max_examples=20)
+@given(st.lists(kinds, min_size=1, max_size=3), st.sampled_from([1e-3, 1e-6]), st.sampled_from(ADJACENCIES))
+def test_an_accountant(kinds, delta, adjacency):
+    """Never below the exact answer where every record is in every batch; sampling only lowers the truth."""
+    ledger = Ledger(tuple(Event(1.0, *kind) for kind in kinds), adjacency)
+    assert concentrated(ledger, delta) >= epsilon(ledger, delta, "gaussian").epsilon
+
+
+def test_an_accountant_of_a_step_and_a_wrong_one():
+    after = one_step(sampler=Halves(20), noise_multiplier=2.0)[3]
+    truth = epsilon(after.ledger, 1e-3).epsilon
+    assert truth <= concentrated(after.ledger, 1e-3) < 2 * truth
+    assert concentrated(Ledger((Event(1.0, 4.0, 1),)), 1e-3) < truth  # with twice the noise
+
+
+# The lists that a new part must join
+
+
+def test_every_row_of_the_page_has_its_toy():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = set(re.findall(r"^\| (an? [^|(]+?) (?:\(.*\) )?\|", page, flags=re.MULTILINE))
+    toys = {
+        "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "an accountant",
+        "an operation of torch that takes a parameter", "an operation that the trace does not know",
+    }  # fmt: skip
+    elsewhere = {"a loss that mixes rows, or seems to", "a kind of model", "a benchmark"}
+    assert rows == toys | elsewhere
+
+
+def classes(module):
+    return {name for name in module.__all__ if isinstance(getattr(module, name), type) and name != "Sampler"}
+
+
+def test_plans_with_each_part_can_be_saved():
+    """Rules, groupings and samplers of the package are in the table of plan_json, and in the tables of the tests."""
+    assert classes(clipping) | classes(sampling) <= set(KNOWN)
+    rules = {type(make(1.0, clipping.AllParameters())).__name__ for make, _ in RULE_CASES.values()}
+    groupings = {type(grouping).__name__ for grouping in GROUPINGS.values()}
+    assert rules | groupings == classes(clipping)
+
+
+def test_each_file_of_rules_and_families_is_in_its_table():
+    for package, constant, entries in (
+        (rule_tables, "RULES", {family.__name__.split(".")[-1] for family in rule_tables.FAMILIES}),
+        (families, "FAMILY", {*families._NAMES, "exchanges"}),
+    ):
+        folder = Path(package.__file__).parent
+        files = {path.stem for path in folder.glob("*.py") if re.search(rf"^{constant}\b", path.read_text(), re.M)}
+        assert files - {"__init__"} == entries
+
+
+def test_the_lists_of_accountants_agree():
+    assert ACCOUNTANTS == arguments.ACCOUNTANTS
+    assert set(ACCOUNTANTS) | {"gaussian"} == set(accountant.BOUNDS) < set(accountant.METHODS)
+    assert set(accountant.METHODS) == {"auto", *get_args(Method)}
+
+
+def test_the_lists_of_engines_agree():
+    assert set(step.ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
+    parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
+    assert all(f'"{name}": {name}()' in parity for name in step.ENGINES)
