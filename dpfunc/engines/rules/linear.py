@@ -38,6 +38,16 @@ def linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor |
     return grads
 
 
+def inner(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
+    """`y = x W^T`, or `y = x . w`, by the last axis of both; the parameter is the second argument."""
+    shape = tuple(use.shapes["other"])
+    if len(shape) > 2 or input.ndim == 1:
+        raise use.refuse("only a matrix or a vector on the right has a rule; use torch.einsum.")
+    if len(shape) == 1:
+        return {"other": Outer(use.positions(input), use.positions(grad[..., None]), shape)}
+    return {"other": Outer(use.positions(grad), use.positions(input), shape)}
+
+
 def addmm(
     use: Use, grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Grads:
@@ -139,6 +149,7 @@ GROUPED = tuple(  # newer versions of torch have them
 )
 RULES: Sequence[Rule] = (
     Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
+    Rule((torch.inner, Tensor.inner), inner, {"other": ("input",)}, form),
     Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),
     Rule(MATMULS, matmul, {"other": ("input",), "input": ("other",)}, form),
     Rule(GROUPED, grouped, {"mat_b": ("mat_a", "offs")}),

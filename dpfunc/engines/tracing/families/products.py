@@ -90,6 +90,12 @@ def cdist_backward(call: Call) -> Type:
     )  # fmt: skip
 
 
+def cross(call: Call) -> Type:
+    """Product of vectors of three numbers along one axis, `(a, b, *, dim)`; its backward pass is made of the same."""
+    ndim = max(tensor.ndim for tensor in call.inputs)
+    return combined(call, [broadcast(tensor, ndim) for tensor in call.inputs], (call.arg(2, "dim", -1) % ndim,))
+
+
 def solve(call: Call) -> Type:
     """`solve(A (..., n, n), B (..., n, k))` and triangular ones: the last two axes are combined."""
     tensors = [tensor for tensor in call.inputs if tensor.ndim >= 2]
@@ -113,6 +119,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     "vdot": product("k", "k", out=""),
     "ger": product("n", "m", out="nm"),
     "linear": linear,
+    "linalg_cross": cross,
     "_trilinear": trilinear,
     "_grouped_mm": grouped,
     "_cdist_forward": cdist,
