@@ -95,7 +95,7 @@ def save(
         InvalidArgument: a bad keep, optimizer_state, extra or data.
         CheckpointError: the directory has checkpoints of another run, or of `save_sharded`.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from dpfunc import clipping, sampling
     >>> from dpfunc.rng import secure_key
     >>> from dpfunc.step import make_dp_step

@@ -178,7 +178,7 @@ def test_narrow_terminals_show_every_number(tmp_path, monkeypatch, name, width):
     monkeypatch.setenv("COLUMNS", str(width))
     narrow = run(*command).stdout
     assert sorted(NUMBERS.findall(narrow)) == sorted(NUMBERS.findall(wide))
-    assert len(NUMBERS.findall(wide)) > 5
+    assert len(NUMBERS.findall(wide)) > 3
     assert "\u2026" not in narrow
 
 

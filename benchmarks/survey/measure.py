@@ -208,12 +208,12 @@ def milliseconds(step: Step) -> float:
 def compared(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], subject: Subject) -> dict[str, Any]:  # noqa: ANN401
     """Norms of each parameter's gradient against the loop's, relative to the norm of the sample's whole gradient.
 
-    A model that draws random numbers is compared in eval mode.
+    A model that draws random numbers is compared in eval mode; not at all if it draws them there too, as a VAE does.
     """
-    random_numbers = subject.module.training and not repeatable(loss_fn, params, subject.batch)
+    random_numbers = not repeatable(loss_fn, params, subject.batch)
     if random_numbers:
         subject.module.eval()
-        if not differentiable(loss_fn, params, subject.batch):
+        if not differentiable(loss_fn, params, subject.batch) or not repeatable(loss_fn, params, subject.batch):
             return {}
     found = engine(loss_fn, params, subject.batch).sq_norms()
     single = engines.loop()(loss_fn, params, subject.batch).sq_norms()

@@ -86,7 +86,8 @@ def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
         "- **ratio**: time of a step (per-sample norms and a clipped sum) over that of the plain gradient of the mean"
         " loss; median of three. The models are tiny, so this is overhead, not what large models cost.",
         "- **parity**: largest difference of norms from the loop over single samples, relative to the norm of the"
-        " sample's whole gradient; float32. Models that draw random numbers are compared in eval mode.",
+        " sample's whole gradient; float32. Models that draw random numbers are compared in eval mode,"
+        " if they draw none there.",
         "- Models that cannot be built without downloads are not counted; the file of results lists them. Times are"
         " those of a shared machine: read ratios as rough.",
         "",

@@ -118,7 +118,7 @@ def test_dry_run_writes_nothing(here):
         "steps: 4",
         "logical batch: 32 expected, physical batch: 16",
         "sampling probability: 0.2667 (Poisson)",
-        "noise multiplier: 0.549",
+        "noise multiplier: 0.5489, ",
         "at delta = 0.001, add_remove",
         "trained parameters: 512 of 3,504 (lora)",
         "memory: about",

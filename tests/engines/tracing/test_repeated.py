@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +117,24 @@ def test_what_is_kept_is_bounded(monkeypatch):
         for seed in range(20):
             run(*made(seed, 20))
             assert len(repeated._answers) <= 20
+
+
+READING = {"item", "tolist", "all", "any", "equal", "unique", "nonzero", "numpy", "own", "remember", "mark", "marked"}
+NOT_PURE = {"along.py: sorting", "products.py: grouped", "shaping.py: _put_back"}
+"""Functions of files of `PURE` that read numbers: of operations that are not in it; `_put_back` reads the list of rows."""
+
+
+def test_pure_families_read_no_numbers():
+    """A rule that reads numbers must not be answered from memory: take its operations out of `families.PURE`."""
+    from dpfunc.engines.tracing import families
+
+    files = {Path(inspect.getfile(inspect.unwrap(families.FAMILIES[name]))) for name in families.PURE}
+    found = set()
+    for path in files:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                called = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+                if any(isinstance(func, ast.Attribute) and func.attr in READING for func in called):
+                    found.add(f"{path.name}: {function.name}")
+    assert found == NOT_PURE
+    assert not families.PURE & {"sort", "argsort", "_grouped_mm", "all", "any"}
