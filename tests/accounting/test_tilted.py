@@ -68,8 +68,9 @@ def test_random_ledgers_against_the_inversion(direction):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["remove", "add", "replace"])
-def test_two_thousand_random_ledgers_against_the_inversion(direction):
-    assert check_against_the_inversion(2, 700, direction) >= 560
+def test_many_random_ledgers_against_the_inversion(direction):
+    """Slower than the check above, with other ledgers."""
+    assert check_against_the_inversion(2, 250, direction) >= 200
 
 
 @settings(max_examples=15)
