@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -60,6 +61,9 @@ def _serve(pipe: Any) -> None:
             outcome = Outcome(getattr(importlib.import_module(module), function)(*args))
         except Exception as error:  # noqa: BLE001  (told to whoever asked)
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+        if not outcome.error:
+            with contextlib.suppress(Exception):  # a group that another process has left, or that the job has ended
+                dist.barrier()  # nobody leaves while another still connects a group that the job made
         try:
             dist.destroy_process_group()
         except Exception as error:  # noqa: BLE001  (the group is broken: it is not used again)
