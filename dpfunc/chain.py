@@ -80,14 +80,16 @@ def write_head(path: Path, head: Head) -> None:
     replace_file(head_path(path), json.dumps(head._asdict()) + "\n")
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file atomically and durably: a crash leaves the old content or the new one, never a part.
 
     Args:
-        path: of the file. text: its whole new content.
+        path: of the file. text: its whole new content. mode: who may read it, from its first byte on.
     """
     new = path.with_name(f"{path.name}.new")
-    with open(new, "wb") as handle:
+    if new.exists():  # left by a crash, with a mode of its own
+        new.unlink()
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as handle:
         handle.write(text.encode())
         handle.flush()
         os.fsync(handle.fileno())

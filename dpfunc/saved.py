@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dpfunc.accounting import Ledger, affordable_steps
-from dpfunc.chain import Head
+from dpfunc.chain import Head, replace_file
 from dpfunc.checks import one_of, shorten, unique_json, wrong_type
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.journal import Taken
@@ -419,13 +419,7 @@ def sha256(path: Path) -> str:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """A file that only its owner can read, from its first byte on; whole or absent, and on disk when this returns."""
-    new = path.with_name(f"{path.name}.new")
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(handle, "w") as file:
-        file.write(json.dumps(values, indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    replace_file(path, json.dumps(values, indent=1), 0o600)
 
 
 def sync_file(path: Path) -> None:

@@ -32,7 +32,7 @@ def plan():
     return dpfunc.Plan(sampling.Poisson(60, 0.2), clipping.Flat(1.0), 1.0, STEPS, delta=1e-3)
 
 
-def made(module, start=None):
+def made(module):
     """What a loop needs: forward, parameters, step, state."""
     forward, params = dpfunc.functionalize(module)
 
@@ -42,6 +42,16 @@ def made(module, start=None):
 
     dp_step = dpfunc.make_dp_step(loss_fn, plan(), engine="bookkeeping")
     return params, dp_step, replay(dp_step.init(params, KEY))
+
+
+def step(dp_step, params, batch, state, optimizer, scheduler):
+    """One private step of an optimizer and of its schedule; returns the next state."""
+    grads, state, _ = dp_step(params, batch, state)
+    for name, p in params.items():
+        p.grad = grads[name]
+    optimizer.step()
+    scheduler.step()
+    return state
 
 
 def by_hand(lr, betas=(0.9, 0.999), eps=1e-8, decay=0.01):
@@ -69,11 +79,7 @@ def test_the_loop_with_an_optimizer_and_a_schedule():
     optimizer = torch.optim.AdamW(params.values(), lr=0.05)
     scheduler = CosineAnnealingLR(optimizer, STEPS)
     for batch in plan().loader(dataset(), state):
-        grads, state, _ = dp_step(params, batch, state)
-        for name, p in params.items():
-            p.grad = grads[name]
-        optimizer.step()
-        scheduler.step()
+        state = step(dp_step, params, batch, state, optimizer, scheduler)
     for name, p in params.items():
         torch.testing.assert_close(p, expected[name], rtol=1e-4, atol=1e-5)
         assert float((p - before[name]).abs().max()) > 0.1
@@ -116,11 +122,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind):
             optimizer.load_state_dict(saved.optimizer_state)
             scheduler.load_state_dict(saved.extra["scheduler"])
         for batch in plan().loader(dataset(), state):
-            grads, state, _ = dp_step(params, batch, state)
-            for name, p in params.items():
-                p.grad = grads[name]
-            optimizer.step()
-            scheduler.step()
+            state = step(dp_step, params, batch, state, optimizer, scheduler)
             if state.step == 3:
                 dpfunc.save(
                     folder, params=params, state=state, plan=plan(), data="60", journal=folder / "journal.jsonl",

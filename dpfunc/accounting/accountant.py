@@ -112,7 +112,7 @@ def by_tilted(ledger: Ledger, delta: float) -> tuple[Guarantee, float]:
 
 
 def by_renyi(ledger: Ledger, delta: float, note: str) -> Guarantee:
-    """The Renyi bound."""
+    """The smallest bound over orders of Renyi differential privacy; `note` is said beside it."""
     events, rounded = coarsen(merge_gaussians(ledger.events))
     renyi = rdp_epsilon(events, ledger.adjacency, delta)
     return Guarantee(renyi, delta, "rdp", ledger.adjacency, joined(note, rounded))

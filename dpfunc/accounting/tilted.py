@@ -411,7 +411,7 @@ class Aim:
     period: float
 
     def importance(self, loss: Array) -> tuple[Array, Array]:
-        """How much delta feels a loss of one step that is spread over a cell of width h, relative to h^2 / 12: log; t'.
+        """Relative error of delta if one step's loss is put on the ends of a cell of width h, over h^2 / 12: log; t'.
 
         The other steps must make up for epsilon - loss, which has probability `e^(K(t') - t' (epsilon - loss))` at
         most, and the relative error of keeping both masses is `t' (1 + t') h^2 / 12`. Losses far above epsilon have
@@ -508,7 +508,7 @@ class Tilted:
 
     @property
     def variance(self) -> float:
-        """Of all steps."""
+        """Variance of the tilted loss of all steps together."""
         return float(self.steps * (self.weight @ (self.loss * self.loss)))
 
 

@@ -117,18 +117,27 @@ def _mixed(words: Tensor) -> Tensor:
     return total
 
 
-def digest_of_all(released: Params, ranks: Ranks | None) -> str:
+def in_hex(digest: int) -> str:
+    """A digest as a text of 16 digits.
+
+    >>> in_hex(255)
+    '00000000000000ff'
+    """
+    return f"{digest:016x}"
+
+
+def digest_of_all(released: Params, ranks: Ranks) -> str:
     """A digest of what a step releases, the parts of all processes included. All must call it.
 
     Args:
-        released: name -> tensor; DTensors where processes hold parts. ranks: of the run; None is one process.
+        released: name -> tensor; DTensors where processes hold parts. ranks: of the run.
     """
     own = checksum(released.items())
     parts = any(is_dtensor(value) for value in released.values())
-    for group in ranks.groups if ranks is not None and parts else ():
+    for group in ranks.groups if parts else ():
         told = [row[0] for row in gathered_rows(torch.tensor([own], device=message_device(group)), group)]
         own = told[0] if len(set(told)) == 1 else digest(str(told))
-    return f"{own:016x}"
+    return in_hex(own)
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:

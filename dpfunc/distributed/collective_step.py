@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from dpfunc.checks import fail
 from dpfunc.distributed.agreement import RankSummary, agree, digest_of_all, summarize
 from dpfunc.distributed.processes import Clip, Rows
-from dpfunc.distributed.ranks import Ranks, any_rank
+from dpfunc.distributed.ranks import Ranks, all_or_raise
 from dpfunc.distributed.reduce import check_layout, gathered, sum_over
 from dpfunc.engines.lockstep import process_context
 from dpfunc.engines.sums import accumulation_dtype
@@ -94,17 +94,11 @@ class Several:
         Raises:
             StepAborted: another process failed. Whatever `write` raises.
         """
-        written, failed = False, True
-        try:
-            write()
-            written = True
-        finally:
-            failed = any_rank(not written, self.ranks)
-        if failed:
-            raise StepAborted(
-                "Another process could not write this step into its journal, or may not repeat it; its own error says "
-                "why. Nothing was released."
-            )
+        unwritten = (
+            "Another process could not write this step into its journal, or may not repeat it; its own error says why. "
+            "Nothing was released."
+        )
+        all_or_raise(write, self.ranks, StepAborted(unwritten))
 
 
 def padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batch, Tensor]:

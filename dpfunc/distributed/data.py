@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dpfunc.distributed.launch import check_same
-from dpfunc.distributed.ranks import Ranks, any_rank
+from dpfunc.distributed.ranks import Ranks, all_or_raise
 from dpfunc.errors import StepAborted
 
 SAME_ORDER = (
@@ -35,14 +35,7 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
     >>> check_same_data(lambda: "mails of May", None)
     'mails of May'
     """
-    if ranks is None:
-        return describe()
-    text, failed = None, True
-    try:
-        text = describe()
-    finally:
-        failed = any_rank(text is None, ranks)
-    if failed:
-        raise StepAborted("Another process could not read its data set; its own error says why. Nothing was spent.")
+    unread = "Another process could not read its data set; its own error says why. Nothing was spent."
+    text = all_or_raise(describe, ranks, StepAborted(unread))
     check_same("data sets", text, ranks, SAME_ORDER)
     return text

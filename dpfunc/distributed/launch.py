@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc.distributed.agreement import digest, gathered_rows
-from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, any_rank, data_parallel
+from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, all_or_raise, any_rank, data_parallel
 from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -145,18 +145,12 @@ def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
     >>> once(None, lambda: print("done"))
     done
     """
-    if ranks is None:
-        action()
-        return
-    done, failed = False, True
-    try:
-        if ranks.writes:
+
+    def act() -> None:
+        if ranks is None or ranks.writes:
             action()
-        done = True
-    finally:
-        failed = any_rank(not done, ranks)
-    if failed:
-        raise StepAborted("The process that writes could not go on; its own error says why.")
+
+    all_or_raise(act, ranks, StepAborted("The process that writes could not go on; its own error says why."))
 
 
 def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dpfunc.distributed.agreement import digest_of_all
+from dpfunc.distributed.agreement import checksum, in_hex
 from dpfunc.engines.lockstep import process_context
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
@@ -81,7 +81,7 @@ class OneProcess:
             return clip(params, rows.batch, rows.mask_B)
 
     def digest(self, released: Params) -> str:
-        return digest_of_all(released, None)
+        return in_hex(checksum(released.items()))
 
     def confirm(self, write: Callable[[], None]) -> None:
         write()

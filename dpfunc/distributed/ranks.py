@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.rng import Key, secure_key
 from dpfunc.types import Batch
 from dpfunc.versions import check_sharding
@@ -18,6 +18,7 @@ from dpfunc.versions import check_sharding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=1)
 
 
@@ -160,6 +161,30 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
     for group in reversed(ranks.groups):  # parts first: then each data group has somebody who knows
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return bool(value.item())
+
+
+def all_or_raise(action: Callable[[], T], ranks: Ranks | None, error: DPFuncError) -> T:
+    """Run `action` on each process; return its result, or raise on all processes if it failed on any.
+
+    Args:
+        action: must not communicate. ranks: of the run; None is one process. error: of those on which it did not fail.
+
+    Raises:
+        error: it failed on another process. Whatever `action` raises.
+
+    >>> from dpfunc.errors import StepAborted
+    >>> all_or_raise(lambda: "done", None, StepAborted("Another process failed."))
+    'done'
+    """
+    failed, anywhere = True, False
+    try:
+        result = action()
+        failed = False
+    finally:
+        anywhere = ranks is not None and any_rank(failed, ranks)
+    if anywhere:
+        raise error
+    return result
 
 
 def check_timeout(group: dist.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfunc.checks import shorten
 from dpfunc.distributed.agreement import checksum, digest
-from dpfunc.distributed.ranks import Ranks, any_rank
+from dpfunc.distributed.ranks import Ranks, all_or_raise, any_rank
 from dpfunc.errors import CheckpointError, InvalidArgument, RankMismatch
 from dpfunc.sharding import shard_dims
 
@@ -27,15 +27,7 @@ def all_or_none(action: Callable[[], T], ranks: Ranks | None, what: str) -> T:
     Raises:
         CheckpointError: it failed on another process. Whatever `action` raises.
     """
-    failed, anywhere = True, False
-    try:
-        result = action()
-        failed = False
-    finally:
-        anywhere = ranks is not None and any_rank(failed, ranks)
-    if anywhere:
-        raise CheckpointError(f"{what}: another process failed; its own error says why.")
-    return result
+    return all_or_raise(action, ranks, CheckpointError(f"{what}: another process failed; its own error says why."))
 
 
 def shared(value: bytes, ranks: Ranks | None) -> bytes:

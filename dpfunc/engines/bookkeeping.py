@@ -200,8 +200,8 @@ class Bookkeeping:
         if split:
             raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
         known = self._memory.recalled(loss_fn, params, batch, self)
-        book = partial(FactorRecorder, self.memory_budget)
-        return lambda loss_fn, params, batch: record_factors(loss_fn, params, batch, Remembered(known), book())
+        recorder = partial(FactorRecorder, self.memory_budget)
+        return lambda loss_fn, params, batch: record_factors(loss_fn, params, batch, Remembered(known), recorder())
 
     def _run(self, loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> PerSample:
         return record_factors(loss_fn, params, batch, places, FactorRecorder(self.memory_budget, places.trace))
@@ -244,39 +244,41 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
     return Bookkeeping(budget, one_of("unproven", unproven, ("audit", "refuse")))
 
 
-def record_factors(loss_fn: LossFn, params: Params, batch: Batch, places: Places, book: FactorRecorder) -> PerSample:
+def record_factors(
+    loss_fn: LossFn, params: Params, batch: Batch, places: Places, recorder: FactorRecorder
+) -> PerSample:
     """One forward and one backward pass."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    tracker = Tracker(leaves, num_samples, places, book)
+    tracker = Tracker(leaves, num_samples, places, recorder)
     if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
         with torch.enable_grad(), tracker:
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
-            return _read(tracker, book, leaves, losses_B)
-    trace = book.trace or Trace(num_samples)
+            return _read(tracker, recorder, leaves, losses_B)
+    trace = recorder.trace or Trace(num_samples)
     with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
         if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
             refuse_reentrant((), losses_B)
-        book.close()
+        recorder.close()
         trace.credited(losses_B, Layout(0), "the loss")
         with backward_pass(trace, losses_B, hooked=tracker.hooked):
-            result = _read(tracker, book, leaves, losses_B)
+            result = _read(tracker, recorder, leaves, losses_B)
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
-def _read(tracker: Tracker, book: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample:
-    """The backward pass, and what the book says about it."""
+def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample:
+    """The backward pass, and what was recorded of it."""
     watched = {**params, **tracker.sentinels}
-    inputs = (*book.leaves, *watched.values())
+    inputs = (*recorder.leaves, *watched.values())
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
-    refuse_escaped(watched, caught[len(book.leaves) :])
+    refuse_escaped(watched, caught[len(recorder.leaves) :])
     if not torch.compiler.is_compiling():
-        check_depends(has_parameter_source() or any(grad is not None for grad in caught[: len(book.leaves)]))
+        check_depends(has_parameter_source() or any(grad is not None for grad in caught[: len(recorder.leaves)]))
     uses: dict[int, list[PerSampleGrad]] = {}
-    for reader, grad in zip(book.readers, caught, strict=False):
+    for reader, grad in zip(recorder.readers, caught, strict=False):
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)

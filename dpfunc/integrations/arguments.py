@@ -12,13 +12,12 @@ from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.checks import fail, one_of, open_unit, positive, probability, whole
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.errors import InvalidArgument, UnreachableBudget
-from dpfunc.plan import Plan
+from dpfunc.plan import ACCOUNTANTS, Plan
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.step import ENGINES
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
 CLIPS = ("flat", "automatic")
-ACCOUNTANTS = ("auto", "tilted", "prv", "rdp")
 
 # What other libraries call the same thing. `disable_dp` is the opposite of `dp_enabled`.
 OTHER_NAMES = {

@@ -40,9 +40,7 @@ class FixedSize:
     batch_size: int
 
     def __post_init__(self) -> None:
-        n, size = _check_batch_size(self.dataset_size, self.batch_size)
-        object.__setattr__(self, "dataset_size", n)
-        object.__setattr__(self, "batch_size", size)
+        _check_sizes(self)
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
@@ -96,9 +94,7 @@ class Shuffled:
     batch_size: int
 
     def __post_init__(self) -> None:
-        n, size = _check_batch_size(self.dataset_size, self.batch_size)
-        object.__setattr__(self, "dataset_size", n)
-        object.__setattr__(self, "batch_size", size)
+        _check_sizes(self)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -157,9 +153,7 @@ class InOrder:
     batch_size: int
 
     def __post_init__(self) -> None:
-        n, size = _check_batch_size(self.dataset_size, self.batch_size)
-        object.__setattr__(self, "dataset_size", n)
-        object.__setattr__(self, "batch_size", size)
+        _check_sizes(self)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -200,9 +194,11 @@ def _permutation(key: Key, epoch: int, size: int) -> npt.NDArray[np.int64]:
     return order_N
 
 
-def _check_batch_size(dataset_size: int, batch_size: int) -> tuple[int, int]:
-    n = whole("dataset_size", dataset_size, minimum=1)
-    size = whole("batch_size", batch_size, minimum=1)
+def _check_sizes(sampler: FixedSize | Shuffled | InOrder) -> None:
+    """Check both numbers, and keep them as Python integers."""
+    n = whole("dataset_size", sampler.dataset_size, minimum=1)
+    size = whole("batch_size", sampler.batch_size, minimum=1)
     if size > n:
-        raise fail("batch_size <= dataset_size", "batch_size", batch_size, f"The data set has {n} records.")
-    return n, size
+        raise fail("batch_size <= dataset_size", "batch_size", sampler.batch_size, f"The data set has {n} records.")
+    object.__setattr__(sampler, "dataset_size", n)
+    object.__setattr__(sampler, "batch_size", size)

@@ -117,7 +117,8 @@ def test_cells_keep_both_masses(sigma, number, direction):
     assert b.sum() == pytest.approx(1.0, abs=1e-12)
     assert a.sum() == pytest.approx(1.0, abs=1e-12)
     q = 0.1
-    atoms = atoms_replace(q, sigma, y) if direction == "replace" else atoms_add_remove(q, sigma, y, direction)
+    # the normals of "replace" have the means -1/2, 0 and 1/2
+    atoms = atoms_replace(q, sigma, y - 0.5) if direction == "replace" else atoms_add_remove(q, sigma, y, direction)
     assert atoms.mass.sum() + atoms.infinite == pytest.approx(1.0, abs=1e-12)
     for value in (0.0, 0.01, 0.3):
         delta = float(np.sum(atoms.mass * np.maximum(-np.expm1(value - atoms.loss), 0.0))) + atoms.infinite

@@ -9,10 +9,13 @@ while they are active. Any of them, and the backward pass is followed operation 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from dpfunc.engines.gradient_taps import GradientTap
+from dpfunc.engines.graphs import nodes_behind
 
 DERIVATIVES = frozenset(
     f"{name}Backward{number}"
@@ -38,35 +41,14 @@ DERIVATIVES = frozenset(
 )  # fmt: skip
 """Nodes of torch whose gradients of a row are made of the gradients and saved numbers of that row, and of constants."""
 
-_plain: dict[type, bool] = {}
-
 
 def is_plain(losses_B: Tensor) -> bool:
-    """True if the graph behind the losses has only nodes of `DERIVATIVES`, and those of engines.
-
-    About a microsecond a node.
-    """
-    node = losses_B.grad_fn
-    if node is None:
-        return False
-    seen = {node}
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        kind = type(node)
-        known = _plain.get(kind)
-        if known is None:
-            known = _plain[kind] = _is_known(kind)
-        if not known:
-            return False
-        for earlier, _ in node.next_functions:
-            if earlier is not None and earlier not in seen:
-                seen.add(earlier)
-                todo.append(earlier)
-    return True
+    """True if there is a graph behind the losses, and it has only nodes of `DERIVATIVES`, and those of engines."""
+    return losses_B.grad_fn is not None and all(_is_plain(type(node)) for node in nodes_behind(losses_B))
 
 
-def _is_known(kind: type) -> bool:
+@functools.cache
+def _is_plain(kind: type) -> bool:
     if issubclass(kind, torch.autograd.function.BackwardCFunction):
         return kind is GradientTap._backward_cls
     return kind.__name__ in DERIVATIVES or kind.__name__ == "AccumulateGrad"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from dpfunc.engines.tracing.entries import COARSE_DTYPES, Constant, key_of
+from dpfunc.engines.tracing.entries import COARSE_DTYPES, Constant, is_doubtful, key_of
 from dpfunc.engines.tracing.operations import Known
 from dpfunc.engines.tracing.rows import Stored
 
@@ -76,7 +76,7 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
             else:
                 stored = entry[1]
                 if type(stored) is Stored:
-                    if stored.ids is not None or stored.doubt or stored.ragged or stored.slots is not None:
+                    if stored.ids is not None or is_doubtful(stored):
                         raise Unkeyed
                     found += (stored.base, stored.step, stored.count, stored.end, value.storage_offset())
                 elif type(stored) is Constant and stored in _CONSTANTS:
@@ -129,7 +129,7 @@ def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> No
             return
         kind = entry[1]
         if isinstance(kind, Stored):
-            if kind.ids is not None or kind.doubt or kind.ragged or kind.slots is not None or kind.end:
+            if kind.ids is not None or kind.end or is_doubtful(kind):
                 return
         elif not isinstance(kind, Constant) or kind not in _CONSTANTS:
             return
