@@ -5,7 +5,8 @@ hypergeometric law: r of B rows, drawn without replacement, miss all b faulty on
 C(B - b, r) / C(B, r). For small r that is near (1 - b / B)^r.
 
 The fault begins right after an audit, and sizes of batches do not change: the worst case. A fault counts as found if
-its row is drawn, so it must be larger than the tolerance of the comparison.
+its row is drawn, so it must be larger than the tolerance of the comparison. "proven" is a step whose rows alone take so
+much time that one in `STEPS_IN` steps is compared, the least; "large" one whose rows alone take 1 / B of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHARES = ("one row", 0.01, 0.1, 1.0)
 STEPS = (1, STEPS_IN, 100, 1000)
 WANTED = 0.99
 MOST = 10**6
-DOUBTS = {"proven": (), "audit": ("a doubt",)}
+KINDS = ("proven", "large", "audit")
 
 
 def missed(size: int, faulty: int, drawn: int) -> float:
@@ -40,7 +41,9 @@ def drawn_in(size: int, kind: str) -> Iterator[int]:
     """Rows that are compared in step 0, 1, 2, ..., all of one size."""
     audits, batch = Audits(), torch.zeros(size, 1)
     while True:
-        yield audits.due(batch, DOUBTS[kind])
+        rows = audits.due(batch, ("a doubt",) if kind == "audit" else (), seconds=1.0 if kind == "large" else 0.0)
+        yield rows
+        audits.paid(rows, rows / size)
 
 
 def found_after(size: int, faulty: int, kind: str, steps: tuple[int, ...]) -> dict[int, float]:
@@ -73,7 +76,7 @@ def faulty_rows(size: int, share: str | float) -> int:
 def results() -> list[dict[str, object]]:
     """A row for each kind of step, size and share of faulty rows."""
     table = []
-    for kind in DOUBTS:
+    for kind in KINDS:
         for size in SIZES:
             drawn = list(islice(drawn_in(size, kind), 1000))
             for share in SHARES:
@@ -101,7 +104,7 @@ def main() -> None:
     """The table in Markdown; the numbers in a file."""
     table = results()
     RESULT.write_text(json.dumps({"results": table}, indent=1) + "\n")
-    for kind in DOUBTS:
+    for kind in KINDS:
         print(
             f"\n{kind}\n\n| B | faulty rows | first step | "
             + " | ".join(f"{k} steps" for k in STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -159,15 +160,19 @@ class ClippedGrad:
             return sums, per_sample.losses_B, norms_BG
 
         def eager(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
+            start = time.perf_counter()
             per_sample = self.engine(self.loss_fn, params, microbatch)
+            seconds = time.perf_counter() - start
 
             def check(sq_norms: Mapping[str, Tensor]) -> None:
                 credited = credited_by(per_sample, sq_norms)
                 self._audits.note(credited)
                 if credited is not None:
-                    wanted = self._audits.due(microbatch, credited.doubts, credited.strange)
+                    wanted = self._audits.due(microbatch, credited.doubts, credited.strange, seconds)
                     rows = drawn_rows(key, batch_size(microbatch), wanted)
+                    start = time.perf_counter()
                     audit(self.loss_fn, params, microbatch, credited, rows)
+                    self._audits.paid(wanted, time.perf_counter() - start)
 
             return summed(per_sample, mask_B, check)
 
@@ -184,13 +189,16 @@ class ClippedGrad:
         return _compiled(core, eager, self._audits, partial(self._audit_compiled, parts))
 
     def _audit_compiled(
-        self, parts: Partition, params: Params, microbatch: Batch, key: Key | None, result: Clipped
+        self, parts: Partition, params: Params, microbatch: Batch, key: Key | None, result: Clipped, seconds: float
     ) -> None:
         """Check that losses and norms of some rows of a compiled step are those of the rows alone."""
-        for row in drawn_rows(key, batch_size(microbatch), self._audits.due(microbatch, ())):
+        wanted = self._audits.due(microbatch, (), seconds=seconds)
+        start = time.perf_counter()
+        for row in drawn_rows(key, batch_size(microbatch), wanted):
             single = loop()(self.loss_fn, params, rows(microbatch, row, row + 1))
             alone: Clipped = ({}, single.losses_B, parts.norms(single.sq_norms()))
             _check_compiled(({}, result[1][row : row + 1], result[2][row : row + 1]), alone)
+        self._audits.paid(wanted, time.perf_counter() - start)
 
     def _chunk(self, params: Params, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
         chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
@@ -223,7 +231,7 @@ def _compiled(
     core: Callable[[Params, Batch, Tensor], Clipped],
     eager: Core,
     audits: Audits,
-    audited: Callable[[Params, Batch, Key | None, Clipped], None],
+    audited: Callable[[Params, Batch, Key | None, Clipped, float], None],
 ) -> Core:
     """The compiled core. Each compilation is compared with an eager step, which is traced and audited, on all its rows.
 
@@ -233,7 +241,7 @@ def _compiled(
     traced = torch.compile(core, fullgraph=True)
 
     def call(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
-        before = _graphs()
+        before, start = _graphs(), time.perf_counter()
         state = torch.default_generator.get_state()
         with torch._dynamo.config.patch(trace_autograd_ops=True):  # book-keeping differentiates inside
             result = traced(params, microbatch, mask_B)
@@ -243,7 +251,7 @@ def _compiled(
             if not audits.drew:  # compiled code draws its own random numbers
                 _check_compiled(result, expected)
         elif not audits.drew:
-            audited(params, microbatch, key, result)
+            audited(params, microbatch, key, result, time.perf_counter() - start)
         return result
 
     return call

@@ -26,8 +26,10 @@ from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed
 from dpfunc.tree import batch_size, rows, signature
 from dpfunc.types import Batch, LossFn, Params
 
-# Of a proven step: at most one row in so many, and one row at least in so many steps.
+# Of proven steps: at most one row in so many, as long as rows alone take this share of the time; and one row at least
+# in so many steps.
 ROWS_IN = 100
+TIME_SHARE = 0.01
 STEPS_IN = 20
 # Of a step that is not proven: at least so many rows, and one in so many.
 UNPROVEN_ROWS = 8
@@ -42,28 +44,45 @@ class Audits:
     Args:
         since: steps since the last one. sizes: batches, by their shapes, that were audited once: what depends on the
             size of a batch shows in the first batch of that size. drew: whether the last step drew random numbers.
+        saved: seconds that audits may take now. row_seconds: time of the last row alone; 0 before the first.
     """
 
     since: int = STEPS_IN
     drew: bool = False
     sizes: set[object] = field(default_factory=set)
+    saved: float = 0.0
+    row_seconds: float = 0.0
 
     def note(self, credited: Credited | None) -> None:
         """Remember whether the step drew random numbers."""
         self.drew = credited is not None and bool(credited.draws)
 
-    def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False) -> int:
-        """Choose how many rows of this batch to compute alone: more for a step with doubts or strange tensors."""
+    def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False, seconds: float = 0.0) -> int:
+        """Choose how many rows of this batch to compute alone: more for a step with doubts or strange tensors.
+
+        Args:
+            batch, doubts, strange: of the step, see `Credited`. seconds: that the engine took.
+        """
         count = batch_size(batch)
+        self.saved += TIME_SHARE * seconds
         if bool(any_process(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
             return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
         size = (count, *signature(batch))
-        wanted = max(count // ROWS_IN, FIRST_ROWS if strange and not in_lockstep() else 0)
-        if self.since >= STEPS_IN - 1 or (size not in self.sizes and not in_lockstep()):
-            wanted = max(wanted, FIRST_ROWS if not self.sizes else 1)
+        strange, new = (strange and not in_lockstep(), size not in self.sizes and not in_lockstep())
+        wanted = count // ROWS_IN
+        if not new and not in_lockstep():  # each process has a clock of its own
+            wanted = min(wanted, int(self.saved / self.row_seconds) if self.row_seconds else 0)
+        if new or strange or self.since >= STEPS_IN - 1:
+            wanted = max(wanted, FIRST_ROWS if strange or not self.sizes else 1)
         self.since = 0 if wanted else self.since + 1
         self.sizes.add(size)
         return min(count, wanted)
+
+    def paid(self, number: int, seconds: float) -> None:
+        """Remember what this number of rows alone took."""
+        if number:
+            self.row_seconds = seconds / number
+            self.saved = max(0.0, self.saved - seconds)
 
 
 def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
@@ -194,16 +213,16 @@ def _compare_gradients(params: Params, credited: Credited, alone: Mapping[int, P
                     f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
                     f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
                 )
-        sign = 1.0 if place % 2 == 0 else -1.0
+        sign = -1.0 if expected and place % 2 else 1.0
         signs_B[row] = sign
         for name, grad in single.grads.items():
-            part = sign * grad.dense()[0]
-            expected[name] = expected[name] + part if name in expected else part
+            part = grad.dense()[0]  # of the first row as it is: a table of embeddings is large
+            expected[name] = torch.add(expected[name], part, alpha=sign) if name in expected else part
     if credited.per_sample is None or not bool(signs_B.any()):
         return ""
     combined = credited.per_sample.weighted_sum(dict.fromkeys(params, signs_B))
     for name, value in expected.items():
-        off = float(torch.linalg.vector_norm((combined[name].to(value.dtype) - value).flatten()))
+        off = float(torch.linalg.vector_norm(combined[name].to(value.dtype).sub_(value).flatten()))
         if not off <= 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12:
             return f"the gradients of {name!r} of rows {sorted(alone)} differ by {off:.3g} (norms up to {largest:.3g})"
     return ""

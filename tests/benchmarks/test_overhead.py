@@ -16,7 +16,7 @@ def test_a_tiny_run_writes_each_figure(tmp_path):
     run = CliRunner().invoke(overhead.main, ["--quick", "--rounds", "1", "--cases", "w3", "--out", str(out)])
     assert run.exit_code == 0, run.output
     case = json.loads(out.read_text())["cases"]["w3"]
-    assert case["seconds"].keys() == {"plain", "traced", "untraced", "row alone"}
+    assert case["seconds"].keys() == {"plain", "traced", "untraced", "audit", "whole"}
     assert all(value > 0 for value in case["seconds"].values())
     assert {"typing", "audits", "first"} <= case.keys()
 
