@@ -1,6 +1,6 @@
 """How probable it is that the audit of rows finds a fault: `python benchmarks/audit_power.py`.
 
-Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines.audit.Audits` itself; the rest is the
+Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines.guards.audit.Audits` itself; the rest is the
 hypergeometric law: r of B rows, drawn without replacement, miss all b faulty ones with probability
 C(B - b, r) / C(B, r). For small r that is near (1 - b / B)^r.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from dpfunc.engines.audit import STEPS_IN, Audits
+from dpfunc.engines.guards.audit import STEPS_IN, Audits
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "audit_power.json"
 SIZES = (32, 256, 1024, 8192)

@@ -30,8 +30,8 @@ from benchmarks.engines import report
 from benchmarks.engines.__main__ import check_cases
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import ours, plain
-from dpfunc.engines.audit import ROWS_IN, STEPS_IN, TIME_SHARE, audit, credited_by
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder, bookkeeping, record_factors
+from dpfunc.engines.guards.audit import ROWS_IN, STEPS_IN, TIME_SHARE, audit, credited_by
 from dpfunc.engines.tracing.places import Remembered
 
 RESULT = Path(__file__).parent / "results" / "overhead.json"

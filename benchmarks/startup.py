@@ -19,7 +19,7 @@ from typing import Any
 
 ROUNDS = 7
 RESULT = Path(__file__).parent / "results" / "startup.json"
-RUN = "import sys; from dpfunc.cli import main; sys.argv[0] = 'dpfunc'; main()"
+RUN = "import sys; from dpfunc.cli.main import main; sys.argv[0] = 'dpfunc'; main()"
 COMMANDS = {
     "dpfunc --help": ["--help"],
     "dpfunc train --help": ["train", "--help"],

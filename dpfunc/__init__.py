@@ -7,9 +7,9 @@ A name is imported when it is first used: accounting and the command `dpfunc` do
 
 from __future__ import annotations
 
-import importlib
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
     from dpfunc import accounting, clipping, distributed, engines, errors, lora, noise, sampling
@@ -22,18 +22,16 @@ if TYPE_CHECKING:
         epsilon,
         remaining,
     )
-    from dpfunc.batchnorm import count_batchnorm, replace_batchnorm
-    from dpfunc.checkpoint import load, save
+    from dpfunc.batches import take
+    from dpfunc.checkpoint import Journal, load, save
     from dpfunc.clipped import clipped_grad
     from dpfunc.errors import BudgetExhausted, DPFuncError
-    from dpfunc.functional import functionalize, with_params
-    from dpfunc.journal import Journal
+    from dpfunc.functional import count_batchnorm, functionalize, replace_batchnorm, with_params
     from dpfunc.noise import add_gaussian
     from dpfunc.plan import Plan
     from dpfunc.rng import Key, fold_in, insecure_key, secure_key
     from dpfunc.state import StepState
     from dpfunc.step import make_dp_step
-    from dpfunc.tree import take
     from dpfunc.types import ClippedSum, Event, Schedule
 
 __all__ = [
@@ -82,7 +80,7 @@ _HOMES = {
     "DPFuncError": "errors",
     "Event": "types",
     "Guarantee": "accounting",
-    "Journal": "journal",
+    "Journal": "checkpoint",
     "Key": "rng",
     "Ledger": "accounting",
     "Plan": "plan",
@@ -93,7 +91,7 @@ _HOMES = {
     "calibrate_noise": "accounting",
     "calibrate_steps": "accounting",
     "clipped_grad": "clipped",
-    "count_batchnorm": "batchnorm",
+    "count_batchnorm": "functional",
     "epsilon": "accounting",
     "fold_in": "rng",
     "functionalize": "functional",
@@ -101,26 +99,16 @@ _HOMES = {
     "load": "checkpoint",
     "make_dp_step": "step",
     "remaining": "accounting",
-    "replace_batchnorm": "batchnorm",
+    "replace_batchnorm": "functional",
     "save": "checkpoint",
     "secure_key": "rng",
-    "take": "tree",
+    "take": "batches",
     "with_params": "functional",
 }  # the module of each public name that is no module itself
 
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that do not exist
-
-    def __getattr__(name: str) -> object:
-        """Import a public name, or a module of dpfunc, when it is first used."""
-        if name in _HOMES:
-            value = getattr(importlib.import_module(f"dpfunc.{_HOMES[name]}"), name)
-        elif name.isidentifier() and not name.startswith("_") and find_spec(f"dpfunc.{name}") is not None:
-            value = importlib.import_module(f"dpfunc.{name}")
-        else:
-            raise AttributeError(f"module 'dpfunc' has no attribute {name!r}")
-        globals()[name] = value
-        return value
+    __getattr__ = lazy(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

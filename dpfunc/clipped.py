@@ -13,19 +13,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dpfunc.checks import one_of, shorten, whole
+from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.validation import one_of, shorten, whole
+from dpfunc._utils.versions import check_compile
+from dpfunc.batches import batch_size, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.engines.audit import Audits, audit, credited_by, drawn_rows
+from dpfunc.engines.guards.audit import Audits, audit, credited_by, drawn_rows
+from dpfunc.engines.guards.row_independence import tolerance_of
 from dpfunc.engines.loop import loop
-from dpfunc.engines.row_independence import tolerance_of
-from dpfunc.engines.sums import accumulation_dtype, exact, wide
+from dpfunc.engines.microbatch import automatic_size
+from dpfunc.engines.numerics import accumulation_dtype, exact, wide
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.microbatch import automatic_size
 from dpfunc.rng import Key, fold_in, torch_seed
-from dpfunc.sharding import is_dtensor, local
-from dpfunc.tree import batch_size, pad_rows, rows, signature, tree_map
 from dpfunc.types import (
     ADJACENCIES,
     Adjacency,
@@ -38,7 +39,6 @@ from dpfunc.types import (
     PerSampleGrads,
     Unreleased,
 )
-from dpfunc.versions import check_compile
 
 WholeNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From squared norms of what this process holds of each gradient to those of whole gradients."""

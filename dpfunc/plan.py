@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from dpfunc._utils.validation import fail, one_of, open_unit, positive, whole
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
-from dpfunc.checks import fail, one_of, open_unit, positive, whole
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
@@ -272,7 +272,7 @@ class Plan:
 
         Guarantees:
             the draws of the sampler, in order, with workers and on several processes, from any step
-            (tests/test_loader.py::test_batches_are_the_draws, tests/distributed/test_loader_ranks.py).
+            (tests/sampling/test_loader.py::test_batches_are_the_draws, tests/distributed/test_data.py).
 
         >>> import torch
         >>> from dpfunc import clipping

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dpfunc.checks import whole
+from dpfunc._utils.validation import whole
 from dpfunc.errors import InvalidArgument
 
 KEY_BYTES = 32
@@ -76,7 +76,7 @@ class Key:
     {'secret': hidden, 'guessable': False, 'made_in': 'here'}
 
     Guarantees:
-        tests/test_keys.py::test_no_way_of_printing_shows_the_key.
+        tests/test_rng.py::test_no_way_of_printing_shows_the_key.
     """
 
     secret: bytes = field(repr=False)

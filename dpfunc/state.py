@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from dpfunc._utils.validation import fail, wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.checks import fail, wrong_type
 from dpfunc.distributed.agreement import digest
 from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
 from dpfunc.plan import Plan

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dpfunc._utils.validation import fail, one_of, wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.checks import fail, one_of, wrong_type
+from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
@@ -42,7 +43,6 @@ from dpfunc.state import (
     stable_repr,
     step_events,
 )
-from dpfunc.tree import batch_size
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
 ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {

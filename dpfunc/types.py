@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from dpfunc import checks
+from dpfunc._utils import validation as checks
 from dpfunc.errors import InvalidArgument
 
 if TYPE_CHECKING:  # accounting uses this file too, and must not wait for torch

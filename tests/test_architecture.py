@@ -9,32 +9,25 @@ import dpfunc
 
 ROOT = Path(dpfunc.__file__).parent
 PAGE = (ROOT.parent / "docs" / "architecture.md").read_text()
-NAMES = set(re.findall(r"`([a-z_*/.]+)`", PAGE)) - {"params", "batch", "state", "engines"}
+NAMES = set(re.findall(r"`([a-z_*/.]+)`", PAGE)) - {"params", "batch", "state"}
+BASES = [ROOT, ROOT / "engines", ROOT / "checkpoint", ROOT / "hf"]
 
 
-def exists(name: str) -> bool:
-    places = [ROOT, ROOT / "engines"]
-    if "." in name or name.endswith("/"):
-        return any(list(place.glob(name)) for place in places)
-    return any((place / f"{name}.py").exists() for place in places) or name in dpfunc.__all__
+def paths(name):
+    """Files and folders of a name on the page, with or without its ending and the folder that a section is about."""
+    whole = name if "." in name or name.endswith("/") else f"{name}.py"
+    return [path for base in BASES for path in base.glob(whole)]
 
 
 def test_what_the_page_names_is_there():
-    assert not [name for name in sorted(NAMES) if not exists(name)]
+    assert not [name for name in sorted(NAMES) if not paths(name) and name not in dpfunc.__all__]
 
 
 def test_every_file_has_its_place():
-    folders = {name.rstrip("/") for name in NAMES if name.endswith("/")}
-    found = {path for name in NAMES if "." in name for place in (ROOT, ROOT / "engines") for path in place.glob(name)}
-    found |= {ROOT / "engines" / f"{name}.py" for name in NAMES if "." not in name}
-    missing = []
-    for path in ROOT.rglob("*.py"):
-        relative = path.relative_to(ROOT)
-        inner = relative.parent.as_posix().removeprefix("engines/")
-        if (
-            path.name != "__init__.py"
-            and path not in found
-            and not any(inner.split("/")[0] == f for f in folders - {"engines"})
-        ):
-            missing.append(relative.as_posix())
+    named = {path for name in NAMES for path in paths(name)} - {ROOT / "engines", ROOT / "checkpoint"}
+    missing = [
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if path.name != "__init__.py" and not named & {path, *path.parents}
+    ]
     assert not missing

@@ -25,6 +25,7 @@ from scipy import stats
 from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling, step
 from dpfunc.accounting import Ledger, accountant, epsilon
 from dpfunc.accounting.guarantee import Method
+from dpfunc.checkpoint.plan_json import KNOWN
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import ALL
 from dpfunc.engines import bookkeeping, register_rule
@@ -32,9 +33,8 @@ from dpfunc.engines import rules as rule_tables
 from dpfunc.engines.rules import RULES
 from dpfunc.engines.tracing import families, operations
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.integrations import arguments
+from dpfunc.hf.trainer import arguments
 from dpfunc.plan import ACCOUNTANTS, Plan
-from dpfunc.plan_json import KNOWN
 from dpfunc.rng import fold_in, insecure_key, secure_key, stream
 from dpfunc.step import DPStep
 from dpfunc.types import ADJACENCIES, ClippedSum, Event

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dpfunc.cli import main
+from dpfunc.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]

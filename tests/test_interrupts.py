@@ -11,16 +11,17 @@ from cases import as_batch, linear_loss, params, random_rows
 
 import dpfunc
 from dpfunc import clipping, sampling
+from dpfunc.batches import take
+from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.errors import StateReused
-from dpfunc.journal import Journal, journal_ledger
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.state import replay
 from dpfunc.step import make_dp_step
-from dpfunc.tree import take
 
 FILES = {
-    str(Path(dpfunc.__file__).parent / name) for name in ("step.py", "journal.py", "chain.py", "state.py", "locks.py")
+    str(Path(dpfunc.__file__).parent / name)
+    for name in ("step.py", "checkpoint/journal.py", "checkpoint/chain.py", "state.py", "_utils/locks.py")
 }
 POINTS = 40
 PLAN = Plan(sampling.Poisson(12, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import linear_loss, params
-from test_checkpoint import DATA, PLAN
+from run_cases import DATA, PLAN
 
 import dpfunc
 from dpfunc import clipping
+from dpfunc.batches import take
+from dpfunc.checkpoint.plan_json import plan_from_dict, plan_to_dict
 from dpfunc.errors import InvalidArgument
-from dpfunc.plan_json import plan_from_dict, plan_to_dict
 from dpfunc.step import make_dp_step
-from dpfunc.tree import take
 
 STATE = make_dp_step(linear_loss, PLAN).init(params(), dpfunc.secure_key())
 RUN = {"params": params(), "state": STATE, "plan": PLAN, "data": "mails"}

@@ -14,7 +14,7 @@ MUSEUM = {
     "only the last microbatch is counted": ("test_guarantees.py", "test_microbatch_invariance"),
     "an empty batch crashes": ("test_step.py", "test_empty_batch_is_a_step_that_costs"),
     "a checkpoint restores neither bound nor sigma": (
-        "test_checkpoint.py",
+        "checkpoint/test_local.py",
         "test_another_run_is_refused_with_the_difference",
     ),
     "one NaN sample turns all parameters NaN": ("test_step.py", "test_nan_sample_leaves_the_rest_alone"),
@@ -34,7 +34,10 @@ MUSEUM = {
     ),
     "AUTO-V gives NaN at a zero gradient": ("engines/test_museum_engines.py", "test_auto_v_at_a_zero_gradient"),
     "q is 1 / len(loader)": ("test_museum.py", "test_sampling_prob_is_not_one_over_the_number_of_batches"),
-    "shuffled batches are accounted as Poisson": ("test_sampling.py", "test_shuffled_is_not_accounted_as_poisson"),
+    "shuffled batches are accounted as Poisson": (
+        "sampling/test_samplers.py",
+        "test_shuffled_is_not_accounted_as_poisson",
+    ),
     "the budget is checked after the breach": ("test_step.py", "test_budget"),
     "delta = 1/n": ("test_plan.py", "test_contradictions_are_refused"),
     "a closed formula for epsilon": ("accounting/test_reference.py", "test_museum_closed_form_epsilon"),
@@ -44,10 +47,10 @@ MUSEUM = {
     "the tail of the accumulation is lost": ("test_guarantees.py", "test_microbatch_invariance"),
     "misspelt privacy arguments are swallowed": ("test_step.py", "test_misspelt_arguments_are_not_swallowed"),
     "noise is drawn in another dtype than promised": (
-        "noise/test_gaussian_noise.py",
+        "noise/test_gaussian.py",
         "test_noise_is_drawn_as_promised",
     ),
-    "the sum is divided before the noise": ("noise/test_gaussian_noise.py", "test_a_divided_sum_cannot_be_released"),
+    "the sum is divided before the noise": ("noise/test_gaussian.py", "test_a_divided_sum_cannot_be_released"),
 }
 
 

@@ -87,7 +87,7 @@ def test_the_wheel_says_what_it_is(built):
         metadata = email.message_from_bytes(file.read(about))
         names = file.namelist()
         (entries,) = (file.read(name).decode() for name in names if name.endswith("entry_points.txt"))
-    assert "dpfunc = dpfunc.cli:main" in entries
+    assert "dpfunc = dpfunc.cli.main:main" in entries
     assert (metadata["Name"], metadata["Version"]) == ("dpfunc", PROJECT["version"])
     assert metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -100,8 +100,8 @@ def test_the_wheel_runs_alone(built, tmp_path):
     with zipfile.ZipFile(built[1]) as file:
         file.extractall(tmp_path)
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dpfunc.cli; print(dpfunc.__file__); "
-        "dpfunc.cli.main(['epsilon', '-q', '1', '--steps', '10', '--sigma', '5', '--delta', '1e-5', '--json'])"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dpfunc.cli.main; print(dpfunc.__file__); "
+        "dpfunc.cli.main.main(['epsilon', '-q', '1', '--steps', '10', '--sigma', '5', '--delta', '1e-5', '--json'])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout.startswith(str(tmp_path))

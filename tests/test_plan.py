@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.plan_json import plan_difference, plan_from_dict, plan_to_dict
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import Plan
-from dpfunc.plan_json import plan_difference, plan_from_dict, plan_to_dict
 from dpfunc.rng import insecure_key
 from dpfunc.state import StepState
 from dpfunc.types import Event, Schedule

@@ -9,12 +9,12 @@ import ast
 import importlib
 import json
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_journal import line, written
+from journal_cases import line, written
+from new_python import python
 
 import dpfunc
 from dpfunc.accounting import Ledger
@@ -42,16 +42,9 @@ COMMANDS = {
 }
 
 
-def python(code, *arguments):
-    """What a new process prints, which must end well."""
-    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 RUN = """
 import json, sys
-from dpfunc.cli import main
+from dpfunc.cli.main import main
 sys.argv[0] = "dpfunc"
 try:
     main()
@@ -101,7 +94,9 @@ def test_opacus_comes_with_the_methods_that_are_from_it(method):
     assert {"opacus", "torch"} <= heavy
 
 
-@pytest.mark.parametrize("module", ["dpfunc", "dpfunc.accounting", "dpfunc.cli", "dpfunc.journal", "dpfunc.errors"])
+@pytest.mark.parametrize(
+    "module", ["dpfunc", "dpfunc.accounting", "dpfunc.cli.main", "dpfunc.checkpoint.journal", "dpfunc.errors"]
+)
 def test_modules_that_do_not_import_torch(module):
     code = f"import sys, {module}; print([name for name in {(*HEAVY, 'scipy')} if name in sys.modules])"
     assert python(code).strip() == "[]"
@@ -144,9 +139,7 @@ def test_no_name_is_a_module_as_well():
 
 
 def test_modules_are_attributes():
-    assert python(
-        "import dpfunc; print(dpfunc.state.replay.__name__, dpfunc.distributed_checkpoint.save_sharded.__name__)"
-    )
+    assert python("import dpfunc; print(dpfunc.state.replay.__name__, dpfunc.checkpoint.save_sharded.__name__)")
 
 
 @pytest.mark.parametrize("name", ["nothing", "_nothing", "a.b", "", "__wrapped__"])

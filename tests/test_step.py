@@ -11,13 +11,13 @@ from scipy import stats
 
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
+from dpfunc.batches import take
+from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
-from dpfunc.journal import Journal, journal_ledger
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.state import replay
 from dpfunc.step import make_dp_step
-from dpfunc.tree import take
 from dpfunc.types import Event, Schedule
 
 DATA = as_batch(random_rows(0, 100))

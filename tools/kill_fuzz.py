@@ -1,6 +1,7 @@
 """Kill runs at random changes of files, resume them, and compare with runs that nobody killed.
 
-`python tools/kill_fuzz.py` takes some minutes and writes benchmarks/results/kills.json; tests/test_kills.py is short.
+`python tools/kill_fuzz.py` takes some minutes and writes benchmarks/results/kills.json;
+tests/checkpoint/test_kills.py is short.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "_support")]
 
 from kills import KINDS, first_problems, fuzz, summary, warm  # noqa: E402
 

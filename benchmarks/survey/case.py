@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dpfunc.integrations import losses
+from dpfunc.hf import losses
 
 Batch = dict[str, Tensor]
 LossFn = Callable[[Mapping[str, Tensor], Batch], Tensor]

@@ -164,7 +164,7 @@ def functions(case: Case, subject: Subject, targets: Sequence[str]) -> tuple[For
     if case.trained in WHOLE:
         return functionalize(subject.module, chosen(case, subject.module))
     if hasattr(subject.module, "peft_config"):
-        from dpfunc.integrations import peft
+        from dpfunc.hf import peft
 
         return peft.functionalize(subject.module)
     return functionalize(subject.module)

@@ -27,7 +27,7 @@ from benchmarks.survey.case import (
 )  # fmt: skip
 from benchmarks.survey.tiny import built
 from benchmarks.survey.vision import SWIN
-from dpfunc.integrations import losses
+from dpfunc.hf import losses
 
 WORDS = 40  # ids above are special
 

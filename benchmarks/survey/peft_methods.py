@@ -90,7 +90,7 @@ def adapted(
     def build() -> Subject:
         from peft import get_peft_model
 
-        from dpfunc.integrations.tasks import make_loss_fn
+        from dpfunc.hf.tasks import make_loss_fn
 
         auto, task_type, task, targets = BASES[base]
         module = built(auto, base)

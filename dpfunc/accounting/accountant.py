@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
+from dpfunc._utils.validation import fail, one_of, open_unit
 from dpfunc.accounting.coarse import coarsen
 from dpfunc.accounting.gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting.guarantee import Guarantee, Method
@@ -13,7 +14,6 @@ from dpfunc.accounting.losses import Direction
 from dpfunc.accounting.prv import FEW_KINDS, prv_epsilon
 from dpfunc.accounting.rdp import rdp_epsilon
 from dpfunc.accounting.tilted import Kind, TiltedUnavailable, tilted_epsilon
-from dpfunc.checks import fail, one_of, open_unit
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dpfunc._utils.validation import fail, open_unit, positive, probability, whole
 from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, merge_gaussians
 from dpfunc.accounting.coarse import coarsen
 from dpfunc.accounting.ledger import Ledger
@@ -17,7 +18,6 @@ from dpfunc.accounting.schedules import schedule_ledger
 from dpfunc.accounting.search import largest_integer, smallest_real
 from dpfunc.accounting.tilted import TiltedUnavailable
 from dpfunc.accounting.tilted import rough_epsilon as tilted_guess
-from dpfunc.checks import fail, open_unit, positive, probability, whole
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 

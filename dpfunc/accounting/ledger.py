@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from dpfunc.checks import apart, fail, one_of, unique_json
+from dpfunc._utils.validation import apart, fail, one_of, unique_json
 from dpfunc.errors import DPFuncError, InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 

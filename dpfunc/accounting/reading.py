@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from dpfunc.checks import non_negative, open_unit, real, whole
+from dpfunc._utils.validation import non_negative, open_unit, real, whole
 
 
 class EpsilonReading(NamedTuple):

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+from dpfunc._utils.validation import fail, open_unit, positive, whole
 from dpfunc.accounting.calibration import calibrate_noise
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.reading import suggest_delta
 from dpfunc.accounting.schedules import schedule_ledger
-from dpfunc.checks import fail, open_unit, positive, whole
 from dpfunc.errors import InvalidArgument
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from dpfunc._utils.validation import whole
 from dpfunc.accounting.ledger import Ledger
-from dpfunc.checks import whole
 from dpfunc.types import Adjacency, Event, Schedule, schedule_at
 
 

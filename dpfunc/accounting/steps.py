@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dpfunc._utils.validation import fail, open_unit, positive, whole
 from dpfunc.accounting.accountant import cached_epsilon, check_bound
 from dpfunc.accounting.calibration import rough_epsilon
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.accounting.search import largest_integer
-from dpfunc.checks import fail, open_unit, positive, whole
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event
 

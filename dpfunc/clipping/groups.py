@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpfunc.checks import apart, shorten, whole
+from dpfunc._utils.validation import apart, shorten, whole
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Groups
 

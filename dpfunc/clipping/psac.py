@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dpfunc.checks import positive
+from dpfunc._utils.validation import positive
 from dpfunc.clipping.bounds import check_clip_norm
 from dpfunc.clipping.groups import ALL
 from dpfunc.types import Groups

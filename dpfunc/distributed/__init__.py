@@ -1,8 +1,8 @@
 """One run on many processes: the same step, the same plan, the same epsilon."""
 
 from dpfunc.distributed.fsdp import shard_frozen
+from dpfunc.distributed.fully_sharded import functionalize_managed
 from dpfunc.distributed.launch import check_same, from_environment, is_writer, leave, once, replicate
-from dpfunc.distributed.managed import functionalize_managed
 from dpfunc.distributed.params import shard, whole
 from dpfunc.distributed.ranks import Ranks, any_rank, data_parallel, sharded, shared_key
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc.distributed.axes import cut_over
+from dpfunc._utils.dtensor import is_dtensor, local, shard_dims, window
+from dpfunc.batches import batch_size, signature
+from dpfunc.distributed.mesh_axes import cut_over
 from dpfunc.distributed.ranks import Ranks, any_rank, message_device
 from dpfunc.errors import RankMismatch, StepAborted
-from dpfunc.sharding import is_dtensor, local, shard_dims, window
-from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Params
 
 WORD, PIECE = 8, 2**16

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc.checks import fail
+from dpfunc._utils.dtensor import local
+from dpfunc._utils.validation import fail
+from dpfunc.batches import batch_size, pad_rows, signature, tree_map
 from dpfunc.distributed.agreement import RankSummary, agree, digest_of_all, summarize
 from dpfunc.distributed.processes import Clip, Rows
 from dpfunc.distributed.ranks import Ranks, all_or_raise
 from dpfunc.distributed.reduce import check_layout, gathered, sum_over
-from dpfunc.engines.lockstep import process_context
-from dpfunc.engines.sums import accumulation_dtype
+from dpfunc.engines.guards.lockstep import process_context
+from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
-from dpfunc.sharding import local
-from dpfunc.tree import batch_size, pad_rows, signature, tree_map
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 

@@ -30,7 +30,7 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
         Whatever `describe` raises.
 
     Guarantees:
-        tests/distributed/test_loader_ranks.py::test_a_data_set_in_another_order_is_an_error_of_all.
+        tests/distributed/test_data.py::test_a_data_set_in_another_order_is_an_error_of_all.
 
     >>> check_same_data(lambda: "mails of May", None)
     'mails of May'

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, overload
 
 from torch import nn
 
-from dpfunc.checks import shorten
+from dpfunc._utils.validation import shorten
+from dpfunc._utils.versions import check_sharding
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.forward import functionalize
-from dpfunc.functional.managed import communicates
+from dpfunc.functional.fsdp import communicates
 from dpfunc.functional.names import pattern, select
 from dpfunc.functional.refuse import unwrapped
 from dpfunc.lora import LoRA
-from dpfunc.versions import check_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ def shard_frozen(
 
     Raises:
         InvalidArgument: no such layer, no trained parameter, or trained parameters for an adapter.
-        UnsupportedModel: the module is sharded already, or an older torch: see `dpfunc.versions.check_sharding`.
+        UnsupportedModel: the module is sharded already, or an older torch: see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
         the released gradients are those of one process without sharding

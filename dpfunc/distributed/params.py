@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dpfunc.checks import whole as whole_number
+from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.validation import whole as whole_number
+from dpfunc._utils.versions import check_sharding
 from dpfunc.errors import InvalidArgument
-from dpfunc.sharding import is_dtensor, local
 from dpfunc.types import Params
-from dpfunc.versions import check_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from dpfunc.distributed.agreement import checksum, in_hex
-from dpfunc.engines.lockstep import process_context
+from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 Clip = Callable[[Params, Batch, Tensor], tuple[ClippedSum, Unreleased]]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from dpfunc._utils.versions import check_sharding
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.rng import Key, secure_key
 from dpfunc.types import Batch
-from dpfunc.versions import check_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,7 +119,7 @@ def sharded(
     Raises:
         InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant
             for context, sequence or pipeline parallelism.
-        UnsupportedModel: an older torch, see `dpfunc.versions.check_sharding`.
+        UnsupportedModel: an older torch, see `dpfunc._utils.versions.check_sharding`.
     """
     check_sharding()
     _check_initialised()

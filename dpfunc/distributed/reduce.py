@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc.checks import shorten
-from dpfunc.distributed.axes import axes_over, cut_over
+from dpfunc._utils.dtensor import distributed, is_dtensor, shard_dims
+from dpfunc._utils.validation import shorten
+from dpfunc.distributed.mesh_axes import axes_over, cut_over
 from dpfunc.distributed.ranks import Ranks, message_device
 from dpfunc.errors import InvalidArgument, StepAborted
-from dpfunc.sharding import distributed, is_dtensor, shard_dims
 from dpfunc.types import Params
 
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc.checks import one_of, shorten
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.validation import one_of, shorten
+from dpfunc.batches import batch_size, signature
 from dpfunc.engines.bookkeeping import bookkeeping
-from dpfunc.engines.lockstep import in_lockstep, refused_by_all
+from dpfunc.engines.guards.lockstep import in_lockstep, refused_by_all
+from dpfunc.engines.guards.python_state import python_state, refuse_kept
+from dpfunc.engines.guards.reference_probe import take_probe
+from dpfunc.engines.guards.replicated import anywhere
+from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
-from dpfunc.engines.probe import take_probe
-from dpfunc.engines.python_state import python_state, refuse_kept
-from dpfunc.engines.replicas import anywhere
-from dpfunc.engines.row_independence import check_isolated
 from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
-from dpfunc.sharding import is_dtensor
-from dpfunc.tree import batch_size, signature
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
 log = logging.getLogger("dpfunc")
@@ -199,7 +199,8 @@ def auto(memory_budget: int | None = None, unproven: Unproven = "vmap") -> Auto:
         UnsupportedModel: rows influence each other; the message names them.
 
     Guarantees:
-        no step is released whose gradients differ from those of rows alone (tests/isolation/test_zoo.py).
+        no step is released whose gradients differ from those of rows alone
+        (tests/engines/tracing/test_isolation_zoo.py).
 
     >>> import torch
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)

@@ -14,27 +14,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dpfunc.checks import one_of, shorten, whole
-from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
-from dpfunc.engines.gradient_taps import Catch, leaf, pass_gradient, tapped
-from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
-from dpfunc.engines.layout import Layout
+from dpfunc._utils.dtensor import arrived, is_dtensor
+from dpfunc._utils.validation import one_of, shorten, whole
+from dpfunc.batches import batch_size
+from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.loop import loop
-from dpfunc.engines.modes import unseen
-from dpfunc.engines.parameter_source import has_parameter_source
+from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
-from dpfunc.engines.scope import backward_inside
-from dpfunc.engines.sums import accumulation_dtype, exact
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Places, Remembered, Traced
 from dpfunc.engines.tracing.trace import Misplaced, Trace, backward_pass, following
-from dpfunc.engines.tracked import Tracked, version
-from dpfunc.engines.tracking import Tracker
+from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.uses.gradient_taps import Catch, leaf, pass_gradient, tapped
+from dpfunc.engines.uses.parameter_source import has_parameter_source
+from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.tracked import Tracked, version
+from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
-from dpfunc.sharding import arrived, is_dtensor
-from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
 DEFAULT_BUDGET = 2**30

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
-from dpfunc.engines.collecting import check_differentiable
-from dpfunc.engines.layout import Layout
+from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.scope import backward_inside
 from dpfunc.engines.tracing.places import Traced
 from dpfunc.engines.tracing.trace import Trace, following
-from dpfunc.engines.tracked import Tracked
-from dpfunc.engines.tracking import Tracker
+from dpfunc.engines.uses.accumulate import check_differentiable
+from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.tracked import Tracked
+from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
-from dpfunc.tree import batch_size
 from dpfunc.types import Batch, LossFn, Params
 
 

@@ -14,31 +14,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dpfunc.checks import one_of
+from dpfunc._utils.dtensor import arrived
+from dpfunc._utils.validation import one_of
+from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
-from dpfunc.engines.collecting import check_differentiable, collect, refuse_escaped
-from dpfunc.engines.draws import Draw
-from dpfunc.engines.gradient_taps import leaf, tapped
-from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
-from dpfunc.engines.layout import Layout
+from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.draws import Draw
+from dpfunc.engines.guards.modes import unfollowed, unseen
+from dpfunc.engines.guards.scope import Scope, backward_inside
 from dpfunc.engines.loop import loop
-from dpfunc.engines.modes import unfollowed, unseen
-from dpfunc.engines.parameter_source import has_parameter_source, leaves_of, reduced
+from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.scope import Scope, backward_inside
-from dpfunc.engines.sums import exact
 from dpfunc.engines.tracing.memory import Memory, refuse_unproven
 from dpfunc.engines.tracing.places import Traced
 from dpfunc.engines.tracing.trace import Trace, backward_pass, following
-from dpfunc.engines.tracked import Tracked
-from dpfunc.engines.tracking import Tracker
+from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.uses.gradient_taps import leaf, tapped
+from dpfunc.engines.uses.parameter_source import has_parameter_source, leaves_of, reduced
+from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.tracked import Tracked
+from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
 from dpfunc.rng import insecure_key, torch_seed
-from dpfunc.sharding import arrived
-from dpfunc.tree import batch_size
 from dpfunc.types import Batch, Engine, LossFn, Params
 
 

@@ -7,20 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dpfunc.engines.collecting import check_differentiable
-from dpfunc.engines.collectives import CollectiveRecorder, own_only
-from dpfunc.engines.graphs import parameters_unchanged, refuse_reentrant
-from dpfunc.engines.lockstep import any_process, refused_by_all
+from dpfunc._utils.dtensor import local
+from dpfunc.batches import batch_size, rows
+from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
+from dpfunc.engines.guards.lockstep import any_process, refused_by_all
+from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
+from dpfunc.engines.guards.replicated import check_replicated
+from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.python_state import python_state, refuse_kept, was_kept
-from dpfunc.engines.replicas import check_replicated
-from dpfunc.engines.scope import backward_inside
-from dpfunc.engines.sharded import local_like
 from dpfunc.engines.tracing.trace import kept_apart
+from dpfunc.engines.uses.accumulate import check_differentiable
+from dpfunc.engines.uses.tensor_parallel import local_like
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
-from dpfunc.sharding import local
-from dpfunc.tree import batch_size, rows
 from dpfunc.types import Batch, LossFn, Params
 
 LoopEngine = Callable[[LossFn, Params, Batch], PerSample]

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpfunc.engines.draws import Draw
-from dpfunc.engines.sums import (
+from dpfunc.engines.guards.draws import Draw
+from dpfunc.engines.numerics import (
     LONG,
     ROUNDINGS,
     SCRATCH,

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpfunc.checks import shorten, whole
-from dpfunc.engines.collectives import none_batched
-from dpfunc.engines.graphs import parameters_unchanged
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.validation import shorten, whole
+from dpfunc.engines.guards.autograd_graph import parameters_unchanged
+from dpfunc.engines.guards.collectives import none_batched
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.tracing.trace import kept_apart
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.sharding import is_dtensor
 from dpfunc.types import Batch, Engine, LossFn, Params
 
 # What torch says when a loss does something that vmap or grad cannot do -> what the user can do about it.

@@ -1,6 +1,18 @@
 """A module as a pure function of its trainable parameters, without touching the module."""
 
+from dpfunc.functional.batchnorm import count_batchnorm, replace_batchnorm
 from dpfunc.functional.forward import Forward, Functional, functionalize, with_params
 from dpfunc.functional.names import ATTENTION, BIASES, HEADS, PROJECTOR
 
-__all__ = ["ATTENTION", "BIASES", "HEADS", "PROJECTOR", "Forward", "Functional", "functionalize", "with_params"]
+__all__ = [
+    "ATTENTION",
+    "BIASES",
+    "HEADS",
+    "PROJECTOR",
+    "Forward",
+    "Functional",
+    "count_batchnorm",
+    "functionalize",
+    "replace_batchnorm",
+    "with_params",
+]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
-from dpfunc.checks import shorten
-from dpfunc.engines.collectives import initialized
-from dpfunc.engines.graphs import refuse_reentrant
-from dpfunc.engines.lockstep import is_independent
-from dpfunc.engines.scope import Scope, until_backward
+from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.autograd_graph import refuse_reentrant
+from dpfunc.engines.guards.collectives import initialized
+from dpfunc.engines.guards.lockstep import is_independent
+from dpfunc.engines.guards.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional.managed import (
+from dpfunc.functional.fsdp import (
     constant,
     recovered,
     refuse_communication,
@@ -201,7 +201,7 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
 
     Guarantees:
         the module is bit-identical afterwards, tied and shared layers included
-        (tests/test_functional.py::test_module_is_never_changed).
+        (tests/functional/test_forward.py::test_module_is_never_changed).
 
     >>> model = nn.Linear(3, 2)
     >>> forward, params = functionalize(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dpfunc.checks import apart, shorten
+from dpfunc._utils.validation import apart, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Params
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from dpfunc.batchnorm import training_batchnorms
-from dpfunc.checks import shorten
+from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
+from dpfunc.functional.batchnorm import training_batchnorms
 
 CHECKPOINTED = (
     "its second forward pass would run with the module's own parameters and give wrong gradients. Call "

@@ -113,8 +113,8 @@ def attach(
         UnsupportedModel: see `dpfunc.functionalize`.
 
     Guarantees:
-        equals the merged module (tests/test_lora.py::test_merge), leaves the module alone
-        (tests/test_lora.py::test_module_is_unchanged).
+        equals the merged module (tests/lora/test_layer.py::test_merge), leaves the module alone
+        (tests/lora/test_layer.py::test_module_is_unchanged).
 
     >>> from dpfunc.rng import insecure_key
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

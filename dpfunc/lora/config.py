@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfunc.checks import fail, one_of, positive, real, whole
+from dpfunc._utils.validation import fail, one_of, positive, real, whole
 from dpfunc.rng import Key, stream
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from dpfunc.checks import shorten
+from dpfunc._utils.validation import shorten
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.functional.names import check_params
 from dpfunc.lora.adapter import LoRA, attach

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dpfunc.checks import fail, shorten
+from dpfunc._utils.validation import fail, shorten
 from dpfunc.functional.names import pattern
 from dpfunc.lora.layer import adaptable
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc.checks import fail, non_negative, one_of, positive
+from dpfunc._utils.dtensor import on_parts
+from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.rng import Key
-from dpfunc.sharding import on_parts
 from dpfunc.types import Allocation, ClippedSum
 
 ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
@@ -76,7 +76,7 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
         InvalidArgument: not a ClippedSum, or an argument outside its domain.
 
     Guarantees:
-        the equation above (tests/noise/test_gaussian_noise.py::test_allocations_have_equal_privacy); no other
+        the equation above (tests/noise/test_gaussian.py::test_allocations_have_equal_privacy); no other
         allocation has less total noise (test_optimal_is_optimal).
 
     >>> clipped = ClippedSum({"a": torch.zeros(1), "b": torch.zeros(16)}, {"a": "a", "b": "b"}, {"a": 1.0, "b": 1.0})
@@ -124,8 +124,8 @@ def add_gaussian(
             cannot hold.
 
     Guarantees:
-        tests/noise/test_gaussian_noise.py: scale (test_scale), dtype (test_noise_is_drawn_as_promised), the sum itself
-        is unchanged (test_the_sum_is_kept); tests/noise/test_noise_streams.py: determinism (test_stateless),
+        tests/noise/test_gaussian.py: scale (test_scale), dtype (test_noise_is_drawn_as_promised), the sum itself
+        is unchanged (test_the_sum_is_kept); tests/noise/test_streams.py: determinism (test_stateless),
         independence (test_no_correlation), tails (test_tails).
 
     >>> from dpfunc.rng import insecure_key

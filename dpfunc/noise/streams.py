@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc.checks import one_of
+from dpfunc._utils.dtensor import Window, local, window
+from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, stream
-from dpfunc.sharding import Window, local, window
 
 TILE = 2**16
 TILE_COLS = 2**8
@@ -39,7 +39,7 @@ def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.f
         key: of one release. name: of the leaf. number: of the tile, from 0. size: 0 <= size <= 2**16.
 
     Guarantees:
-        tests/noise/test_noise_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
+        tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
         tiles, leaves and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
 
     >>> from dpfunc.rng import insecure_key
@@ -165,7 +165,7 @@ def standard_normal(key: Key, like: Mapping[str, Tensor], source: Source = "secu
 
     Guarantees:
         the same key gives the same numbers, for any number of threads and whatever the other leaves are
-        (tests/noise/test_noise_streams.py::test_stateless), and however a leaf is cut
+        (tests/noise/test_streams.py::test_stateless), and however a leaf is cut
         (test_a_part_is_a_part_of_the_whole).
     """
     if one_of("source", source, SOURCES) == "secure":

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from dpfunc.checks import whole
+from dpfunc._utils.validation import whole
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, stream
 from dpfunc.types import Adjacency, Event

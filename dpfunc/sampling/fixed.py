@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc.checks import fail, whole
+from dpfunc._utils.validation import fail, whole
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_key, check_span, draw
 from dpfunc.types import Adjacency, Event
@@ -30,7 +30,7 @@ class FixedSize:
         InvalidArgument: a value outside its domain.
 
     Guarantees:
-        all subsets are equally likely (tests/test_sampling.py::test_fixed_size_subsets_are_uniform).
+        all subsets are equally likely (tests/sampling/test_samplers.py::test_fixed_size_subsets_are_uniform).
 
     >>> FixedSize(100, 10).events(0, 5, noise_multiplier=2.0)
     (Event(sampling_prob=1.0, noise_multiplier=2.0, num_steps=5),)
@@ -79,9 +79,9 @@ class Shuffled:
         InvalidArgument: a value outside its domain.
 
     Guarantees:
-        every record exactly once an epoch (tests/test_sampling.py::test_shuffled_epoch); all positions equally likely
-        (test_shuffled_positions_are_uniform); an epoch is charged once, however the steps are cut into stretches
-        (test_shuffled_charges_each_epoch_once).
+        every record exactly once an epoch (tests/sampling/test_samplers.py::test_shuffled_epoch); all positions
+        equally likely (test_shuffled_positions_are_uniform); an epoch is charged once, however the steps are cut into
+        stretches (test_shuffled_charges_each_epoch_once).
 
     >>> sampler = Shuffled(100, 40)
     >>> sampler.steps_per_epoch
@@ -138,8 +138,8 @@ class InOrder:
         InvalidArgument: a value outside its domain.
 
     Guarantees:
-        every record exactly once an epoch, in order (tests/test_sampling.py::test_in_order_epoch); an epoch is charged
-        once (test_shuffled_charges_each_epoch_once).
+        every record exactly once an epoch, in order (tests/sampling/test_samplers.py::test_in_order_epoch); an epoch
+        is charged once (test_shuffled_charges_each_epoch_once).
 
     >>> from dpfunc.rng import insecure_key
     >>> sampler = InOrder(100, 40)

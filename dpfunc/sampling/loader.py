@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dpfunc.checks import fail
+from dpfunc._utils.validation import fail
+from dpfunc.batches import batch_size, rows, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.sampling.base import Sampler, deal
 from dpfunc.sampling.records import read
-from dpfunc.tree import batch_size, rows, tree_map
 from dpfunc.types import Batch
 
 

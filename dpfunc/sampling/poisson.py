@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc.checks import probability, records, sampling_prob_of, whole
+from dpfunc._utils.validation import probability, records, sampling_prob_of, whole
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, draw
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
@@ -39,9 +39,9 @@ class Poisson:
         InvalidArgument: a value outside its domain.
 
     Guarantees:
-        inclusion at rate q, independent between records and steps (tests/test_sampling.py::test_poisson_rate,
+        inclusion at rate q, independent between records and steps (tests/sampling/test_samplers.py::test_poisson_rate,
         test_poisson_records_are_independent, test_poisson_steps_are_independent; with 1e7 records
-        tests/test_sampling_scale.py); adding records at the end does not change the trials of the others
+        tests/sampling/test_scale.py); adding records at the end does not change the trials of the others
         (test_poisson_draws_do_not_depend_on_other_records); the same draws in every version (test_known_draws).
 
     >>> from dpfunc.rng import insecure_key

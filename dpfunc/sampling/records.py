@@ -40,7 +40,7 @@ def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
     or version, not a change of one record between those it reads.
 
     Guarantees:
-        tests/test_sampling_records.py::test_a_change_of_any_record_is_another_data_set.
+        tests/sampling/test_records.py::test_a_change_of_any_record_is_another_data_set.
     """
     known = WHOLE if isinstance(dataset, (list, tuple)) else WHOLE_ELSEWHERE
     indices = range(len(dataset)) if len(dataset) <= known else spread(len(dataset), RECOGNISED)
@@ -62,7 +62,7 @@ def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:  #
         dataset: with a length and an index. collate: list of records -> batch.
 
     Guarantees:
-        tests/test_loader.py::test_another_order_has_another_name.
+        tests/sampling/test_loader.py::test_another_order_has_another_name.
 
     >>> batches_name([1.0, 2.0], torch.tensor) == batches_name([2.0, 1.0], torch.tensor)
     False

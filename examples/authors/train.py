@@ -27,7 +27,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 import dpfunc
 from dpfunc import clipping, distributed
-from dpfunc.integrations.persons import group_by_person, mean_over_texts
+from dpfunc.sampling.users import group_by_person, mean_over_texts
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "main_job"))
 from fetch import FetchError

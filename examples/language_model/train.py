@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import dpfunc
 from dpfunc import clipping, distributed
-from dpfunc.integrations.tasks import make_loss_fn
+from dpfunc.hf.tasks import make_loss_fn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "main_job"))
 from data import read_news

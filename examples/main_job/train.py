@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 import dpfunc
 from dpfunc import clipping, distributed
-from dpfunc.integrations.processes import as_saved, check_processes
-from dpfunc.journal import Journal, journal_ledger
+from dpfunc.checkpoint.journal import Journal, journal_ledger
+from dpfunc.hf.trainer.processes import as_saved, check_processes
 
 HEAD = r"^head\."
 # Chosen on the validation part of BBC News: adapters get a smaller bound and learning rate than the head, whose signal

@@ -24,10 +24,10 @@ from rich.table import Table
 
 from dpfunc import distributed
 from dpfunc.errors import DPFuncError
-from dpfunc.integrations.data import Row, read_table
-from dpfunc.integrations.generate import Sampling, load_writer, sample, write_texts
-from dpfunc.integrations.job import Job, job_from_dict
-from dpfunc.integrations.train_job import run_job
+from dpfunc.train.config import Job, job_from_dict
+from dpfunc.train.generate import Sampling, load_writer, sample, write_texts
+from dpfunc.train.run import run_job
+from dpfunc.train.tables import Row, read_table
 
 PROMPT = "Topic: {label} Text: "
 SHORT_TRAIN, SHORT_TEST, SHORT_TEXTS = 2000, 300, 240

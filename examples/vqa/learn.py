@@ -15,8 +15,8 @@ from vlm import per_image_loss
 
 import dpfunc
 from dpfunc import clipping
-from dpfunc.integrations.processes import as_saved, check_processes
-from dpfunc.journal import Journal
+from dpfunc.checkpoint.journal import Journal
+from dpfunc.hf.trainer.processes import as_saved, check_processes
 
 # Learning rates and shares of the clip norm by kind of parameter. Chosen on the validation images.
 RATES = {"head": 1.0, "projector": 0.003, "adapters": 0.01}

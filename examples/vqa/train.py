@@ -30,7 +30,7 @@ from vlm import VisionLanguage
 
 import dpfunc
 from dpfunc import distributed
-from dpfunc.journal import journal_ledger
+from dpfunc.checkpoint.journal import journal_ledger
 
 # At the place where the answer is read: keys and values of words stay frozen, and are kept.
 TARGETS = r"attention\.(self\.query|output\.dense)$"

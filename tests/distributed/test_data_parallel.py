@@ -6,7 +6,7 @@ import pytest
 import torch
 from workers import outcomes, run
 
-from dpfunc.journal import journal_ledger
+from dpfunc.checkpoint.journal import journal_ledger
 
 
 def close(found, expected, tolerance):

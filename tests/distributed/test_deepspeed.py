@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from test_sharded_models import close
+from sharded_cases import close
 from workers import _pool, run
 
 pytestmark = pytest.mark.skipif(

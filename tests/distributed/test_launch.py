@@ -7,6 +7,7 @@ import json
 from datetime import timedelta
 from pathlib import Path
 
+import launch_jobs
 import pytest
 import torch
 from click.testing import CliRunner
@@ -15,14 +16,13 @@ from safetensors.torch import load_file
 from text_job import write_job
 
 import dpfunc
-from dpfunc.cli import main
+from dpfunc.checkpoint.journal import journal_ledger, read_steps
+from dpfunc.cli.main import main
 from dpfunc.distributed.launch import check_launch, from_environment
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.integrations.processes import check_number
-from dpfunc.journal import journal_ledger, read_steps
+from dpfunc.hf.trainer.processes import check_number
 
-HERE = Path(__file__).parent
-JOBS = str(HERE / "launch_jobs.py")
+JOBS = launch_jobs.__file__
 FLAGS = ("--steps", "6", "--eval_fraction", "0.2", "--eval_steps", "3", "--insecure-seed", "7707")
 
 
@@ -48,7 +48,7 @@ def place(tmp_path_factory):
         patch.chdir(folder)
         one = CliRunner().invoke(main, ["train", "job.yaml", *FLAGS, "--output_dir", "one"])
     assert one.exit_code == 0, one.output
-    said = works("-m", "dpfunc.cli", "train", "job.yaml", *FLAGS, "--output_dir", "two", cwd=folder)
+    said = works("-m", "dpfunc.cli.main", "train", "job.yaml", *FLAGS, "--output_dir", "two", cwd=folder)
     return folder, one.stdout, *said
 
 

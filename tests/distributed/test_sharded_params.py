@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sharded_models import check, close, expected
+from sharded_cases import check, close, expected
 from workers import run
 
 CASES = [

@@ -15,7 +15,7 @@ from zoo.parity import ENGINES, differences, truth_of
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Flat
 from dpfunc.engines import bookkeeping, vmap
-from dpfunc.engines.layout import Layout
+from dpfunc.engines.uses.sample_axis import Layout
 from dpfunc.errors import DPFuncError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 

@@ -100,7 +100,7 @@ def test_padding_does_not_change_a_loss(tiny):
     from cut import IGNORED, cut, run_lower, tokenize
 
     import dpfunc
-    from dpfunc.integrations.tasks import make_loss_fn
+    from dpfunc.hf.tasks import make_loss_fn
 
     lower, upper = cut(tiny.model, 2)
     forward, params = dpfunc.functionalize(upper)

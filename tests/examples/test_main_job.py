@@ -13,7 +13,7 @@ from launcher import works
 from safetensors.torch import load_file
 
 from dpfunc.accounting import Ledger
-from dpfunc.journal import journal_ledger
+from dpfunc.checkpoint.journal import journal_ledger
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples" / "main_job"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dpfunc.accounting import Ledger
-from dpfunc.journal import journal_ledger
+from dpfunc.checkpoint.journal import journal_ledger
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "vqa"

@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.cost import KernelCost, matrix_form
-from dpfunc.engines.rules.table import Form, Grads, Rule, Use
-from dpfunc.engines.sums import (
+from dpfunc.engines.numerics import (
     ROUNDINGS,
     SCRATCH,
     TOLERATED,
@@ -32,6 +29,9 @@ from dpfunc.engines.sums import (
     wide,
     without_dropped,
 )
+from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
+from dpfunc.engines.rules.cost import KernelCost, matrix_form
+from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
 # Numbers that may be formed at a time: 4 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.

@@ -7,9 +7,9 @@ import string
 import torch
 from torch import Tensor
 
+from dpfunc.engines.numerics import wide
 from dpfunc.engines.per_sample import Dense
 from dpfunc.engines.rules.table import Grads, Rule, Use
-from dpfunc.engines.sums import wide
 
 
 def einsum(use: Use, grad: Tensor, equation: str, first: Tensor | None, second: Tensor | None) -> Grads:

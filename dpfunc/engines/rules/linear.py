@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.numerics import wide
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines.rules.cost import matrix_form
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
-from dpfunc.engines.sums import wide
 
 
 def form(use: Use) -> Form:

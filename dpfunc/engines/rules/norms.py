@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.numerics import wide
 from dpfunc.engines.per_sample import Dense
 from dpfunc.engines.rules.table import Grads, Rule, Use
-from dpfunc.engines.sums import wide
 
 
 def _last_axes(use: Use, grad: Tensor, normed: Tensor | None) -> Grads:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.layout import Layout
+from dpfunc.engines.uses.sample_axis import Layout
 from dpfunc.errors import UnsupportedModel
 
 _NAMES = (

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.utils.rnn import pad_packed_sequence
 
-from dpfunc.engines.modes import unseen
+from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, replay, walk
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing.trace import current_trace

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpfunc.engines.layout import Layout
 from dpfunc.engines.per_sample import PerSampleGrad
+from dpfunc.engines.uses.sample_axis import Layout
 from dpfunc.errors import UnsupportedModel
 
 Grads = Mapping[str, PerSampleGrad]

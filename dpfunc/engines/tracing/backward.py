@@ -14,8 +14,8 @@ import functools
 import torch
 from torch import Tensor
 
-from dpfunc.engines.gradient_taps import GradientTap
-from dpfunc.engines.graphs import nodes_behind
+from dpfunc.engines.guards.autograd_graph import nodes_behind
+from dpfunc.engines.uses.gradient_taps import GradientTap
 
 DERIVATIVES = frozenset(
     f"{name}Backward{number}"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing.call import Type
 from dpfunc.engines.tracing.rows import Mixed, Rows, same_ids, same_slots
+from dpfunc.engines.uses.sample_axis import Layout
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from dpfunc.engines.modes import unseen
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored
-from dpfunc.sharding import is_dtensor
 
 
 class Constant(Enum):

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc.checks import shorten
-from dpfunc.engines.layout import Layout
-from dpfunc.engines.lockstep import refused_by_all
-from dpfunc.engines.modes import unseen
-from dpfunc.engines.replicas import check_replicated
+from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.tracing.credit import Misplaced
 from dpfunc.engines.tracing.entries import part
 from dpfunc.engines.tracing.places import Key, Traced
 from dpfunc.engines.tracing.trace import Trace
+from dpfunc.engines.uses.sample_axis import Layout
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -156,6 +156,6 @@ class _Traceable(Protocol):
 
 
 def _size(batch: Batch) -> int:
-    from dpfunc.tree import batch_size
+    from dpfunc.batches import batch_size
 
     return batch_size(batch)

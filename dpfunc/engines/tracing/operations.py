@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dpfunc.engines.collectives import communicates
-from dpfunc.engines.draws import draws_numbers
+from dpfunc.engines.guards.collectives import communicates
+from dpfunc.engines.guards.draws import draws_numbers
 from dpfunc.engines.tracing.call import Call
 from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES, PURE
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dpfunc.engines.layout import Layout
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, same_ids
 from dpfunc.engines.tracing.trace import Trace
+from dpfunc.engines.uses.sample_axis import Layout
 from dpfunc.errors import UnsupportedModel
 
 Key = tuple[str, str, tuple[int, ...]]

@@ -25,7 +25,7 @@ TRUSTED = (
     *((f"transformers.models.{kind}.*", "*ForSequenceClassification.forward") for kind in
       ("bart", "mbart", "plbart", "bigbird_pegasus", "led", "mvp", "t5", "mt5", "umt5", "longt5")),
     # Shapes of logits, by which they are only reshaped.
-    ("dpfunc.integrations.losses", "*"),
+    ("dpfunc.hf.losses", "*"),
 )  # fmt: skip
 # Functions that draw a mask for each sample, with numbers of other libraries and the length of the sample's own row.
 DRAWING = (("transformers.models.*", "*._mask_hidden_states"), ("transformers.models.*", "_compute_mask_indices"))
@@ -75,7 +75,7 @@ PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extens
 WATCHING = (
     *(f"dpfunc.engines.tracing.{name}" for name in ("trace", "credit", "declared", "entries", "results", "writes")),
     "dpfunc.engines.tracing.places",
-    "dpfunc.engines.tracking",
+    "dpfunc.engines.uses.tracker",
     "torch.overrides",
     "torch._tensor",  # len
     "torch.autograd",

@@ -19,10 +19,9 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 
-from dpfunc.engines.collectives import check_own, note_meshes
-from dpfunc.engines.draws import Draw, drawn
-from dpfunc.engines.layout import Layout
-from dpfunc.engines.modes import DispatchMode, unseen
+from dpfunc.engines.guards.collectives import check_own, note_meshes
+from dpfunc.engines.guards.draws import Draw, drawn
+from dpfunc.engines.guards.modes import DispatchMode, unseen
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.backward import is_plain, saving_hooked
@@ -51,6 +50,7 @@ from dpfunc.engines.tracing.results import check_complete, type_copies, type_exc
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, stored
 from dpfunc.engines.tracing.writes import before, refuse_writes, write
+from dpfunc.engines.uses.sample_axis import Layout
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch
 

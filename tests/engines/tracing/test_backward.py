@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import dpfunc
-from dpfunc.engines.modes import unseen
+from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.tracing.backward import is_plain
 from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel

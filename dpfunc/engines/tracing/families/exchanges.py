@@ -1,8 +1,9 @@
 """Collectives inside of layers that are split over processes: all of them have the same samples, in the same rows.
 
-Only torch's own wrappers may communicate (`dpfunc.engines.collectives`), and that the processes have the same samples
-is checked in each step (`dpfunc.engines.replicas`). What is gathered, summed or scattered has the rows of its parts as
-long as each part holds all samples: one that holds only some of them is put together from other samples elsewhere.
+Only torch's own wrappers may communicate (`dpfunc.engines.guards.collectives`), and that the processes have the same
+samples is checked in each step (`dpfunc.engines.guards.replicated`). What is gathered, summed or scattered has the rows
+of its parts as long as each part holds all samples: one that holds only some of them is put together from other samples
+elsewhere.
 """
 
 from __future__ import annotations

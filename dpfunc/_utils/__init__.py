@@ -1,0 +1,1 @@
+"""Small tools that know nothing of privacy: checks of arguments, containers of tensors, split tensors, locks."""

@@ -1,0 +1,178 @@
+"""Exclusive use of files and folders. A lock ends with its process, however that ends: nothing stale is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dpfunc.errors import InvalidArgument
+
+LOCK_FILE = ".dpfunc.lock"
+FAR = 2**40  # Windows locks bytes, and others may not read them: one that no file has
+PAUSE = 0.05
+ATTEMPTS = 100
+
+_held: dict[Path, int] = {}  # lock files of this process, and how many blocks hold each
+
+
+def lock(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
+    """Lock an open file until it is closed.
+
+    Args:
+        handle: of the file. shared: several readers at once; on Windows one. wait: until the others are done.
+
+    Returns:
+        False if another process has it, which only happens with `wait=False`.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    if sys.platform == "win32":
+        return _lock_byte(handle, wait)
+    import fcntl
+
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(handle, kind if wait else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_byte(handle: int, wait: bool) -> bool:
+    import msvcrt
+
+    calls = vars(msvcrt)  # of Windows only, so unknown to a type checker elsewhere
+    at = os.lseek(handle, 0, os.SEEK_CUR)
+    os.lseek(handle, FAR, os.SEEK_SET)
+    try:
+        while True:
+            try:
+                calls["locking"](handle, calls["LK_NBLCK"], 1)
+            except OSError:
+                if not wait:
+                    return False
+                time.sleep(PAUSE)
+            else:
+                return True
+    finally:
+        os.lseek(handle, at, os.SEEK_SET)
+
+
+@contextmanager
+def only_process(folder: Path) -> Iterator[None]:
+    """Inside, no other process uses the folder in this way. It is made if it is missing, and removed if still empty.
+
+    Args:
+        folder: of a run. The lock is a file in it, which is there only while it is held, or after a kill. A block
+            inside of another one of the same process changes nothing.
+
+    Raises:
+        InvalidArgument: another process has it. Nothing was written.
+
+    Guarantees:
+        tests/_utils/test_locks.py::test_one_process_has_a_folder, ::test_a_killed_process_has_nothing.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place, only_process(Path(place) / "run"):
+    ...     [path.name for path in (Path(place) / "run").iterdir()]
+    ['.dpfunc.lock']
+    """
+    path = folder.resolve() / LOCK_FILE
+    if path in _held:
+        _held[path] += 1
+        try:
+            yield
+        finally:
+            _held[path] -= 1
+        return
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    handle = _taken(path, folder)
+    _held[path] = 1
+    try:
+        yield
+    finally:
+        del _held[path]
+        if sys.platform == "win32":  # where an open file cannot be removed
+            os.close(handle)
+            with suppress(OSError):
+                path.unlink()
+        else:
+            path.unlink(missing_ok=True)  # before the lock ends: `_taken` sees that it has a file without a name
+            os.close(handle)
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+
+
+def _taken(path: Path, folder: Path) -> int:
+    while True:
+        handle = _opened(path)
+        if not lock(handle, wait=False):
+            owner = os.read(handle, 20).decode("ascii", "replace").strip()
+            os.close(handle)
+            raise InvalidArgument(
+                f"Expected no other process in {str(folder)!r}, got {f'process {owner}' if owner else 'one'}, which "
+                "trains there now. Two runs in one folder would publish one ledger for the steps of both. Wait until "
+                "it ends, or name another folder. Nothing was written."
+            )
+        try:
+            ours = os.fstat(handle).st_ino == path.stat().st_ino
+        except FileNotFoundError:
+            ours = False
+        if ours:
+            os.ftruncate(handle, 0)
+            os.write(handle, f"{os.getpid()}\n".encode())
+            return handle
+        os.close(handle)  # the one before us removed it: what others lock has another name now
+
+
+def _opened(path: Path) -> int:
+    for _ in range(ATTEMPTS):  # the one before us may remove the folder between the two
+        with suppress(FileNotFoundError, FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Inside, `abandoned(folder)` is False for all processes; also after the folder was renamed.
+
+    Args:
+        folder: a directory that is there. Without locks on directories (Windows, some file systems) nothing happens.
+    """
+    handle = -1
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        lock(handle, wait=False)
+    try:
+        yield
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def abandoned(folder: Path) -> bool:
+    """True if the process that was `in_use` of a folder has ended; False if it is at work, or that cannot be known.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place, in_use(Path(place)):
+    ...     abandoned(Path(place))
+    False
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return lock(handle, wait=False)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)

@@ -1,0 +1,255 @@
+"""Files of JSON lines in which a lost, changed, repeated or moved line is noticed.
+
+Each line holds its own number and a digest of the line before it. The end of the file, about which no later line says
+anything, is noted in a small file beside it (`.head`): the number of lines and the digest of the last one. Both guard
+against accidents; whoever may write both files can still write others that fit together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from dpfunc._utils.locks import lock
+from dpfunc._utils.validation import unique_json
+from dpfunc.errors import CheckpointError
+
+DIGEST_BYTES = 16
+RESTORE = (
+    "Restore the journal and its .head file together, as they were. If they are lost, count every step that the run "
+    "can have released: plan.ledger()."
+)
+
+
+class Head(NamedTuple):
+    """The end of a chained file: the number of its lines, and the digest of the last one ("" of none)."""
+
+    lines: int = 0
+    digest: str = ""
+
+
+class Position(NamedTuple):
+    """Position up to which a chained file was read.
+
+    Args:
+        inode: of the file. offset: in bytes. end: of what was read. before: the end without the last line.
+    """
+
+    inode: int = 0
+    offset: int = 0
+    end: Head = Head()
+    before: Head = Head()
+
+
+Line = tuple[Head, dict[str, Any]]
+"""The end of the file up to a line, and the values in the line."""
+
+
+def head_path(path: Path) -> Path:
+    """The file that says where a chained file ends.
+
+    >>> head_path(Path("journal.jsonl")).name
+    'journal.jsonl.head'
+    """
+    return path.with_name(f"{path.name}.head")
+
+
+def read_head(path: Path) -> Head | None:
+    """Read the `.head` file of a chained file; None if there is none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    file = head_path(path)
+    if not file.exists():
+        return None
+    try:
+        values = unique_json(file.read_bytes())
+        return Head(int(values["lines"]), str(values["digest"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"The file {file} cannot be read: {error}. {RESTORE}") from error
+
+
+def write_head(path: Path, head: Head) -> None:
+    """Write the end of a chained file to its `.head` file, atomically: a crash leaves the old one or the new one."""
+    replace_file(head_path(path), json.dumps(head._asdict()) + "\n")
+
+
+def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file atomically and durably: a crash leaves the old content or the new one, never a part.
+
+    Args:
+        path: of the file. text: its whole new content. mode: who may read it, from its first byte on.
+    """
+    new = path.with_name(f"{path.name}.new")
+    if new.exists():  # left by a crash, with a mode of its own
+        new.unlink()
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as handle:
+        handle.write(text.encode())
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(new, path)
+    sync_directory(path.parent)
+
+
+def known_end(path: Path) -> Head:
+    """End of a chained file, from its `.head` file alone. A file that does not exist gets one that says 0 lines.
+
+    Raises:
+        CheckpointError: the file has lines, and nothing says where it ends.
+    """
+    with locked(path) as file:
+        head = read_head(path)
+        if head is None:
+            check_end(path, follow(file, path, Position())[0])
+            head = Head()
+            write_head(path, head)
+        return head
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to append to, with an exclusive lock; create it and its folders if they are missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        lock(file.fileno())  # until it is closed
+        yield file
+
+
+def read_chain(path: Path) -> list[Line]:
+    """Read and verify all complete lines of a chained file; none if the file does not exist.
+
+    Raises:
+        CheckpointError: a line is missing (also at the end), was changed, moved or repeated.
+    """
+    if not path.exists():
+        check_end(path, Position())
+        return []
+    with open(path, "rb") as file:
+        lock(file.fileno(), shared=True)
+        position, lines = follow(file, path, Position())
+        check_end(path, position)
+    return lines
+
+
+def resumes(file: BinaryIO, since: Position) -> bool:
+    """True if this is the file that was read before, and it is not shorter now."""
+    return os.fstat(file.fileno()).st_ino == since.inode and file.seek(0, os.SEEK_END) >= since.offset
+
+
+def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[Line]]:
+    """The complete lines after a position, each verified to follow the one before; and the position after them.
+
+    Raises:
+        CheckpointError: a line that cannot be read, or does not follow.
+    """
+    file.seek(since.offset)
+    complete, newline, _ = file.read().rpartition(b"\n")
+    lines: list[Line] = []
+    end, before = since.end, since.before
+    for raw in complete.split(b"\n") if newline else ():
+        values = _verified(raw, path, end)
+        end, before = Head(end.lines + 1, _digest(raw)), end
+        lines.append((end, values))
+    offset = since.offset + len(complete) + len(newline)
+    return Position(os.fstat(file.fileno()).st_ino, offset, end, before), lines
+
+
+def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
+    expected = end.lines + 1
+    try:
+        values: dict[str, Any] = unique_json(raw)
+        number, previous = values["line"], values["previous"]
+    except KeyError as error:
+        raise CheckpointError(f"Line {expected} of the journal {path} cannot be read: it lacks {error}.") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"Line {expected} of the journal {path} cannot be read: {error}.") from error
+    if number != expected:
+        raise CheckpointError(
+            f"Expected line {expected} of the journal {path}, got one that was written as line {number}: lines were "
+            f"removed, repeated or moved. {RESTORE}"
+        )
+    if previous != end.digest:
+        where = f"line {end.lines} was changed, or line {expected}" if end.lines else f"line {expected}"
+        raise CheckpointError(
+            f"Line {expected} of the journal {path} does not follow the line before it: {where} belongs to another "
+            f"journal. {RESTORE}"
+        )
+    return values
+
+
+def check_end(path: Path, at: Position) -> None:
+    """Check that a file that was read to its end has all lines that its `.head` file knows of.
+
+    One line more is what a crash between the line and its note leaves: it counts.
+
+    Raises:
+        CheckpointError: lines at the end are missing or were changed, or nothing says where the file ends.
+    """
+    known, lines = read_head(path), at.end.lines
+    if known is None:
+        if lines:
+            raise CheckpointError(
+                f"Expected {head_path(path)} beside a journal of {lines} lines, got no such file: nobody can tell "
+                f"whether lines at the end are missing. {RESTORE}"
+            )
+        return
+    if known in (at.end, at.before):
+        return
+    if known.lines > lines:
+        raise CheckpointError(
+            f"Expected {known.lines} lines in the journal {path}, as {head_path(path).name} says, got {lines}: line "
+            f"{lines + 1} and those after it are missing. {RESTORE}"
+        )
+    said = f"Line {known.lines} of the journal {path} is not the one that {head_path(path).name} knows"
+    if known.lines < lines - 1:
+        said = f"The journal {path} has {lines} lines, {head_path(path).name} knows of {known.lines}"
+    raise CheckpointError(f"{said}: one of the two files was changed, or belongs to another journal. {RESTORE}")
+
+
+def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str, Any]) -> None:
+    """Append a line and note it as the last one; both are on disk when this returns.
+
+    Args:
+        file: from `locked`. path: of the file. at: its end, as `follow` found it. values: of the line.
+    """
+    if read_head(path) != at.end:
+        # At the first line: from now on a journal without its head has lost it. Later: a kill came between the last
+        # line and its note, and a second one must not find two lines without.
+        write_head(path, at.end)
+    cut_incomplete(file)
+    raw = json.dumps({"line": at.end.lines + 1, "previous": at.end.digest, **values}).encode()
+    file.write(raw + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+    write_head(path, Head(at.end.lines + 1, _digest(raw)))
+
+
+def cut_incomplete(file: BinaryIO) -> None:
+    """Remove a last line without an end, which a crash has left."""
+    end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def sync_directory(path: Path) -> None:
+    """Make new and renamed entries of a directory durable; Windows cannot sync a directory."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).hexdigest()

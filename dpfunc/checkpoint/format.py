@@ -1,0 +1,428 @@
+"""Common parts of all kinds of checkpoints: the values that describe a run, and the checks that they belong to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dpfunc._utils.locks import abandoned
+from dpfunc._utils.validation import one_of, shorten, unique_json, wrong_type
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.checkpoint.chain import Head, replace_file
+from dpfunc.checkpoint.journal import Taken
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint
+from dpfunc.state import StepState, plan_digest
+from dpfunc.types import Batch, Params
+
+SCHEMA = 2
+PREFIX = "step-"
+NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
+SAVING, REMOVING = ".saving-", ".removing-"
+STATE, PLAN, MANIFEST = "state.json", "plan.json", "manifest.json"
+AWAY = "Restore it; or move the whole folder of this checkpoint away, and the one before it counts."
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Result of `load`. `params` and `optimizer_state` are released; `state` holds the key and is not."""
+
+    params: dict[str, torch.Tensor]
+    optimizer_state: Mapping[str, Any] | None
+    state: StepState
+    extra: Mapping[str, Any]
+    path: Path
+
+
+def data_fingerprint(data: Batch | str, key: Key) -> str:
+    """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes.
+
+    Args:
+        data: a pytree of tensors, or a string that names the data set (a version, a hash of its files).
+
+    >>> from dpfunc.rng import insecure_key
+    >>> data_fingerprint("mails-2026-01", insecure_key(0)) == data_fingerprint("mails-2026-02", insecure_key(0))
+    False
+    """
+    digest = hashlib.blake2b(key=key.secret, digest_size=16)
+    if isinstance(data, str):
+        digest.update(b"name" + data.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+    for path, leaf in pytree.tree_leaves_with_path(data):
+        if not isinstance(leaf, torch.Tensor):
+            raise wrong_type("data to be a pytree of tensors, or a string that names it", "data", leaf)
+        digest.update(f"{pytree.keystr(path)}{leaf.dtype}{tuple(leaf.shape)}".encode())
+        digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any], journal: Head | None = None) -> dict[str, Any]:
+    """A state as JSON values, with its key.
+
+    Args:
+        state: of the run. data: fingerprint of its data. extra: JSON values of the user's own. journal: where the
+            journal of the run ends, if it has one.
+    """
+    try:
+        json.dumps(dict(extra or {}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"Expected extra to hold JSON values, got others: {error}.") from error
+    if state.noise_state != ():
+        raise CheckpointError("Expected a mechanism without state; its state cannot be saved yet.")
+    return {
+        "schema": SCHEMA,
+        "step": state.step,
+        "limit": state.limit,
+        "charged": state.charged,
+        "key": state.key.secret.hex(),
+        "guessable": state.key.guessable,
+        "drawn": state.drawn,
+        "journal": None if journal is None else journal._asdict(),
+        "ledger": json.loads(state.ledger.to_json()),
+        "released": state.released,
+        "data": data,
+        "extra": dict(extra),
+    }
+
+
+def check_schema(values: Mapping[str, Any], path: Path) -> None:
+    """Check that the state has the schema of this version.
+
+    Raises:
+        CheckpointError: by another.
+    """
+    if values.get("schema") != SCHEMA:
+        raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
+
+
+def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
+    """The state from `state_to_dict`, charged for every step that was taken, which may be repeated bit for bit.
+
+    Args:
+        values: as saved. plan: of the run. taken: the steps of this run that a journal has.
+    """
+    charged, ledger = int(values["charged"]), Ledger.from_json(json.dumps(values["ledger"]))
+    later = max(taken, default=-1) + 1
+    if later > charged:
+        ledger = ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
+        charged = later
+    key = Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"]))
+    step = int(values["step"])
+    released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
+    limit, repeated = int(values["limit"]), tuple(sorted(released.items()))
+    return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), bool(values["drawn"]))
+
+
+def known_journal(values: Mapping[str, Any]) -> Head | None:
+    """End of the journal when the checkpoint was saved; None if it was saved without a journal."""
+    known = values["journal"]
+    return None if known is None else Head(int(known["lines"]), str(known["digest"]))
+
+
+def check_choice(journal: Path | str | None, without_journal: str) -> None:
+    """Check that a resumed run has a journal or a new key, not both.
+
+    Raises:
+        CheckpointError: neither. InvalidArgument: both.
+    """
+    new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
+    if journal is not None and new_key:
+        raise InvalidArgument(
+            'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
+        )
+    if journal is None and not new_key:
+        raise CheckpointError(
+            "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
+            "checkpoint, and repeating them with anything changed would give their noise away. Pass journal=, the file "
+            'of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint was '
+            "released, or you count those that were."
+        )
+
+
+def with_new_key(state: StepState, plan: Plan, key: Key) -> StepState:
+    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
+
+    Args:
+        state: of the run. plan: of the run. key: never used before.
+
+    Raises:
+        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew.
+    """
+    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
+    if state.step % epoch:
+        raise CheckpointError(
+            f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
+            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
+            "a new run that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
+        )
+    fresh = state._replace(key=key, charged=state.step, released=())
+    return fresh._replace(limit=budget_limit(fresh, plan))
+
+
+def budget_limit(state: StepState, plan: Plan) -> int:
+    """Step at which the budget ends; steps already charged cost nothing, and without a budget it is `state.limit`."""
+    if plan.epsilon is None:
+        return state.limit
+    start = state.charged
+    return start + affordable_steps(
+        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+        limit=max(state.limit - start, 0),
+        method=plan.accountant,
+    )
+
+
+def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
+    """The values in a file of a checkpoint.
+
+    Raises:
+        CheckpointError: not JSON, or a name occurs twice in one object.
+    """
+    try:
+        return unique_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"The file {path} cannot be read: {said}. It was changed after it was saved. {AWAY}"
+        ) from error
+
+
+def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:
+    """Check that the journal has the steps of the checkpoint; otherwise it is another journal, or lines were lost.
+
+    Args:
+        values: the saved state. taken: the steps of this run that the journal has. since: the first it should have.
+
+    Raises:
+        CheckpointError: it lacks the checkpoint's last step.
+    """
+    last = int(values["charged"]) - 1
+    if last >= since and last not in taken:
+        raise CheckpointError(
+            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
+            "another run, or incomplete: pass the right one."
+        )
+
+
+def described(params: Params) -> dict[str, str]:
+    """Type and shape of each parameter, for `params_difference`."""
+    return {name: describe(p.dtype, tuple(p.shape)) for name, p in params.items()}
+
+
+def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """A type and a shape in words.
+
+    >>> describe(torch.float32, (3, 2))
+    'float32 (3, 2)'
+    """
+    return f"{str(dtype).removeprefix('torch.')} {shape}"
+
+
+def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each name whose value differs.
+
+    >>> difference({"w": "float32 (3,)"}, {"w": "float32 (4,)"})
+    ['w: saved float32 (3,), now float32 (4,)']
+    """
+    return [
+        f"{name}: saved {saved.get(name, 'absent')}, now {now.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def refuse(what: str, path: Path, lines: list[str]) -> None:
+    """Refuse a checkpoint of another run if there are any lines of differences.
+
+    Raises:
+        CheckpointError: with the differences, and what to do.
+    """
+    if lines:
+        raise CheckpointError(
+            f"The checkpoint {path} belongs to another {what}: {shorten(lines)}. Resume with what the run was "
+            "started with, or start a new run whose ledger contains the old one: dp_step.init(params, key, ledger)."
+        )
+
+
+def refuse_data(data: Batch | str, values: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint that was made on other data.
+
+    Raises:
+        CheckpointError: the fingerprints differ.
+    """
+    if values["data"] != data_fingerprint(data, Key(bytes.fromhex(values["key"]))):
+        refuse("data set", path, ["the data differ from those the run was started on"])
+
+
+def whole_checkpoints(parent: Path) -> list[Path]:
+    """Complete checkpoints of a directory, the newest last. Folders with other names are not looked at.
+
+    Args:
+        parent: the directory, which may be missing.
+
+    Raises:
+        CheckpointError: a list of files that cannot be read.
+    """
+    return sorted((path for path in _named(parent) if is_whole(path)), key=_place)
+
+
+def half_checkpoints(parent: Path) -> list[Path]:
+    """Folders of checkpoints that a kill left with some of their files, the newest last."""
+    return sorted((path for path in _named(parent) if not is_whole(path)), key=_place)
+
+
+def is_whole(path: Path) -> bool:
+    """True if a checkpoint has its list of files, and each of them; their contents are not read.
+
+    Raises:
+        CheckpointError: the list cannot be read.
+    """
+    return (path / MANIFEST).is_file() and all((path / name).is_file() for name in read_manifest(path))
+
+
+def read_manifest(path: Path) -> dict[str, str]:
+    """Names of the files of a checkpoint and their digests.
+
+    Raises:
+        CheckpointError: the list was changed after it was saved.
+    """
+    files = read_json(path / MANIFEST)
+    plain = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
+    if not plain or not {STATE, PLAN} <= files.keys() or any(Path(name).name != name for name in files):
+        raise CheckpointError(
+            f"The file {path / MANIFEST} was changed after it was saved: it is no list of the files of a checkpoint. "
+            f"{AWAY}"
+        )
+    return dict(files)
+
+
+def _named(parent: Path) -> list[Path]:
+    return [path for path in parent.glob(f"{PREFIX}*") if NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _place(path: Path) -> tuple[int, ...]:
+    match = NAME.fullmatch(path.name)
+    return () if match is None else (int(match[1]), int(match[2]))
+
+
+def free_name(parent: Path, step: int) -> Path:
+    """A new name for each save, also of the same step: nothing is ever overwritten. Later names are later."""
+    taken = [number for at, number in map(_place, _named(parent)) if at == step]
+    return parent / f"{PREFIX}{step:08d}.{max(taken, default=-1) + 1:03d}"
+
+
+def remove(path: Path) -> None:
+    """Remove a folder: it first gets a name that nothing reads, so that a kill leaves no part of it behind.
+
+    Args:
+        path: of the folder; nothing happens if it is missing. What a kill leaves, `sweep` removes.
+
+    Guarantees:
+        tests/checkpoint/test_local.py::test_a_kill_while_an_old_checkpoint_is_removed.
+    """
+    if not path.exists():
+        return
+    gone = path.with_name(f"{REMOVING}{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
+
+    Args:
+        parent: the directory, which may be missing. Saves of processes that are still at work stay.
+
+    Guarantees:
+        tests/checkpoint/test_local.py::test_what_killed_saves_left_is_swept.
+    """
+    for path in parent.glob(f"{REMOVING}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in parent.glob(f"{SAVING}*"):
+        if abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def saved_key(path: Path) -> Key:
+    """The key in the state of a checkpoint.
+
+    Raises:
+        CheckpointError: the state was changed after it was saved.
+    """
+    values = read_json(path / STATE)
+    try:
+        return Key(bytes.fromhex(values["key"]))
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"The file {path / STATE} was changed after it was saved: it has no key of a run. {AWAY}"
+        ) from error
+
+
+def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -> None:
+    """Check that all checkpoints in a directory are of one run and of one kind: others could be loaded or removed.
+
+    Args:
+        parent: the directory, which may be missing. key: of the run. marker: a file that this kind of checkpoint has.
+        family: fingerprints of other runs that it continues.
+
+    Raises:
+        CheckpointError: another run's, or of another kind.
+    """
+    own = {fingerprint(key), *family}
+    for path in whole_checkpoints(parent):
+        known = fingerprint(saved_key(path)) in own
+        if not known or not (path / marker).exists():
+            raise CheckpointError(
+                f"Expected only checkpoints of this run in {parent}, found {path.name} of another "
+                f"{'kind' if known else 'run'}: a load could take it "
+                "for one of this run. Give each run, and each kind of checkpoint (save, save_sharded), a directory of "
+                "its own. Nothing was written."
+            )
+
+
+def verify(path: Path, files: Mapping[str, str]) -> None:
+    """Check that the files of a checkpoint are unchanged since they were saved.
+
+    Args:
+        path: of the checkpoint. files: name -> digest, from its manifest.
+
+    Raises:
+        CheckpointError: one is missing or was changed.
+    """
+    for name, expected in files.items():
+        if not (path / name).exists() or sha256(path / name) != expected:
+            raise CheckpointError(f"The file {path / name} is missing or was changed after it was saved.")
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """A file that only its owner can read, from its first byte on; whole or absent, and on disk when this returns."""
+    replace_file(path, json.dumps(values, indent=1), 0o600)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on disk."""
+    with open(path, "r+b") as file:  # Windows syncs what can be written
+        os.fsync(file.fileno())

@@ -1,0 +1,236 @@
+"""A write-ahead ledger: each step is on disk before its gradients are returned, so that a crash loses no accounting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
+
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.chain import (
+    RESTORE,
+    Head,
+    Line,
+    Position,
+    append_chained,
+    check_end,
+    cut_incomplete,
+    follow,
+    head_path,
+    known_end,
+    locked,
+    read_chain,
+    read_head,
+    resumes,
+    sync_directory,
+)
+from dpfunc.errors import CheckpointError
+from dpfunc.types import Adjacency, Event
+
+if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for torch
+    from dpfunc.plan import Plan
+    from dpfunc.state import StepState
+
+
+class Taken(NamedTuple):
+    """A step that was taken: what it cost, and a digest of what it released."""
+
+    adjacency: Adjacency
+    events: tuple[Event, ...]
+    release: str
+
+
+@dataclass
+class Seen:
+    """Position up to which a journal was read, and the digest of the release of each step."""
+
+    at: Position = field(default_factory=Position)
+    releases: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def read(self, file: BinaryIO, path: Path) -> None:
+        """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
+        same = resumes(file, self.at)
+        position, lines = follow(file, path, self.at if same else Position())
+        check_end(path, position)
+        new = list(_steps(lines, path))
+        self.at, self.releases = position, self.releases if same else {}
+        for run, step, taken in new:
+            self.releases.setdefault((run, step), taken.release)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A file that gets one line for each step, on disk before the step returns; for `make_dp_step(..., journal=...)`.
+
+    Args:
+        path: the file; made with its folders when missing, appended to otherwise. One process of a run writes it.
+        plan: the plan of the run.
+
+    A line left incomplete by a crash is a step whose gradients were never returned; it is removed before the next one.
+    It holds public facts only: step numbers, events, a digest of what was released, and a fingerprint of the run's key.
+    Each line holds a digest of the line before it, and a small file beside the journal (`.head`) says which line is the
+    last: copy and move the two files as a pair. Several runs may share one journal.
+
+    Raises:
+        CheckpointError: when a step is written, if the file has that step of the run with another release, or if lines
+            are missing or were changed.
+
+    Guarantees:
+        a process killed at any moment has journalled every step it released
+        (tests/checkpoint/test_local.py::test_kill_loses_no_accounting); no step is released twice with other values, by
+        whatever processes (tests/test_state.py::test_a_key_begins_one_run, test_a_step_is_released_once);
+        no line is lost or changed unseen
+        (tests/checkpoint/test_journal.py::test_a_line_that_is_lost_or_changed_is_seen).
+
+    >>> import tempfile
+    >>> import torch
+    >>> from dpfunc import clipping, sampling
+    >>> from dpfunc.plan import Plan
+    >>> from dpfunc.rng import secure_key
+    >>> from dpfunc.step import make_dp_step
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> loss_fn, params = lambda params, batch: (params["w"] * batch).sum(1), {"w": torch.zeros(2)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     journal = Journal(Path(folder) / "journal.jsonl", plan)
+    ...     dp_step = make_dp_step(loss_fn, plan, journal=journal)
+    ...     state = dp_step.init(params, secure_key())
+    ...     indices = next(iter(plan.batches(state)))
+    ...     result = dp_step(params, torch.ones(100, 2)[indices], state)
+    ...     journal_ledger(journal.path)
+    Ledger(1 steps, add_remove: (q=0.1, sigma=1) x 1)
+    """
+
+    path: Path | str
+    plan: Plan
+    _seen: Seen = field(default_factory=Seen, repr=False, compare=False)
+
+    @property
+    def file(self) -> Path:
+        """Path of the journal, as a `Path` object."""
+        return Path(self.path)
+
+    def __call__(self, after: StepState) -> None:
+        """Append the step that leads to `after`, and wait until it is on disk."""
+        from dpfunc.rng import fingerprint
+        from dpfunc.state import step_events
+
+        step = after.step - 1
+        events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in step_events(self.plan, after, step)]
+        run, release = fingerprint(after.key), dict(after.released).get(step, "")
+        values = {
+            "run": run, "step": step, "adjacency": self.plan.adjacency, "events": events, "release": release
+        }  # fmt: skip
+        with locked(self.file) as file:
+            self._seen.read(file, self.file)
+            self._check(run, step, release)
+            append_chained(file, self.file, self._seen.at, values)
+
+    def _check(self, run: str, step: int, release: str) -> None:
+        """Check that the file has no other release of this step, whichever process wrote it."""
+        if self._seen.releases.get((run, step), release) != release:
+            raise CheckpointError(
+                f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
+                "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or take a "
+                "new key from dpfunc.secure_key(). Nothing was released."
+            )
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file of notes and sync it; an incomplete last line is removed first.
+
+    Args:
+        path: of the file. line: without its end.
+    """
+    is_new = not path.exists()
+    with locked(path) as file:
+        cut_incomplete(file)
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        sync_directory(path.parent)
+
+
+def read_steps(
+    path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: Head | None = None
+) -> dict[str, dict[int, Taken]]:
+    """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
+
+    Args:
+        path: of the journal.
+        missing: a journal without lines is an error, or, before the first step of a run, no steps.
+        known: the end of the journal as it once was; it may have grown since.
+
+    Raises:
+        CheckpointError: no lines; a line is missing, was changed, or cannot be read.
+    """
+    path = Path(path)
+    lines = read_chain(path)
+    if known is not None:
+        _check_known(path, lines, known)
+    if not lines and missing == "refuse":
+        found = "is empty" if path.exists() else "is no file"
+        raise CheckpointError(
+            f"Expected a journal with at least one step, got {path}, which {found}. Name the file that the run was "
+            "given as Journal(path, plan). A run that begins anew has no ledger yet: leave it out."
+        )
+    runs: dict[str, dict[int, Taken]] = {}
+    for run, step, taken in _steps(lines, path):
+        first = runs.setdefault(run, {}).setdefault(step, taken)
+        if first != taken:
+            raise CheckpointError(
+                f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
+                f"once. {RESTORE}"
+            )
+    return runs
+
+
+def _check_known(path: Path, lines: list[Line], known: Head) -> None:
+    """Check that the journal still begins with the lines that it had when a checkpoint was saved."""
+    if read_head(path) is None:
+        raise CheckpointError(
+            f"Expected the journal {path} with {head_path(path).name} beside it, as when the checkpoint was saved, got "
+            f"no such file. {RESTORE}"
+        )
+    if len(lines) < known.lines:
+        raise CheckpointError(
+            f"Expected at least {known.lines} lines in the journal {path}, as when the checkpoint was saved, got "
+            f"{len(lines)}. {RESTORE}"
+        )
+    if known.lines and lines[known.lines - 1][0] != known:
+        raise CheckpointError(
+            f"Line {known.lines} of the journal {path} is not the one that was there when the checkpoint was saved: it "
+            f"is another journal, or was changed. {RESTORE}"
+        )
+
+
+def saved_end(path: Path | str | None) -> Head | None:
+    """Position and digest of the end of a journal, to store in a checkpoint; None without a journal."""
+    return None if path is None else known_end(Path(path))
+
+
+def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
+    """(run, step, what it took) of each line."""
+    for end, values in lines:
+        try:
+            events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
+            yield values["run"], int(values["step"]), Taken(values["adjacency"], events, str(values["release"]))
+        except KeyError as error:
+            said = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
+            raise CheckpointError(said) from error
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"Line {end.lines} of the journal {path} cannot be read: {error}.") from error
+
+
+def journal_ledger(path: Path | str) -> Ledger:
+    """Ledger of all runs in a journal; needs no checkpoint.
+
+    Raises:
+        LedgerConflict: runs of different adjacency.
+        CheckpointError: no such file, one without steps (a misspelt path must not be free), or one from which lines are
+            missing or in which they were changed.
+    """
+    ledgers = [Ledger(taken.events, taken.adjacency) for run in read_steps(path).values() for taken in run.values()]
+    return ledgers[0].compose(*ledgers[1:])

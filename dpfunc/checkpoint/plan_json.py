@@ -1,0 +1,111 @@
+"""Plans as JSON, so that a checkpoint can tell whether it belongs to a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dpfunc import clipping, sampling
+from dpfunc._utils.validation import apart
+from dpfunc.errors import InvalidArgument
+from dpfunc.plan import Plan
+from dpfunc.types import Schedule
+
+SCHEMA = 1
+KNOWN: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        Plan, Schedule,
+        clipping.Flat, clipping.Automatic, clipping.Threshold, clipping.PSAC,
+        clipping.AllParameters, clipping.PerLayer, clipping.PerParameter, clipping.Blocks, clipping.ByName,
+        sampling.Poisson, sampling.FixedSize, sampling.Shuffled, sampling.InOrder,
+    )
+}  # fmt: skip
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values, each dataclass with its kind.
+
+    Raises:
+        InvalidArgument: a clip rule, grouping or sampler that is not dpfunc's own, which JSON cannot describe.
+
+    >>> from dpfunc import clipping, sampling
+    >>> plan = Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=10, delta=1e-5)
+    >>> plan_from_dict(plan_to_dict(plan)) == plan
+    True
+    """
+    return {"schema": SCHEMA, **_encode(plan)}
+
+
+def plan_from_dict(values: Mapping[str, Any]) -> Plan:
+    """The plan from `plan_to_dict`; every value is checked again.
+
+    Raises:
+        InvalidArgument: another schema, an unknown kind, unknown or missing fields.
+    """
+    if values.get("schema") != SCHEMA:
+        raise InvalidArgument(f"Expected a plan with schema {SCHEMA}, got schema={values.get('schema')!r}.")
+    plan = _decode({name: value for name, value in values.items() if name != "schema"})
+    if not isinstance(plan, Plan):
+        raise InvalidArgument(f"Expected a plan, got kind={values.get('kind')!r}.")
+    return plan
+
+
+def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
+    """One line for each field in which a saved plan differs from ours; empty when they agree."""
+    mine = _leaves(json.loads(json.dumps(plan_to_dict(ours))))
+    saved = _leaves(dict(theirs))
+    return [
+        f"{name}: saved {saved.get(name, 'absent')!r}, now {mine.get(name, 'absent')!r}"
+        for name in sorted(mine.keys() | saved.keys())
+        if mine.get(name, "absent") != saved.get(name, "absent")
+    ]
+
+
+def _encode(value: object) -> Any:  # noqa: ANN401  (JSON)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = type(value).__name__
+        if KNOWN.get(kind) is not type(value):
+            raise InvalidArgument(f"Expected a plan of dpfunc's own parts, got {kind}, which JSON cannot describe.")
+        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": kind, **fields}
+    if isinstance(value, Mapping):
+        return {"kind": "mapping", "items": {str(name): _encode(item) for name, item in value.items()}}
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise InvalidArgument(f"Expected a plan of dpfunc's own parts, got {type(value).__name__}.")
+
+
+def _decode(value: object) -> Any:  # noqa: ANN401  (JSON)
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("kind")
+    if kind == "mapping":
+        return {name: _decode(item) for name, item in value["items"].items()}
+    cls = KNOWN.get(str(kind))
+    if cls is None:
+        raise InvalidArgument(f"Expected a known kind in a plan, got kind={kind!r}. Known: {', '.join(KNOWN)}.")
+    fields = {field.name for field in dataclasses.fields(cls)}
+    given = set(value) - {"kind"}
+    if given != fields:
+        raise InvalidArgument(
+            f"Expected the fields {', '.join(sorted(fields))} of {kind}, got it "
+            f"{apart(fields - given, given - fields)}."
+        )
+    return cls(**{name: _decode(item) for name, item in value.items() if name != "kind"})
+
+
+def _leaves(value: object, path: str = "plan") -> dict[str, Any]:
+    if isinstance(value, dict):
+        pairs = [(f"{path}.{name}", item) for name, item in value.items()]
+    elif isinstance(value, list):
+        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: leaf for inner, item in pairs for name, leaf in _leaves(item, inner).items()}

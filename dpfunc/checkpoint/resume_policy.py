@@ -1,0 +1,223 @@
+"""Rule for using noise again when a run continues with another number of processes or another layout.
+
+A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
+sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
+steps was computed, and which runs continue others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpfunc._utils.validation import shorten, unique_json
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.format import budget_limit, check_journal, difference, state_from_dict, with_new_key
+from dpfunc.checkpoint.journal import Taken
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint
+from dpfunc.state import StepState
+from dpfunc.types import Event
+
+NOTES = "resumed.jsonl"
+Runs = Mapping[str, Mapping[int, Taken]]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line about a resumption. Public facts only.
+
+    Args:
+        run: fingerprint of the key of the steps that follow. start: the first of them.
+        layout: in which they are computed.
+        counted: other runs of the same lineage -> their steps below this are in the ledger of this one.
+        parent: the run that this one continues with new noise, or None when the run itself goes on.
+    """
+
+    run: str
+    start: int
+    layout: Mapping[str, Any]
+    counted: Mapping[str, int]
+    parent: str | None = None
+
+
+def note_line(note: Note) -> str:
+    """A note as a line of JSON."""
+    return json.dumps(asdict(note))
+
+
+def read_notes(path: Path) -> list[Note]:
+    """Read all notes; a line left incomplete by a crash belongs to a resumption that released nothing.
+
+    Raises:
+        CheckpointError: a complete line that cannot be read.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [Note(**unique_json(line)) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
+
+
+def known_notes(path: Path, count: int) -> list[Note]:
+    """All notes of a run that has a checkpoint; the first save begins the file.
+
+    Args:
+        path: of the notes. count: how many there were when the checkpoint was saved.
+
+    Raises:
+        CheckpointError: the file is gone or shorter: without it a run that took a new key or another layout looks like
+            one that never did.
+
+    Guarantees:
+        tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed.
+    """
+    notes = read_notes(path)
+    if not path.exists() or len(notes) < count:
+        raise CheckpointError(
+            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got "
+            f"{len(notes) if path.exists() else 'no such file'}. It says with which keys and layouts steps were "
+            "released: restore it."
+        )
+    return notes
+
+
+@dataclass(frozen=True)
+class History:
+    """Records about a run that is resumed: its checkpoint, its notes and its journal.
+
+    Args:
+        values: of the checkpoint, with its layout and the number of notes there were.
+        notes: all there are now. taken: all steps in the journal, or None without one, when the run takes a new key.
+    """
+
+    values: Mapping[str, Any] = field(repr=False)  # they hold the key
+    notes: list[Note]
+    taken: Runs | None
+
+    @property
+    def run(self) -> str:
+        """Fingerprint of the key of the checkpoint."""
+        return fingerprint(Key(bytes.fromhex(self.values["key"])))
+
+    @property
+    def steps(self) -> Mapping[int, Taken]:
+        """Steps of this run in the journal."""
+        return (self.taken or {}).get(self.run, {})
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """Steps of related runs that the checkpoint's ledger contains: run -> number of its first step not counted."""
+        known = [note.counted for note in self.notes[: self.values["notes"]] if note.run == self.run]
+        return known[-1] if known else {}
+
+    def layout_of(self, step: int) -> Mapping[str, Any]:
+        """Layout in which a step of this run was computed, or would have been."""
+        known = [note.layout for note in self.notes if note.run == self.run and note.start <= step]
+        found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
+        return found
+
+    def relatives(self) -> set[str]:
+        """Other runs of the same lineage."""
+        return family(self.run, self.notes) - {self.run}
+
+
+def family(run: str, notes: Sequence[Note]) -> set[str]:
+    """Fingerprints of a run and of all runs of its lineage.
+
+    Args:
+        run: fingerprint of its key. notes: of its folder.
+    """
+    found, size = {run}, 0
+    while size < len(found):
+        size = len(found)
+        for note in notes:
+            if note.parent is not None and found & {note.run, note.parent}:
+                found |= {note.run, note.parent}
+    return found
+
+
+def resume(
+    history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool
+) -> tuple[StepState, Note | None]:
+    """The state that may go on, and the note that must be on disk before it does.
+
+    Args:
+        history: of the run. plan: of the run. layout: of the processes that resume it. new_key: never used before.
+        recharge: steps that cannot be repeated may be drawn anew, and cost again.
+
+    Raises:
+        CheckpointError: the steps after the checkpoint cannot be repeated, or it is unknown which were released.
+    """
+    _own_journal(history)
+    _explained(history)
+    state = state_from_dict(history.values, plan, history.steps)
+    counted = dict(history.counted)
+    state = _with_relatives(state, history, plan, counted)
+    newest = history.layout_of(state.charged)
+    if history.taken is None:  # it is unknown what was released after the checkpoint: no noise is used again
+        counted[history.run] = state.charged
+        fresh = with_new_key(state, plan, new_key)
+        return fresh, Note(fingerprint(new_key), fresh.step, layout, counted, history.run)
+    released = [history.layout_of(step) for step in range(state.step, state.charged)]
+    changed = next((each for each in released if each != layout), None)
+    if changed is None:
+        same = newest == layout and counted == history.counted
+        return state, None if same else Note(history.run, state.step, layout, counted)
+    if not recharge:
+        _refuse(
+            changed,
+            layout,
+            f"Steps {state.step} to {state.charged - 1} were released after the checkpoint, and are in the journal. "
+            "Resume as they were computed; or pass recharge=True to draw them anew, with new noise, at their cost.",
+        )
+    counted[history.run] = state.charged
+    fresh = with_new_key(state, plan, new_key)
+    return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
+
+
+def _own_journal(history: History) -> None:
+    """Check that the journal is that of the run, from the first step with its own key."""
+    if history.taken is None:
+        return
+    born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
+    check_journal(history.values, history.steps, since=born[0] if born else 0)
+
+
+def _explained(history: History) -> None:
+    """Check that runs that began after this one in its journal belong to its lineage. Earlier runs are allowed."""
+    family, runs = {history.run, *history.relatives()}, list(history.taken or {})
+    began = next((number for number, run in enumerate(runs) if run in family), len(runs))
+    strangers = [run for run in runs[began:] if run not in family]
+    if strangers:
+        raise CheckpointError(
+            f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "
+            "that it continues it. If notes were lost, restore them; if it is a run of its own, give each run a "
+            "journal and a folder of its own: what it cost is not in this ledger."
+        )
+
+
+def _with_relatives(state: StepState, history: History, plan: Plan, counted: dict[str, int]) -> StepState:
+    """Add to the ledger the steps of related runs (that continued this one, or that it continues) not yet counted."""
+    extra: list[Event] = []
+    for run in sorted(history.relatives()):
+        steps = (history.taken or {}).get(run, {})
+        extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
+        counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])
+    if not extra:
+        return state
+    state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
+    return state._replace(limit=budget_limit(state, plan))
+
+
+def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    lines = shorten(difference(saved, now)) or "it was, for a while"
+    raise CheckpointError(
+        f"The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
+        f"sums that round differently would give the difference away. {what}"
+    )

@@ -1,0 +1,194 @@
+"""The commands `dpfunc train` and `dpfunc generate`; what they need is imported when they run."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dpfunc.errors import DPFuncError, InvalidArgument
+
+# What torch says when another process is gone or does not answer.
+LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
+# What the library calls a key of the file.
+KEYS = {
+    "expected_batch_size": "batch_size",
+    "allow_large_delta=True": "dp_allow_large_delta: true",
+    "delta=": "dp_delta=",
+}
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Suppress a warning that the user can do nothing about: peft calls a name that transformers has deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
+@contextmanager
+def keys_of_the_file() -> Iterator[None]:
+    """Report errors with the keys that the user has written, instead of the names of the library.
+
+    Raises:
+        ClickException: for every error of dpfunc.
+
+    >>> with keys_of_the_file():
+    ...     raise InvalidArgument("got expected_batch_size=3.0 (dp_delta=1)")
+    Traceback (most recent call last):
+    click.exceptions.ClickException: got batch_size=3.0 (dp_delta=1)
+    """
+    try:
+        yield
+    except DPFuncError as error:
+        text = str(error)
+        for word, key in KEYS.items():
+            text = re.sub(rf"\b{word}", key, text)
+        raise click.ClickException(text) from error
+
+
+@contextmanager
+def interruptible(job: Any, ranks: Any) -> Iterator[None]:  # noqa: ANN401  (a Job and Ranks, imported late)
+    """After Ctrl-C, print the privacy cost of the run on the process that writes; click then ends the command."""
+    from dpfunc.train.run import interrupted
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if ranks is None or ranks.writes:
+            click.echo(f"\n{interrupted(job)}", err=True)  # not on the line of the progress bar
+        raise
+
+
+@contextmanager
+def processes() -> Iterator[Any]:
+    """Yield the processes of this run under torchrun, or None. A process that loses the others ends with an error.
+
+    Raises:
+        ClickException: another process ended, or did not answer in time.
+    """
+    from dpfunc import distributed
+    from dpfunc.train.run import LONGEST_WAIT
+
+    ranks = distributed.from_environment(LONGEST_WAIT)
+    if not distributed.is_writer(ranks):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    try:
+        yield ranks
+    except DPFuncError:
+        raise
+    except RuntimeError as error:
+        if ranks is None or not any(words in str(error) for words in LOST):
+            raise
+        raise click.ClickException(
+            f"Process {ranks.rank} lost the others: one of them ended or did not answer in time; its own error says "
+            f"why. Every step that was released is in the journal; training goes on with --resume. ({error})"
+        ) from error
+    distributed.leave()
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.argument("config", type=FILE)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
+@click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
+@click.option("--resume", is_flag=True, help="Go on with the run in output_dir after an interruption, bit for bit.")
+@click.option(
+    "--insecure-seed", "--insecure_seed", type=int, help="A guessable key, to repeat a run: for tests and public data."
+)
+def train(
+    config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None
+) -> None:
+    """Fine-tune a model with differential privacy, as CONFIG (YAML) says.
+
+    Every key of CONFIG is a flag as well: --training.learning_rate 1e-3, or --learning-rate 1e-3 where the name is
+    unique. Flags win. Unknown keys and flags are errors.
+
+    Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
+    """
+    from dpfunc.train import config_file as job_file
+    from dpfunc.train.config import job_from_dict
+
+    try:
+        given = job_file.parse_flags(flags)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
+    values = job_file.read_yaml(config)
+    if no_dp:  # before the arguments are checked: the twin needs none of them
+        values = job_file.override(values, {("privacy", "dp_enabled"): "false"})
+    job = job_from_dict(job_file.override(values, given))
+    if insecure_seed is not None and insecure_seed < 0:
+        raise click.UsageError(f"Expected --insecure-seed >= 0, got {insecure_seed}.")
+    from dpfunc.train.run import check_job, run_job, twin
+
+    if no_dp:
+        job = twin(job)
+    with keys_of_the_file(), without_noise(), processes() as ranks:
+        if not (dry_run or job.privacy.dp_dry_run):
+            with interruptible(job, ranks):
+                run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
+        elif ranks is None or ranks.writes:
+            from dpfunc.train.dry_run import dry_run as lines_of
+
+            check_job(job, resume, insecure_seed)
+            for line in lines_of(job):
+                click.echo(line)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
+@click.option("--prompt", help="What each text continues; nothing by default.")
+@click.option("--prompts", type=FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
+@click.option("--max-new-tokens", default=128, show_default=True, help="Longest text.")
+@click.option("--temperature", default=1.0, show_default=True, help="Below 1: likelier words.")
+@click.option("--top-p", default=1.0, show_default=True, help="Only the likeliest words that make up this share.")
+@click.option("--seed", default=0, show_default=True, help="The same texts again. Public.")
+@click.option("--batch-size", default=16, show_default=True, help="Texts drawn at once; memory only.")
+@click.option("--allow-non-private", is_flag=True, help="Also from a model that was trained without privacy.")
+def generate(
+    run_dir: Path, num: int, prompt: str | None, prompts: Path | None, out: Path, max_new_tokens: int,
+    temperature: float, top_p: float, seed: int, batch_size: int, allow_non_private: bool,
+) -> None:  # fmt: skip
+    """Draw synthetic texts from the language model that `dpfunc train` left in RUN_DIR.
+
+    They cost no privacy beyond the training. Each line holds its text, the fields of its prompt, epsilon and delta.
+
+    Example: dpfunc generate runs/mails --num 100 --prompt "Subject:" --out texts.jsonl
+    """
+    from dpfunc.distributed.object_collectives import all_or_none
+    from dpfunc.train import generate as generation
+
+    how = generation.Sampling(num, max_new_tokens, temperature, top_p, seed, batch_size)
+    rows = generation.read_prompts(prompt, prompts)
+    if out.exists():
+        raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
+    with processes() as ranks:
+        with without_noise():
+            read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private)
+            writer = all_or_none(read, ranks, "Nothing was drawn")
+        from rich.console import Console
+        from rich.progress import track
+
+        texts: Iterator[dict[str, Any]] = generation.sample(writer, rows, how, ranks)
+        speaks = ranks is None or ranks.writes
+        if speaks:
+            texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
+        count = generation.write_texts(out, texts, ranks)
+    if not speaks:
+        return
+    spent = (
+        "nothing protects the training records" if writer.epsilon is None else
+        f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
+    )  # fmt: skip
+    click.echo(f"{count} texts in {out}: {spent}.")

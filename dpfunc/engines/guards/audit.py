@@ -1,0 +1,271 @@
+"""Rows drawn at random are computed alone, and compared with what an engine credited to them, before any release.
+
+A trace proves that nothing flows from one sample to another. It does not see what depends on the size of the batch as a
+Python number, or on random numbers of other libraries; and it believes the rules for per-sample gradients. The audit
+sees all of that, in the rows that it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.validation import shorten
+from dpfunc.batches import batch_size, rows, signature
+from dpfunc.engines.guards.draws import Draw, OtherDraws, replayed
+from dpfunc.engines.guards.lockstep import any_process, in_lockstep
+from dpfunc.engines.guards.replicated import anywhere
+from dpfunc.engines.guards.row_independence import COARSE, rounded_params, tolerance_of
+from dpfunc.engines.loop import loop
+from dpfunc.engines.per_sample import PerSample
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed
+from dpfunc.types import Batch, LossFn, Params
+
+# Of proven steps: at most one row in so many, as long as rows alone take this share of the time; and one row at least
+# in so many steps.
+ROWS_IN = 100
+TIME_SHARE = 0.01
+STEPS_IN = 20
+# Of a step that is not proven: at least so many rows, and one in so many.
+UNPROVEN_ROWS = 8
+UNPROVEN_IN = 8
+FIRST_ROWS = 2
+# A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
+TRIES = 8
+UNITS = 8
+
+
+@dataclass
+class Audits:
+    """Schedule of the audits of a loss function. No result depends on it.
+
+    Args:
+        since: steps since the last one. sizes: batches, by their shapes, that were audited once: what depends on the
+            size of a batch shows in the first batch of that size. drew: whether the last step drew random numbers.
+        saved: seconds that audits may take now. row_seconds: time of the last row alone; 0 before the first.
+    """
+
+    since: int = STEPS_IN
+    drew: bool = False
+    sizes: set[object] = field(default_factory=set)
+    saved: float = 0.0
+    row_seconds: float = 0.0
+
+    def note(self, credited: Credited | None) -> None:
+        """Remember whether the step drew random numbers."""
+        self.drew = credited is not None and bool(credited.draws)
+
+    def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False, seconds: float = 0.0) -> int:
+        """Choose how many rows of this batch to compute alone: more for a step with doubts or strange tensors.
+
+        Args:
+            batch, doubts, strange: of the step, see `Credited`. seconds: that the engine took.
+        """
+        count = batch_size(batch)
+        self.saved += TIME_SHARE * seconds
+        if bool(any_process(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
+            return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
+        size = (count, *signature(batch))
+        strange, new = (strange and not in_lockstep(), size not in self.sizes and not in_lockstep())
+        wanted = count // ROWS_IN
+        if not new and not in_lockstep():  # each process has a clock of its own
+            wanted = min(wanted, int(self.saved / self.row_seconds) if self.row_seconds else 0)
+        if new or strange or self.since >= STEPS_IN - 1:
+            wanted = max(wanted, FIRST_ROWS if strange or not self.sizes else 1)
+        self.since = 0 if wanted else self.since + 1
+        self.sizes.add(size)
+        return min(count, wanted)
+
+    def paid(self, number: int, seconds: float) -> None:
+        """Remember what this number of rows alone took."""
+        if number:
+            self.row_seconds = seconds / number
+            self.saved = max(0.0, self.saved - seconds)
+
+
+def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
+    """Rows of a batch, drawn from the key without replacement, so that nobody can predict them."""
+    source = secure_key() if key is None else fold_in(key, "audit")
+    chosen: list[int] = []
+    number = 0
+    while len(chosen) < wanted:
+        row = int.from_bytes(fold_in(source, number).secret[:8], "little") % count
+        number += 1
+        if row not in chosen:
+            chosen.append(row)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Credited:
+    """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
+
+    Args:
+        losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, draws: of the step. per_sample: gives
+            weighted sums of rows; None where they can be taken once only.
+        strange: a tensor came from where no trace looks. coarse: there were numbers of 16 bits.
+    """
+
+    losses_B: Tensor
+    sq_norms: Mapping[str, Tensor]
+    doubts: Sequence[str]
+    draws: Sequence[Draw]
+    per_sample: PerSample | None
+    strange: bool = False
+    coarse: bool = False
+
+
+def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
+    """Collect the values to audit; None where each row was computed alone."""
+    if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
+        return None
+    own = per_sample if isinstance(per_sample, PerSample) else None
+    return Credited(
+        per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange, per_sample.coarse
+    )
+
+
+def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
+    """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
+
+    Raises:
+        UnsupportedModel: they differ; naming what, and by how much. A step with doubts whose rows cannot be computed
+            alone again, too.
+    """
+    if not chosen:
+        return
+    problem = ""
+    try:
+        alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
+        problem = _compare(params, credited, alone, {})
+        seen = bool(anywhere(torch.tensor([bool(problem)]), params))
+        if seen:
+            unstable = {row: _unstable(loss_fn, params, batch, credited, row, alone[row]) for row in chosen}
+            problem = _compare(params, credited, alone, unstable)
+            seen = bool(anywhere(torch.tensor([bool(problem)]), params))
+        if seen and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
+            problem = "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
+    except OtherDraws:
+        problem = "alone it draws other random numbers" if credited.doubts else ""
+    except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
+        problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
+    if bool(anywhere(torch.tensor([bool(problem)]), params)):
+        doubts = (
+            f" The trace doubts the step as well: {shorten(list(dict.fromkeys(credited.doubts)))}."
+            if credited.doubts
+            else ""
+        )
+        raise UnsupportedModel(
+            f"A row of this batch was computed alone, and differs from what it has beside the others: "
+            f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on its "
+            "place, or on the size of the batch, or a rule gives a wrong gradient."
+            + doubts
+            + " Likely causes: a mean over the "
+            "tokens of the batch (divide by the sample's own number of tokens), a division by the size of the batch, "
+            "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was "
+            "spent."
+        )
+
+
+def _alone(loss_fn: LossFn, params: Params, batch: Batch, draws: Sequence[Draw], row: int) -> PerSample:
+    count = batch_size(batch)
+    with torch_seed(insecure_key(row)), replayed(draws, row, count):
+        return loop()(loss_fn, params, rows(batch, row, row + 1))
+
+
+def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
+    """True if the loss of a row alone is the same twice: it is not with random numbers of other libraries."""
+    first, second = (_alone(loss_fn, params, batch, credited.draws, row).losses_B for _ in range(2))
+    return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
+
+
+class Unstable(NamedTuple):
+    """How far rounding can move a row by itself: its loss, and name -> norm of the difference of its gradients."""
+
+    loss: float
+    gradients: Mapping[str, float]
+
+
+STABLE = Unstable(0.0, {})
+
+
+def _unstable(
+    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int, alone: PerSample
+) -> Unstable:
+    """Measure what rounding of the parameters does to a row alone.
+
+    Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
+    of a row alone may decide differently, and a gradient jumps by far more than rounding.
+    """
+    loss, gradients = 0.0, dict.fromkeys(params, 0.0)
+    for number in range(TRIES):
+        again = _alone(loss_fn, rounded_params(params, UNITS, number), batch, credited.draws, row)
+        loss = max(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
+        for name, grad in again.grads.items():
+            off = float(torch.linalg.vector_norm((grad.dense()[0] - alone.grads[name].dense()[0]).flatten()))
+            gradients[name] = max(gradients[name], off)
+    return Unstable(loss, gradients)
+
+
+def _compare(
+    params: Params, credited: Credited, alone: Mapping[int, PerSample], unstable: Mapping[int, Unstable]
+) -> str:
+    """The first difference, in words; empty if there is none."""
+    tolerance = tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
+    tolerance = COARSE if credited.coarse else tolerance
+    for row, single in alone.items():
+        together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])
+        finite = torch.isfinite(credited.losses_B[row]), torch.isfinite(single.losses_B[0])
+        allowed = tolerance * max(abs(by_itself), abs(together), 1e-6) + 2 * unstable.get(row, STABLE).loss
+        if bool(finite[0] != finite[1]) or (bool(finite[0]) and abs(together - by_itself) > allowed):
+            return f"row {row} has the loss {by_itself:.6g} alone, {together:.6g} beside the others"
+    return _compare_gradients(params, credited, alone, unstable, tolerance)
+
+
+def _compare_gradients(
+    params: Params,
+    credited: Credited,
+    alone: Mapping[int, PerSample],
+    unstable: Mapping[int, Unstable],
+    tolerance: float,
+) -> str:
+    signs_B = torch.zeros_like(credited.losses_B, dtype=torch.float32)
+    expected: dict[str, Tensor] = {}
+    largest = 0.0
+    for place, (row, single) in enumerate(alone.items()):
+        squares = {name: value[0] for name, value in single.sq_norms().items()}
+        total = float(torch.stack(list(squares.values())).sum().sqrt())
+        given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
+        finite = torch.isfinite(given).all(), torch.isfinite(torch.tensor(total))
+        if bool(finite[0] != finite[1]):
+            alone_is, beside_is = ("", " not") if finite[1] else ("not ", "")
+            return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
+        if not bool(finite[0]):
+            continue
+        largest = max(largest, total)
+        for name, value in zip(params, given, strict=True):
+            off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
+            if off > tolerance * total + 2 * unstable.get(row, STABLE).gradients.get(name, 0.0) + 1e-12:
+                return (
+                    f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
+                    f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
+                )
+        sign = -1.0 if expected and place % 2 else 1.0
+        signs_B[row] = sign
+        for name, grad in single.grads.items():
+            part = grad.dense()[0]  # of the first row as it is: a table of embeddings is large
+            expected[name] = torch.add(expected[name], part, alpha=sign) if name in expected else part
+    if credited.per_sample is None or not bool(signs_B.any()):
+        return ""
+    combined = credited.per_sample.weighted_sum(dict.fromkeys(params, signs_B))
+    for name, value in expected.items():
+        off = float(torch.linalg.vector_norm(combined[name].to(value.dtype).sub_(value).flatten()))
+        allowed = 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12
+        if not off <= allowed + 2 * sum(row.gradients[name] for row in unstable.values()):
+            return f"the gradients of {name!r} of rows {sorted(alone)} differ by {off:.3g} (norms up to {largest:.3g})"
+    return ""

@@ -1,0 +1,135 @@
+"""Random numbers of a pass over a batch, drawn again for one of its rows alone.
+
+Each operation that draws is noted with the state of its generator; the row's share of the numbers is found by drawing
+all of them again. Nothing is kept but states of generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.guards.modes import DispatchMode
+from dpfunc.rng import generator_state, with_generator_state
+
+
+def draws_numbers(func: Any) -> bool:  # noqa: ANN401  (an operation)
+    """True if an operation draws random numbers.
+
+    Fused attention has the tag for its dropout only: it is judged by its probability of dropout instead.
+    """
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and "attention" not in func._schema.name
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One operation that drew random numbers.
+
+    Args:
+        func: the operation. args, kwargs: its arguments. state: of the generator before it. shape: of its result.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    state: Tensor
+    shape: tuple[int, ...] = ()
+
+    def of(self, result: object) -> Draw:
+        """The draw with the shape of its result."""
+        first = result[0] if isinstance(result, (list, tuple)) else result
+        return replace(self, shape=tuple(first.shape) if isinstance(first, Tensor) else ())
+
+
+def drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw:
+    """Note an operation that is about to draw."""
+    kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in args)
+    return Draw(func, kept, dict(kwargs), generator_state(_device(args, kwargs)))
+
+
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    return tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+
+
+def _dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:  # noqa: ANN401
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return float(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    return 0.0
+
+
+class OtherDraws(Exception):
+    """The row alone draws other numbers than it drew with the others; never leaves the engines."""
+
+
+class Replayed(DispatchMode):
+    """Mode that gives row `row` of `num_samples` its random numbers of the whole batch, in the order of the draws."""
+
+    def __init__(self, draws: Sequence[Draw], row: int, num_samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws, self.row, self.num_samples, self.next = draws, row, num_samples, 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  (whatever the operation returns)
+        if not draws_numbers(func):
+            if "attention" in str(func) and _dropout_of(func, args, kwargs or {}):
+                raise OtherDraws(str(func))
+            return func(*args, **(kwargs or {}))
+        if self.next >= len(self.draws) or self.draws[self.next].func is not func:
+            raise OtherDraws(str(func))
+        draw = self.draws[self.next]
+        self.next += 1
+        return self._again(draw, func, args, kwargs or {})
+
+    def _again(self, draw: Draw, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        device = _device(args, kwargs)
+        in_place = func._schema.is_mutable
+        like = func._schema.name.endswith("_like") or "dropout" in func._schema.name
+        with with_generator_state(draw.state, device):
+            given = list(draw.args)
+            if in_place or like:  # only the shape of the first argument matters
+                given[0] = args[0].new_ones(draw.shape)
+            every = func(*given, **draw.kwargs)
+        if "dropout" in func._schema.name:
+            mask = self._share(every[1], tuple(args[0].shape))
+            kept = 1.0 - args[1] if len(args) > 1 else 1.0
+            return args[0] * mask / kept if kept else args[0] * mask, mask
+        if in_place:
+            return args[0].copy_(self._share(every, tuple(args[0].shape)))
+        with with_generator_state(draw.state, device):
+            wanted = func(*args, **kwargs)
+        return self._share(every, tuple(wanted.shape))
+
+    def _share(self, every: Tensor, wanted: tuple[int, ...]) -> Tensor:
+        """Part of the numbers drawn for all rows that belongs to this one; all where the shape is that of one row."""
+        if tuple(every.shape) == wanted:
+            return every
+        differing = [axis for axis in range(min(every.ndim, len(wanted))) if every.shape[axis] != wanted[axis]]
+        if every.ndim != len(wanted) or len(differing) != 1:
+            raise OtherDraws("another shape")
+        (axis,) = differing
+        if every.shape[axis] != wanted[axis] * self.num_samples:
+            raise OtherDraws("another shape")
+        return every.narrow(axis, self.row * wanted[axis], wanted[axis]).clone()
+
+
+@contextmanager
+def replayed(draws: Sequence[Draw], row: int, num_samples: int) -> Iterator[Replayed]:
+    """Inside, one row alone has the random numbers that it had among the others.
+
+    Raises:
+        OtherDraws: it draws others.
+    """
+    with Replayed(draws, row, num_samples) as mode:
+        yield mode

@@ -1,0 +1,143 @@
+"""Check that the loss of a row depends on its own row alone: rows together are compared with each row by itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc._utils.validation import shorten
+from dpfunc.batches import batch_size, rows
+from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
+from dpfunc.engines.guards.draws import Draw, OtherDraws, replayed
+from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.engines.guards.scope import backward_inside
+from dpfunc.engines.numerics import accumulation_dtype
+from dpfunc.engines.tracing.trace import Trace, following
+from dpfunc.engines.uses.tensor_parallel import cut
+from dpfunc.engines.vmap import check_losses
+from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.types import Batch, LossFn, Params
+
+LOSS_ROWS = 8
+SHAKE = 0.02
+# Relative differences that rounding may make: float64, float32, and 16 bits or autocast.
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+COARSE = 0.1
+
+
+def tolerance_of(*dtypes: torch.dtype) -> float:
+    """The relative difference that rounding may make in the coarsest of dtypes, or under autocast."""
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        return COARSE
+    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
+
+
+def perturbed_params(params: Params) -> dict[str, Tensor]:
+    """Parameters moved a little, so that nothing is zero by initialisation (LoRA) and gradients flow everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    moved = {}
+    for name, param in params.items():
+        noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
+        noise = (SHAKE * noise).to(param.device, param.dtype)  # the same on all ranks
+        moved[name] = (param.detach() + cut(noise, param)).detach()
+    return moved
+
+
+def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]:
+    """Parameters moved by about so many units of rounding each; those of 16 bits, whose tolerance is wide, stay."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, param in params.items():
+        noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
+        units_here = units * torch.finfo(param.dtype).eps if param.dtype in TOLERANCES else 0.0
+        noise = (units_here * noise).to(param.device, param.dtype)  # the same on all ranks
+        moved[name] = (param.detach() + param.detach() * cut(noise, param)).detach()
+    return moved
+
+
+def some_rows(batch: Batch, num_rows: int) -> Batch:
+    """The first rows, repeated where there are fewer."""
+
+    def take(value: Tensor) -> Tensor:
+        return value[torch.arange(num_rows, device=value.device) % value.shape[0]]
+
+    return pytree.tree_map(take, batch)
+
+
+def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, listener: CollectiveRecorder | None = None) -> float:
+    """Compare the losses of up to eight rows together with those of each row alone, with the same random numbers.
+
+    Args:
+        loss_fn, params, batch: as for an engine. listener: hears what ranks say to each other meanwhile.
+
+    Returns:
+        the relative tolerance that fits the dtypes in use.
+
+    Raises:
+        UnsupportedModel: a row's loss depends on the rows beside it, or on other ranks.
+    """
+    few = some_rows(batch, min(LOSS_ROWS, max(2, batch_size(batch))))
+    count = batch_size(few)
+    params = {name: param.detach().requires_grad_() for name, param in params.items()}
+    trace = Trace(count, recording=True)
+    with warnings.catch_warnings(), torch_seed(insecure_key(0)), own_only(listener):
+        warnings.simplefilter("ignore")  # the engine that is chosen says it again
+        try:
+            with following(trace, few):
+                together_B = _losses(loss_fn, params, few, count)
+            alone_B = _alone(loss_fn, params, few, count, trace.draws)
+            again_B = _alone(loss_fn, params, few, count, trace.draws)
+        except OtherDraws:  # nothing can be compared; an engine that computes rows alone is right nevertheless
+            return COARSE
+    tolerance = tolerance_of(together_B.dtype, *(value.dtype for value in params.values()))
+    with refused_by_all():
+        _check_isolated(together_B, alone_B, again_B, tolerance)
+    return tolerance
+
+
+def _losses(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int) -> Tensor:
+    with torch.enable_grad(), backward_inside():
+        losses_B = loss_fn(params, batch)
+    check_losses(losses_B, num_samples)
+    return losses_B.detach()
+
+
+def _alone(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int, draws: Sequence[Draw]) -> Tensor:
+    losses = []
+    try:
+        for row in range(num_samples):
+            with replayed(draws, row, num_samples):
+                losses.append(_losses(loss_fn, params, rows(batch, row, row + 1), 1))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise UnsupportedModel(
+            f"The loss of {num_samples} samples can be computed, but not that of one sample alone, so the samples of a "
+            f"batch influence each other: {str(error).splitlines()[0]} Likely cause: BatchNorm in training mode; use "
+            "dpfunc.replace_batchnorm(model)."
+        ) from error
+    return torch.cat(losses)
+
+
+def _check_isolated(together_B: Tensor, alone_B: Tensor, again_B: Tensor, tolerance: float) -> None:
+    together_B, alone_B, again_B = (losses_B.double() for losses_B in (together_B, alone_B, again_B))
+    known_B = torch.isfinite(alone_B) & torch.isfinite(again_B)
+    scale = float(alone_B[known_B].abs().max()) if bool(known_B.any()) else 0.0
+    if not bool((torch.where(known_B, alone_B - again_B, 0.0).abs() <= tolerance * scale).all()):
+        return  # random numbers of other libraries: together and alone cannot be compared
+    off_B = torch.isfinite(together_B) != torch.isfinite(alone_B)
+    off_B |= torch.where(known_B, together_B - alone_B, 0.0).abs() > tolerance * scale
+    if bool(off_B.any()):
+        said = [
+            f"row {i}: {alone_B[i]:.6g} alone, {together_B[i]:.6g} beside the others"
+            for i in torch.nonzero(off_B).flatten().tolist()
+        ]
+        raise UnsupportedModel(
+            f"The loss of a sample depends on the other samples of its batch, which breaks the privacy proof: "
+            f"{shorten(said)}. Likely causes: a mean over the tokens of the batch (divide by the sample's own number "
+            "of tokens), BatchNorm, routing over the whole batch, in-batch negatives, padding that a model does not "
+            "mask (see docs/troubleshooting.md)."
+        )

@@ -1,0 +1,1 @@
+"""Uses of parameters in a forward pass: found, and their gradients caught in the backward pass."""

@@ -1,0 +1,93 @@
+"""Autograd functions that let an output pass and catch its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.uses.tensor_parallel import placed, wanted_of, whole_of
+
+Catch = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor | None, ...]]
+"""(gradient of the output, saved tensors) -> gradients of the leaves."""
+
+
+class GradientTap(torch.autograd.Function):
+    """The output itself; in the backward pass its gradient goes on, and to the leaves what `catch` makes of it.
+
+    The leaves are tensors without memory, whose gradients are asked for: so nothing is done by side effects, and what
+    must be saved is saved by autograd, which gradient checkpointing relies on.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        output: Tensor,
+        catch: Catch,
+        num_saved: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        """Tensors: those to save, then the leaves."""
+        ctx.catch, ctx.num_saved, ctx.num_leaves = catch, num_saved, len(tensors) - num_saved
+        ctx.save_for_backward(*tensors[:num_saved])
+        if torch.compiler.is_compiling():
+            return output.view_as(output)
+        if output._is_view():  # an alias that is no view: an in-place activation may write into it
+            alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+            return alias
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient goes on as it is."""
+        caught = ctx.catch(grad, ctx.saved_tensors)  # type: ignore[attr-defined]
+        return (grad, None, None, *(None for _ in range(ctx.num_saved)), *caught)  # type: ignore[attr-defined]
+
+
+def tapped(output: Tensor, catch: Catch, saved: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
+    """An output whose gradient is caught; of one that is split over ranks, this rank's part as a plain tensor."""
+    if is_dtensor(output):
+        catch = partial(_caught_here, catch, wanted_of(output))
+    result: Tensor = GradientTap.apply(output, catch, len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def watched(output: Tensor, catch: Catch, leaves: Sequence[Tensor]) -> Tensor:
+    """An output whose gradient is caught, all of it on every rank."""
+    if is_dtensor(output):
+        catch = partial(_caught_whole, catch)
+    result: Tensor = GradientTap.apply(output, catch, 0, *leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _caught_here(
+    catch: Catch, placements: tuple[Any, ...], grad: Tensor, saved: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    return catch(placed(grad, placements), saved)
+
+
+def _caught_whole(catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return catch(whole_of(grad), saved)
+
+
+def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A leaf of any shape without memory."""
+    with unseen():
+        return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_()
+
+
+def catch_any(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A number that is there if any gradient is."""
+    return (grad.detach().abs().sum().reshape(()),)
+
+
+def pass_gradient(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Catches the gradient of the output itself."""
+    return (grad,)

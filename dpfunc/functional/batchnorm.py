@@ -1,0 +1,123 @@
+"""BatchNorm mixes samples: find it, and replace it by GroupNorm."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from dpfunc._utils.validation import shorten, whole
+from dpfunc.errors import UnsupportedModel
+
+PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
+
+
+def batchnorm_names(module: nn.Module) -> list[str]:
+    """The names of the BatchNorm layers of a module, in any mode, each layer once; its type if it is one itself.
+
+    Args:
+        module: any module.
+
+    >>> batchnorm_names(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    ['1']
+    """
+    return [name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+
+
+def training_batchnorms(module: nn.Module) -> list[str]:
+    """The names of BatchNorm layers that would use the statistics of the batch."""
+    return [
+        name or type(part).__name__
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+    ]
+
+
+def count_batchnorm(module: nn.Module) -> int:
+    """Count the BatchNorm layers of a module, in training and in evaluation mode.
+
+    Args:
+        module: any module.
+
+    >>> count_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)))
+    2
+    """
+    return len(batchnorm_names(module))
+
+
+def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
+    """A copy of a module with GroupNorm in place of every BatchNorm (SyncBatchNorm too).
+
+    GroupNorm normalises each sample for itself (Wu and He 2018). Weights and biases are kept, running statistics are
+    dropped: the function changes, so train it (or fine-tune) after the replacement.
+
+    Args:
+        module: any module; it is not changed. InstanceNorm stays.
+        max_groups: the number of groups is the largest that divides this and the number of channels, with at least two
+            channels a group, >= 1. A group of one channel would be a constant on (B, C, 1, 1), and as InstanceNorm on
+            larger inputs, so a prime number of channels is one group. BatchNorm1d gets one group: it may run on (B, C).
+
+    Returns:
+        The copy. `count_batchnorm(module)` says how many layers were replaced.
+
+    Raises:
+        InvalidArgument: max_groups < 1.
+        UnsupportedModel: a kind of BatchNorm that does more than normalise, or a lazy one that has not seen data. One
+            that goes on with its children `drop` and `act` (timm) becomes that sequence.
+
+    >>> replace_batchnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1]
+    GroupNorm(16, 48, eps=1e-05, affine=True, bias=True)
+    """
+    limit = whole("max_groups", max_groups, minimum=1)
+    parts = {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+    unknown = [
+        f"{name or 'the module'} ({type(part).__name__})"
+        for name, part in parts.items()
+        if isinstance(part, LazyModuleMixin)
+        or (type(part).forward not in PLAIN_FORWARDS and list(part._modules) != ["drop", "act"])
+    ]
+    if unknown:
+        raise UnsupportedModel(
+            f"These layers do more than BatchNorm does: {shorten(unknown)}. Replace them before this call (a lazy one "
+            "becomes a plain one when the model runs once)."
+        )
+    memo: dict[int, object] = {id(part): _replacement(part, limit) for part in parts.values()}
+    return copy.deepcopy(module, memo)  # deepcopy takes what its memo holds in place of the original
+
+
+def _replacement(norm: _BatchNorm, max_groups: int) -> nn.Module:
+    ours = _group_norm(norm, max_groups)
+    if type(norm).forward in PLAIN_FORWARDS:
+        return ours
+    after = {name: copy.deepcopy(child) for name, child in norm.named_children()}
+    return nn.Sequential(OrderedDict[str, nn.Module](norm=ours, **after)).train(norm.training)
+
+
+def _num_groups(channels: int, max_groups: int) -> int:
+    common = math.gcd(channels, max_groups)
+    return next((count for count in range(common, 1, -1) if common % count == 0 and 2 * count <= channels), 1)
+
+
+def _group_norm(norm: _BatchNorm, max_groups: int) -> nn.GroupNorm:
+    theirs = dict(norm.named_parameters(recurse=False))
+    like = next(iter(theirs.values()), norm.running_mean)
+    result = nn.GroupNorm(
+        1 if isinstance(norm, nn.BatchNorm1d) else _num_groups(norm.num_features, max_groups),
+        norm.num_features,
+        eps=norm.eps,
+        affine="weight" in theirs,
+        device=None if like is None else like.device,
+        dtype=None if like is None else like.dtype,
+    )
+    if "bias" not in theirs:  # an argument of GroupNorm in newer versions of torch only
+        result.register_parameter("bias", None)
+    for name, ours in result.named_parameters():
+        with torch.no_grad():
+            ours.copy_(theirs[name])
+        ours.requires_grad_(theirs[name].requires_grad)
+    return result.train(norm.training)

@@ -1,0 +1,18 @@
+"""Models of Transformers, adapters of PEFT, the Trainer. Needs `dpfunc[hf]`."""
+
+from typing import TYPE_CHECKING
+
+from dpfunc._utils.lazy import lazy
+
+if TYPE_CHECKING:
+    from dpfunc.hf.tasks import make_loss_fn
+    from dpfunc.hf.trainer.arguments import PrivacyArguments
+    from dpfunc.hf.trainer.trainer import DPTrainer
+
+__all__ = ["DPTrainer", "PrivacyArguments", "make_loss_fn"]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy(
+        __name__,
+        {"DPTrainer": "trainer.trainer", "PrivacyArguments": "trainer.arguments", "make_loss_fn": "tasks"},
+    )

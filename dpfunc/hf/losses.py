@@ -1,0 +1,206 @@
+"""Losses of language models with one value a sample: the mean over the sample's own tokens, never over the batch's.
+
+Axis letters: B samples, T positions, V vocabulary, C classes, K outputs. All compute in float32, or float64 for float64
+outputs, and select nothing by value: what is ignored is multiplied away, so that every engine can run them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+from dpfunc.errors import InvalidArgument
+
+IGNORED = -100
+
+
+def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """Next-token cross entropy: `sum_t m_t CE(logits_{t-1}, labels_t) / max(1, sum_t m_t)` for each sample, t >= 1.
+
+    Args:
+        logits_BTV: floating, any dtype. labels_BT: the input ids, not shifted; `ignore_index` where nothing is to be
+            learnt (padding, prompts, image tokens). ignore_index: that label.
+
+    Returns:
+        (B,), float32 or float64, unreleased. 0 with zero gradient for a sample without labelled tokens.
+
+    Guarantees:
+        a sample's loss is torch's mean cross entropy of that sample alone
+        (tests/hf/test_losses.py::test_causal_lm_equals_single_samples), whatever the length that the batch
+        is padded to (test_the_length_of_the_batch_does_not_matter).
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> logits_BTV = torch.zeros(2, 3, 4)
+    >>> causal_lm(logits_BTV, torch.tensor([[1, 2, 3], [1, -100, -100]]))
+    tensor([1.3863, 0.0000])
+    """
+    _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)
+    return token_mean(logits_BTV[:, :-1], labels_BT[:, 1:], ignore_index=ignore_index)
+
+
+def seq2seq(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """Cross entropy of the decoder's outputs, mean over the sample's own tokens, not shifted.
+
+    Args:
+        logits_BTV: floating, any dtype; position t predicts `labels_BT[:, t]`. labels_BT, ignore_index: see
+            `causal_lm`.
+
+    Returns:
+        (B,), unreleased. 0 with zero gradient for a sample without labelled tokens.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> seq2seq(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
+    tensor([1.3863])
+    """
+    _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)
+    return token_mean(logits_BTV, labels_BT, ignore_index=ignore_index)
+
+
+def token_classification(logits_BTC: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """Cross entropy of a class for each token, mean over the sample's own labelled tokens.
+
+    Args:
+        logits_BTC: floating, any dtype. labels_BT, ignore_index: see `causal_lm`; position t is about token t.
+
+    Returns:
+        (B,), unreleased. 0 with zero gradient for a sample without labelled tokens.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> token_classification(torch.zeros(1, 3, 2), torch.tensor([[1, 0, -100]]))
+    tensor([0.6931])
+    """
+    _check("logits (B, T, C)", logits_BTC, "labels (B, T)", labels_BT)
+    return token_mean(logits_BTC, labels_BT, ignore_index=ignore_index)
+
+
+def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """`sum_t m_t CE(logits_t, labels_t) / max(1, sum_t m_t)` with `m_t` = 1 where the label is not ignored.
+
+    Args:
+        logits_BTV, labels_BT: of the same B and T. ignore_index: the label that is left out.
+
+    >>> token_mean(torch.zeros(1, 2, 2), torch.tensor([[0, -100]]))
+    tensor([0.6931])
+    """
+    flat_NV, flat_N = at_least_float32(logits_BTV).flatten(0, 1), labels_BT.flatten()
+    losses_N = F.cross_entropy(flat_NV, flat_N, ignore_index=ignore_index, reduction="none")
+    count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
+    return losses_N.reshape(labels_BT.shape).sum(1) / count_B
+
+
+def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """Cross entropy of one class for each sample.
+
+    Args:
+        logits_BC: floating, any dtype. labels_B: class numbers. ignore_index: a label whose sample has loss 0.
+
+    Returns:
+        (B,), unreleased.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> classification(torch.zeros(2, 4), torch.tensor([1, 3]))
+    tensor([1.3863, 1.3863])
+    """
+    _check("logits (B, C)", logits_BC, "labels (B,)", labels_B)
+    return F.cross_entropy(at_least_float32(logits_BC), labels_B, ignore_index=ignore_index, reduction="none")
+
+
+def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
+    """Binary cross entropy, mean over the classes of each sample.
+
+    Args:
+        logits_BC: floating, any dtype. labels_BC: 0 or 1, or probabilities.
+
+    Returns:
+        (B,), unreleased.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> multi_label(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
+    tensor([0.6931])
+    """
+    if logits_BC.dim() != 2 or labels_BC.shape != logits_BC.shape:
+        raise _misfit("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
+    logits_BC = at_least_float32(logits_BC)
+    return F.binary_cross_entropy_with_logits(logits_BC, labels_BC.to(logits_BC.dtype), reduction="none").mean(1)
+
+
+def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
+    """Squared error, mean over the K outputs of each sample.
+
+    Args:
+        outputs_BK: floating, any dtype. labels: (B, K), or (B,) for K = 1.
+
+    Returns:
+        (B,), unreleased.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> regression(torch.zeros(2, 1), torch.tensor([1.0, 2.0]))
+    tensor([1., 4.])
+    """
+    targets_BK = labels[:, None] if labels.dim() == 1 else labels
+    if outputs_BK.dim() != 2 or targets_BK.shape != outputs_BK.shape:
+        raise _misfit("outputs (B, K)", outputs_BK, "labels (B, K)", labels)
+    outputs_BK = at_least_float32(outputs_BK)
+    return (outputs_BK - targets_BK.to(outputs_BK.dtype)).square().mean(1)
+
+
+def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B: Tensor) -> Tensor:
+    """Mean of the cross entropies of the answer's first and last position.
+
+    Args:
+        start_BT, end_BT: logits over positions. first_B, last_B: positions; outside of 0 <= position < T they are
+            ignored, as for answers that were truncated.
+
+    Returns:
+        (B,), unreleased.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> zeros_BT = torch.zeros(1, 4)
+    >>> question_answering(zeros_BT, zeros_BT, torch.tensor([1]), torch.tensor([4]))
+    tensor([0.6931])
+    """
+    each = []
+    for logits_BT, position_B in ((start_BT, first_B), (end_BT, last_B)):
+        _check("logits (B, T)", logits_BT, "positions (B,)", position_B)
+        outside_B = (position_B < 0) | (position_B >= logits_BT.shape[1])
+        each.append(classification(logits_BT, torch.where(outside_B, IGNORED, position_B)))
+    return (each[0] + each[1]) / 2
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """float32 for what is narrower; a mean over many tokens is not exact in 16 bits.
+
+    >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _check(what: str, logits: Tensor, other: str, labels: Tensor) -> None:
+    """The axes of the labels are the first ones of the logits, and the logits have one more."""
+    axes = what.count(",") + 1
+    if logits.dim() != axes or labels.shape != logits.shape[:-1]:
+        raise _misfit(what, logits, other, labels)
+    if labels.is_floating_point():
+        raise InvalidArgument(f"Expected whole numbers as {other}, got {labels.dtype}.")
+
+
+def _misfit(what: str, outputs: Tensor, other: str, labels: Tensor) -> InvalidArgument:
+    return InvalidArgument(
+        f"Expected {what} and {other} that fit, got {tuple(outputs.shape)} and {tuple(labels.shape)}."
+    )

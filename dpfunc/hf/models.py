@@ -1,0 +1,228 @@
+"""Helpers for models of Transformers: a check before training, causal attention, a base in 4 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional.batchnorm import count_batchnorm
+from dpfunc.functional.refuse import refuse_unsupported
+from dpfunc.hf.tasks import AnyForward, base_model, infer_task
+from dpfunc.types import Params
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """Result of `check_model`: size of a model, problems and advice.
+
+    Args:
+        task: of `dpfunc.hf.tasks`, or None where the class does not say it.
+        trained, total: numbers of parameters. batchnorms: number of layers, in any mode.
+        problems: what must be changed before training. advice: what may be.
+    """
+
+    task: str | None
+    trained: int
+    total: int
+    batchnorms: int
+    problems: tuple[str, ...]
+    advice: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.trained} of {self.total} parameters are trained; task: {self.task or 'not known'}"]
+        lines += [f"must be changed: {said}" for said in self.problems] + [f"advice: {said}" for said in self.advice]
+        return "\n".join(lines)
+
+
+def check_model(model: nn.Module) -> ModelCheck:
+    """Look at a model before training: what would mix samples or fail, and what saves memory or noise.
+
+    Args:
+        model: a model of Transformers or PEFT; it is not changed and not run.
+
+    Returns:
+        A `ModelCheck`; `problems` is empty for a model that can be trained. What a look cannot find, the engines do:
+        they compare the first batch with single samples.
+
+    >>> class TinyForCausalLM(nn.Linear): ...
+    >>> print(check_model(TinyForCausalLM(2, 2)))
+    6 of 6 parameters are trained; task: causal_lm
+    """
+    params = list(model.parameters())
+    trained = sum(p.numel() for p in params if p.requires_grad)
+    problems = [*_refusals(model), *_reentrant(model), *_no_padding(model)]
+    if not trained:
+        problems.append("No parameter requires gradients. Attach an adapter, or unfreeze some.")
+    batchnorms = count_batchnorm(model)
+    advice = []
+    if batchnorms:
+        advice.append(
+            f"{batchnorms} BatchNorm layers: dpfunc.replace_batchnorm(model) makes them GroupNorm. Frozen statistics "
+            "of public data are fine too: model.eval()."
+        )
+    if _experts(model):
+        advice.append("The load-balancing loss of the experts is a mean over the batch, and is not used.")
+    return ModelCheck(_task(model), trained, sum(p.numel() for p in params), batchnorms, tuple(problems), tuple(advice))
+
+
+def _task(model: nn.Module) -> str | None:
+    try:
+        return infer_task(model)
+    except UnsupportedModel:
+        return None
+
+
+def _refusals(model: nn.Module) -> list[str]:
+    try:
+        refuse_unsupported(model, checkpointing=True)
+    except UnsupportedModel as error:
+        return [str(error)]
+    return []
+
+
+def _reentrant(model: nn.Module) -> list[str]:
+    for part in model.modules():
+        function = getattr(part, "_gradient_checkpointing_func", None)
+        switched_on = getattr(part, "gradient_checkpointing", False) is True
+        if switched_on and isinstance(function, partial) and function.keywords.get("use_reentrant"):
+            return [
+                "Gradient checkpointing is of the reentrant kind, which loses track of the parameters. Call "
+                'model.activation_checkpointing_enable({"use_reentrant": False}).'
+            ]
+    return []
+
+
+def _no_padding(model: nn.Module) -> list[str]:
+    """Decoders find the last token of a sequence by the padding token."""
+    base = base_model(model)
+    config = getattr(base, "config", None)
+    if _task(model) != "sequence_classification" or config is None or not hasattr(config, "pad_token_id"):
+        return []
+    if config.pad_token_id is not None or not hasattr(base, "score"):
+        return []
+    return ["The model has no padding token, so it cannot tell where a sequence ends: set config.pad_token_id."]
+
+
+def _experts(model: nn.Module) -> bool:
+    config = getattr(base_model(model), "config", None)
+    return any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def causal_mask(attention_mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask by which token t sees tokens s <= t that are not padding, and always itself.
+
+    Args:
+        attention_mask_BT: 1 for tokens, 0 for padding. dtype: floating, that of the model.
+
+    Returns:
+        (B, 1, T, T): 0 where attended, the lowest finite value where not. Transformers takes it as `attention_mask`.
+
+    >>> causal_mask(torch.tensor([[1, 1]]), torch.float32)[0, 0] == 0
+    tensor([[ True, False],
+            [ True,  True]])
+    """
+    if attention_mask_BT.dim() != 2:
+        raise InvalidArgument(f"Expected an attention mask (B, T), got {tuple(attention_mask_BT.shape)}.")
+    length = attention_mask_BT.shape[1]
+    ones_TT = torch.ones(length, length, dtype=torch.bool, device=attention_mask_BT.device)
+    itself_TT = torch.eye(length, dtype=torch.bool, device=attention_mask_BT.device)
+    seen_BTT = (torch.tril(ones_TT) & (attention_mask_BT != 0)[:, None, :]) | itself_TT
+    lowest = torch.finfo(dtype).min
+    return torch.where(seen_BTT, 0.0, lowest).to(dtype)[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class CausalForward:
+    """A forward function with causal attention; see `with_causal_attention`."""
+
+    forward: AnyForward
+    module: nn.Module
+
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+        """Call the model with a causal mask in place of `attention_mask`."""
+        if "attention_mask" not in kwargs:
+            raise InvalidArgument("Expected an attention_mask (B, T) among the inputs, by name, got none.")
+        dtype = next(value.dtype for value in self.module.parameters() if value.is_floating_point())
+        return self.forward(params, *args, **{**kwargs, "attention_mask": causal_mask(kwargs["attention_mask"], dtype)})
+
+
+def with_causal_attention(forward: AnyForward) -> CausalForward:
+    """The same function with causal attention, for models that look at later tokens (encoders, prefix models).
+
+    A model that sees the token it predicts learns to copy it. The model is not changed.
+
+    Args:
+        forward: from `dpfunc.functionalize`, of a model that takes `attention_mask`. Models that make positions from
+            the mask (OPT) need `position_ids` as well.
+
+    Returns:
+        `forward(params, ..., attention_mask=mask_BT)`.
+
+    Guarantees:
+        later tokens have no influence (tests/hf/test_models.py::test_T14_causal_attention).
+
+    >>> with_causal_attention(lambda params, x: x)
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a forward function of dpfunc.functionalize, got function.
+    """
+    module = getattr(forward, "module", None)
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"Expected a forward function of dpfunc.functionalize, got {type(forward).__name__}.")
+    return CausalForward(forward, module)
+
+
+def is_causal(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> bool:
+    """True if the logits of a model ignore later tokens: the last token of each row is replaced, and nothing before
+    it may move.
+
+    Args:
+        forward: of a model with `.logits`. params: its parameters. batch: inputs of public rows without padding,
+            `input_ids` (B, T) with T >= 2 among them.
+
+    >>> from types import SimpleNamespace
+    >>> sees_all = lambda params, input_ids: SimpleNamespace(logits=input_ids + input_ids.sum())
+    >>> is_causal(sees_all, {}, {"input_ids": torch.tensor([[1, 2, 3]])})
+    False
+    """
+    ids_BT = batch["input_ids"]
+    if ids_BT.dim() != 2 or ids_BT.shape[1] < 2:
+        raise InvalidArgument(f"Expected input_ids (B, T) with T >= 2, got {tuple(ids_BT.shape)}.")
+    other_BT = torch.cat((ids_BT[:, :-1], torch.where(ids_BT[:, -1:] == 0, 1, ids_BT[:, -1:] - 1)), dim=1)
+    with torch.no_grad():
+        one, two = (forward(params, **{**batch, "input_ids": ids}).logits[:, :-1] for ids in (ids_BT, other_BT))
+    return torch.allclose(one.double(), two.double(), rtol=1e-4, atol=1e-5)
+
+
+def four_bit(compute_dtype: torch.dtype) -> Any:  # noqa: ANN401  (transformers.BitsAndBytesConfig)
+    """The `quantization_config` for `from_pretrained` of a base in 4 bits (NF4), to train adapters on.
+
+    Args:
+        compute_dtype: what weights are unpacked to: torch.bfloat16 on accelerators, torch.float32 on the CPU.
+
+    Raises:
+        InvalidArgument: not a floating dtype. UnsupportedModel: bitsandbytes is not installed.
+
+    Paper: Dettmers, Pagnoni, Holtzman, Zettlemoyer 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3.
+
+    >>> four_bit(torch.int8)
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a floating dtype, got compute_dtype=torch.int8.
+    """
+    if not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point:
+        raise InvalidArgument(f"Expected a floating dtype, got compute_dtype={compute_dtype!r}.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UnsupportedModel(
+            "A base in 4 bits needs bitsandbytes, which is not installed: `pip install 'bitsandbytes>=0.46'`. It is "
+            "fast on NVIDIA, AMD and Intel accelerators, and runs, slowly, on x86-64 CPUs. Without it, LoRA on a base "
+            "in bfloat16 trains the same parameters with the same noise, in four times the memory for weights."
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)

@@ -1,0 +1,203 @@
+"""Adapters of PEFT: which of their parameters are trained, as a pure function, and back into PEFT's own files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dpfunc.functional
+from dpfunc._utils.validation import shorten
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import Functional
+from dpfunc.functional.names import check_params, select
+from dpfunc.functional.refuse import unwrapped
+from dpfunc.types import Params
+
+LOOK_AT_DATA = ("eva", "corda", "lora_ga")
+"""Initial values of LoRA that are computed from activations or gradients of data, without noise."""
+
+
+def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> tuple[str, ...]:
+    """The names of the parameters that are trained: those of the active adapters that require gradients.
+
+    Whole copies of modules (`modules_to_save`), trained tokens and biases count; what belongs to other adapters does
+    not, even where it requires gradients.
+
+    Args:
+        peft_model: from `peft.get_peft_model` or `PeftModel.from_pretrained(..., is_trainable=True)`.
+        initialized_on_public_data: says that the data behind an initialization by EVA, CorDA or LoRA-GA is public.
+
+    Raises:
+        InvalidArgument: not a PEFT model, nothing to train, no active adapter, or an adapter whose initial
+            value looked at data.
+        UnsupportedModel: the adapter is merged or switched off, or its training looks at gradients of the batch
+            (AdaLoRA, VeLoRA).
+
+    >>> trainable(nn.Linear(1, 1))
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
+    """
+    active = _active(peft_model)
+    for config in active.values():
+        _refuse_methods(config, initialized_on_public_data)
+    _refuse_state(peft_model)
+    asleep = _parameters_of_others(peft_model, active)
+    names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
+    if not names:
+        raise InvalidArgument(
+            f"Expected at least one trainable parameter, got none in {shorten(list(active))}. It was loaded or frozen "
+            "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
+        )
+    return names
+
+
+def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> Functional:
+    """A PEFT model as `(forward, params)` with the parameters of its active adapters: see `dpfunc.functionalize`.
+
+    Args:
+        peft_model, initialized_on_public_data: see `trainable`.
+
+    Returns:
+        `forward(params, **inputs)` and the parameters to start from. The model is not changed; call its
+        `train()` for LoRA's dropout, `eval()` for none.
+
+    Raises:
+        InvalidArgument, UnsupportedModel: see `trainable`.
+
+    Guarantees:
+        every engine's gradients are those of single samples (tests/hf/test_peft.py::test_parity),
+        and `save` gives them back to PEFT (test_saved_adapters_open_in_peft).
+
+    >>> functionalize(nn.Linear(1, 1))
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
+    """
+    peft_model = unwrapped(peft_model)
+    names = trainable(peft_model, initialized_on_public_data=initialized_on_public_data)
+    return dpfunc.functional.functionalize(peft_model, names)
+
+
+def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
+    """Write the active adapters with these parameters in PEFT's own format; `PeftModel.from_pretrained` opens it.
+
+    Args:
+        peft_model: the model that was functionalized; it is not changed.
+        params: trained parameters, released; some or all of those from `functionalize`.
+        directory: made if it is absent. An adapter that is not called "default" goes into a folder of its name in it,
+            as PEFT does.
+
+    Returns:
+        The folder with `adapter_config.json` and `adapter_model.safetensors`; of several adapters, the one around all.
+
+    Raises:
+        InvalidArgument: unknown names, wrong shapes, or parameters that PEFT's format has no place for.
+
+    >>> save(nn.Linear(1, 1), {}, "adapter")
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
+    """
+    peft_model = unwrapped(peft_model)
+    active = _active(peft_model)
+    filled: Any = _with_values(peft_model, params)
+    if not any(config.is_prompt_learning for config in active.values()):
+        _refuse_lost(filled, list(active), params)
+    filled.save_pretrained(str(directory), selected_adapters=list(active))
+    only = next(iter(active)) if len(active) == 1 else "default"
+    return Path(directory) if only == "default" else Path(directory) / only
+
+
+def _active(peft_model: nn.Module) -> dict[str, Any]:
+    """The names and the configurations of the active adapters."""
+    configs = getattr(peft_model, "peft_config", None)
+    if not isinstance(configs, Mapping) or not hasattr(peft_model, "get_base_model"):
+        raise InvalidArgument(
+            f"Expected a PEFT model, got {type(peft_model).__name__}. Call peft.get_peft_model(model, config) before."
+        )
+    active: Any = getattr(peft_model, "active_adapters", [])
+    if not len(active):
+        raise InvalidArgument("Expected an active adapter, got none. Call peft_model.set_adapter(name).")
+    return {name: configs[name] for name in active}
+
+
+def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:  # noqa: ANN401  (PEFT's own)
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind == "ADALORA":
+        raise UnsupportedModel(
+            "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use LoRA, with "
+            "rank_pattern for ranks that differ."
+        )
+    if getattr(config, "velora_config", None) is not None:
+        raise UnsupportedModel(
+            "VeLoRA compresses activations by averages over the batch, which mixes its samples. Set velora_config=None."
+        )
+    start = getattr(config, "init_lora_weights", True)
+    if start in LOOK_AT_DATA and not initialized_on_public_data:
+        raise InvalidArgument(
+            "Expected an adapter whose initial value does not depend on private data, got "
+            f"init_lora_weights={start!r}. "
+            "If it was computed from public data, say initialized_on_public_data=True."
+        )
+
+
+def _refuse_state(peft_model: nn.Module) -> None:
+    layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
+    merged = [name for name, layer in layers if layer.merged_adapters]
+    if merged:
+        raise UnsupportedModel(
+            f"The adapter is merged into {shorten(merged)}: its parameters have no effect. Call "
+            "peft_model.unmerge_adapter()."
+        )
+    off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
+    if off:
+        raise UnsupportedModel(
+            f"The adapter is switched off in {shorten(off)}: its parameters have no effect. Leave "
+            "`with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
+        )
+
+
+def _parameters_of_others(peft_model: Any, active: Collection[str]) -> set[int]:  # noqa: ANN401  (PEFT's own)
+    """The ids of what belongs to other adapters: PEFT keeps adapters in dictionaries, each under its name."""
+    names = set(peft_model.peft_config)
+    others: set[int] = set()
+    for part in peft_model.modules():
+        if not isinstance(part, (nn.ModuleDict, nn.ParameterDict)) or not len(part) or not set(part) <= names:
+            continue
+        for name in part:
+            if name not in active:
+                held = part[name]
+                others.update(map(id, held.parameters() if isinstance(held, nn.Module) else [held]))
+    return others
+
+
+def _with_values(module: nn.Module, params: Params) -> nn.Module:
+    """A copy of the structure with these parameters in place, that shares all other tensors with the module."""
+    named = select(module, list(params))
+    check_params(params, {name: value.shape for name, value in named.items()})
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    for name, ours in named.items():
+        value = params[name].detach().to(device=ours.device, dtype=ours.dtype, copy=True).contiguous()
+        memo[id(ours)] = nn.Parameter(value, requires_grad=ours.requires_grad)
+    result: nn.Module = copy.deepcopy(module, memo)  # deepcopy takes what its memo holds in place of the original
+    return result
+
+
+def _refuse_lost(filled: nn.Module, names: list[str], params: Params) -> None:
+    """Parameters that PEFT would not write."""
+    from peft import get_peft_model_state_dict
+
+    with torch.no_grad():
+        written = [get_peft_model_state_dict(filled, adapter_name=name, save_embedding_layers=False) for name in names]
+    places = {value.data_ptr() for state in written for value in state.values() if isinstance(value, Tensor)}
+    named = dict(filled.named_parameters())
+    lost = [at for at in params if named[at].numel() and named[at].data_ptr() not in places]
+    if lost:
+        raise InvalidArgument(
+            f"Expected parameters of the adapters {names}, got {shorten(lost)}, which PEFT's format has no place for. "
+            "Name their modules in modules_to_save, or save the whole model: "
+            "dpfunc.with_params(peft_model, params)."
+        )

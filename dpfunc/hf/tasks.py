@@ -1,0 +1,341 @@
+"""Training tasks: losses that map a forward function and a batch to one value per sample.
+
+The model is called without labels. What it would compute from them is a mean over the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc._utils.validation import fail
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf import losses
+from dpfunc.types import LossFn, Params
+
+AnyForward = Callable[..., Any]
+"""`forward(params, **inputs) -> output`, e.g. of `dpfunc.functionalize`."""
+
+SampleLoss = Callable[[AnyForward, Params, Mapping[str, Tensor]], Tensor]
+"""`(forward, params, batch) -> (B,)`: one loss for each sample of a batch with the samples on axis 0."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a model on which its loss depends.
+
+    Args:
+        options: arguments that every call gets, e.g. no cache. soft_prompt: positions that PEFT's prompt tuning puts
+            before the tokens. counts_padding: True if the model numbers positions from the start of the padding.
+        decoder_start, pad: token ids of an encoder-decoder. problem: "regression",
+            "single_label_classification", "multi_label_classification", or None for what the labels say.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    soft_prompt: int = 0
+    counts_padding: bool = False
+    decoder_start: int | None = None
+    pad: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Caller:
+    """Forward function with the facts about its model."""
+
+    forward: AnyForward
+    facts: Facts
+
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+        """The model's output, the same for a sample whatever padding the batch has on its left."""
+        mask_BT = kwargs.get("attention_mask")
+        if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
+            kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)
+        return self.forward(params, *args, **{**self.facts.options, **kwargs})
+
+
+@dataclass(frozen=True, eq=False)
+class TaskLoss:
+    """A loss function `(params, batch) -> (B,)`; see `make_loss_fn`."""
+
+    forward: AnyForward
+    sample_loss: SampleLoss
+
+    def __call__(self, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Losses of the batch, shape (B,). Unreleased."""
+        return self.sample_loss(self.forward, params, batch)
+
+
+def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """Next-token loss, mean over the sample's own labelled tokens; "labels" (B, T) are the ids or -100.
+
+    A token after padding is not predicted: with padding on the left, how much of it there is depends on the longest
+    sample of the batch, and the loss of the others must not.
+
+    Args:
+        forward: of a model with `.logits`. params: its parameters. batch: model inputs and "labels".
+    """
+    inputs, labels_BT = _split(batch)
+    mask_BT = inputs.get("attention_mask")
+    if mask_BT is not None and mask_BT.shape == labels_BT.shape:
+        before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
+        labels_BT = torch.where(before_BT == 0, losses.IGNORED, labels_BT)
+    logits_BTV = _logits(forward(params, **inputs))
+    soft_prompt = facts_of(forward).soft_prompt
+    if soft_prompt and logits_BTV.shape[1] == labels_BT.shape[1] + soft_prompt:
+        logits_BTV = logits_BTV[:, soft_prompt:]
+    return losses.causal_lm(logits_BTV, labels_BT)
+
+
+def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """`causal_lm` of a vision-language model: the batch has "pixel_values", labels are -100 at image tokens.
+
+    Args:
+        forward, params, batch: see `causal_lm`.
+    """
+    if "pixel_values" not in batch:
+        raise InvalidArgument(
+            f"Expected images under 'pixel_values' in the batch, got {sorted(batch)}. For text alone use \"causal_lm\"."
+        )
+    return causal_lm(forward, params, batch)
+
+
+def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """One class, several labels, or numbers for each sample: what the model's configuration says, or else the labels.
+
+    Without `problem_type`, one output is regression, whole numbers are classes, other labels are several labels.
+
+    Args:
+        forward, params, batch: see `causal_lm`; "labels" (B,) or (B, C).
+    """
+    inputs, labels = _split(batch)
+    outputs_BC = _logits(forward(params, **inputs))
+    problem = facts_of(forward).problem
+    if problem is None and outputs_BC.shape[-1] == 1:
+        problem = "regression"
+    if problem is None and labels.is_floating_point():
+        problem = "multi_label_classification"
+    if problem == "regression":
+        return losses.regression(outputs_BC, labels)
+    if problem == "multi_label_classification":
+        return losses.multi_label(outputs_BC, labels)
+    return losses.classification(outputs_BC, labels)
+
+
+def token_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """A class for each token, mean over the sample's own labelled tokens; also for masked language models.
+
+    Args:
+        forward, params, batch: see `causal_lm`; "labels" (B, T) with -100 where a token has none.
+    """
+    inputs, labels_BT = _split(batch)
+    logits_BTC = _logits(forward(params, **inputs))
+    soft_prompt = facts_of(forward).soft_prompt
+    if soft_prompt and logits_BTC.shape[1] == labels_BT.shape[1] + soft_prompt:
+        logits_BTC = logits_BTC[:, soft_prompt:]
+    return losses.token_classification(logits_BTC, labels_BT)
+
+
+def seq2seq(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """Loss of an encoder-decoder, mean over the sample's own target tokens.
+
+    Args:
+        forward, params: see `causal_lm`. batch: "labels" (B, T) are the targets. "decoder_input_ids" are the labels
+            shifted to the right, made here if they are absent.
+    """
+    inputs, labels_BT = _split(batch)
+    if not any(name in inputs for name in ("decoder_input_ids", "decoder_inputs_embeds")):
+        inputs["decoder_input_ids"] = _shifted_right(labels_BT, facts_of(forward))
+    return losses.seq2seq(_logits(forward(params, **inputs)), labels_BT)
+
+
+def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """First and last position of an answer in the text.
+
+    Args:
+        forward, params: see `causal_lm`. batch: model inputs, "start_positions" (B,) and "end_positions" (B,); or
+            "labels" (B, 2) with both.
+    """
+    inputs = {
+        name: value for name, value in batch.items() if name not in ("labels", "start_positions", "end_positions")
+    }
+    if "start_positions" in batch and "end_positions" in batch:
+        first_B, last_B = batch["start_positions"], batch["end_positions"]
+    else:
+        first_B, last_B = _split(batch)[1].unbind(1)
+    output = forward(params, **inputs)
+    return losses.question_answering(output.start_logits, output.end_logits, first_B, last_B)
+
+
+TASKS: Mapping[str, SampleLoss] = MappingProxyType(
+    {
+        "causal_lm": causal_lm,
+        "sequence_classification": sequence_classification,
+        "image_classification": sequence_classification,
+        "token_classification": token_classification,
+        "masked_lm": token_classification,
+        "seq2seq": seq2seq,
+        "question_answering": question_answering,
+        "vqa": vqa,
+    }
+)
+"""Name of a task -> its loss."""
+
+ENDINGS = {
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+    "ForSequenceClassification": "sequence_classification",
+    "ForImageClassification": "image_classification",
+    "ForTokenClassification": "token_classification",
+    "ForMaskedLM": "masked_lm",
+    "ForQuestionAnswering": "question_answering",
+}
+
+
+COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
+"""Decoders with a table of positions that is looked up from the start of the row, padding or not."""
+
+
+def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
+    """A loss function `(params, batch) -> (B,)` for `dpfunc.make_dp_step`. Make it once: engines know it by identity.
+
+    Args:
+        forward: `forward(params, **inputs)`, e.g. from `dpfunc.functionalize` or `dpfunc.hf.peft`. Models
+            that can keep a cache are called with use_cache=False.
+        task: a name in `TASKS`, or a function `(forward, params, batch) -> losses_B`.
+
+    Returns:
+        The loss function. A batch is a mapping from names to tensors with the samples on axis 0, labels among them.
+
+    Raises:
+        InvalidArgument: no such task, or something that is not callable.
+
+    Guarantees:
+        equals the loop over single samples for each family of models
+        (tests/hf/test_families.py::test_every_engine_equals_single_samples).
+
+    >>> from dpfunc.functional import functionalize
+    >>> forward, params = functionalize(nn.Linear(2, 3))
+    >>> loss_fn = make_loss_fn(forward, lambda forward, params, batch: forward(params, batch["x"]).square().sum(1))
+    >>> loss_fn(params, {"x": torch.ones(4, 2)}).shape
+    torch.Size([4])
+    """
+    if not callable(forward):
+        raise InvalidArgument(f"Expected forward to be a function (params, **inputs), got {forward!r}.")
+    if isinstance(task, str):
+        if task not in TASKS:
+            raise fail(f"task to be one of {', '.join(map(repr, TASKS))}", "task", task, "Or pass a function.")
+        task = TASKS[task]
+    if not callable(task):
+        raise InvalidArgument(
+            f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."
+        )
+    return TaskLoss(Caller(forward, facts_of(forward)), task)
+
+
+def infer_task(model: nn.Module) -> str:
+    """The task that a model of Transformers was built for, by the name of its class; adapters are looked through.
+
+    Args:
+        model: a model of Transformers, or a PEFT model around one.
+
+    Raises:
+        UnsupportedModel: the class does not say it.
+
+    >>> class TinyForCausalLM(nn.Module): ...
+    >>> infer_task(TinyForCausalLM())
+    'causal_lm'
+    """
+    base = base_model(model)
+    for kind in type(base).__mro__:
+        for ending, task in ENDINGS.items():
+            if kind.__name__.endswith(ending):
+                return task
+    if any(kind.__name__.endswith("ForConditionalGeneration") for kind in type(base).__mro__):
+        config = getattr(base, "config", None)
+        reads_images = getattr(config, "vision_config", None) is not None
+        writes_apart = bool(getattr(config, "is_encoder_decoder", False))
+        if reads_images != writes_apart:
+            return "vqa" if reads_images else "seq2seq"
+    raise UnsupportedModel(
+        f"It cannot be told from the class {type(base).__name__} what the model is trained for. Name the task: one of "
+        f"{', '.join(map(repr, TASKS))}, or pass a function (forward, params, batch) -> losses_B."
+    )
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model of Transformers inside of a PEFT model; any other model as it is.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> base_model(layer) is layer
+    True
+    """
+    inside = getattr(model, "get_base_model", None)
+    found = inside() if callable(inside) and hasattr(model, "peft_config") else model
+    return found if isinstance(found, nn.Module) else model
+
+
+def facts_of(forward: AnyForward) -> Facts:
+    """Facts about the model behind a forward function; the defaults for an ordinary function.
+
+    >>> facts_of(lambda params, x: x)
+    Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, decoder_start=None, pad=None, problem=None)
+    """
+    if isinstance(forward, Caller):
+        return forward.facts
+    module = getattr(forward, "module", None)
+    if not isinstance(module, nn.Module):
+        return Facts()
+    base = base_model(module)
+    config = getattr(base, "config", None)
+    caches = "use_cache" in inspect.signature(base.forward).parameters
+    soft_prompt = _soft_prompt(module)
+    return Facts(
+        options=MappingProxyType({"use_cache": False} if caches else {}),
+        soft_prompt=soft_prompt,
+        counts_padding=getattr(config, "model_type", "") in COUNT_PADDING and not soft_prompt,
+        decoder_start=getattr(config, "decoder_start_token_id", None),
+        pad=getattr(config, "pad_token_id", None),
+        problem=getattr(config, "problem_type", None),
+    )
+
+
+def _soft_prompt(module: nn.Module) -> int:
+    """The positions that prompt tuning adds; prefix tuning goes through the cache and adds none."""
+    config = getattr(module, "active_peft_config", None) if hasattr(module, "peft_config") else None
+    if config is None or not config.is_prompt_learning or "PREFIX" in str(config.peft_type):
+        return 0
+    return int(config.num_virtual_tokens)
+
+
+def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise InvalidArgument(f"Expected a batch with 'labels', got {got}. They are not given to the model.")
+    return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+
+
+def _logits(output: object) -> Tensor:
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise InvalidArgument(
+            f"Expected a model whose output has .logits, got {type(output).__name__}. Pass a loss function of your own."
+        )
+    return logits
+
+
+def _shifted_right(labels_BT: Tensor, facts: Facts) -> Tensor:
+    if facts.decoder_start is None or facts.pad is None:
+        raise InvalidArgument(
+            "Expected 'decoder_input_ids' in the batch, since the model's configuration does not say how decoders "
+            "start. DataCollatorForSeq2Seq(tokenizer, model=model) adds them."
+        )
+    start_B1 = torch.full_like(labels_BT[:, :1], facts.decoder_start)
+    shifted_BT = torch.cat((start_B1, labels_BT[:, :-1]), dim=1)
+    return torch.where(shifted_BT == losses.IGNORED, facts.pad, shifted_BT)

@@ -1,0 +1,233 @@
+"""The privacy arguments of a training script: one dataclass that command lines, YAML files and scripts share."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from dpfunc._utils.validation import fail, one_of, open_unit, positive, probability, whole
+from dpfunc.accounting import Ledger, affordable_steps, calibrate
+from dpfunc.clipping import Automatic, Flat
+from dpfunc.errors import InvalidArgument, UnreachableBudget
+from dpfunc.plan import ACCOUNTANTS, Plan
+from dpfunc.sampling import Poisson, Sampler, Shuffled
+from dpfunc.step import ENGINES
+from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
+
+CLIPS = ("flat", "automatic")
+
+# What other libraries call the same thing. `disable_dp` is the opposite of `dp_enabled`.
+OTHER_NAMES = {
+    "per_sample_max_grad_norm": "dp_max_grad_norm",
+    "noise_multiplier": "dp_noise_multiplier",
+    "target_epsilon": "dp_epsilon",
+    "target_delta": "dp_delta",
+    "disable_dp": "dp_enabled",
+    "dry_run": "dp_dry_run",
+}
+
+
+def _option(default: object, text: str) -> Any:  # noqa: ANN401  (a dataclass field of any type)
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class PrivacyArguments:
+    """Privacy settings of a training script. `HfArgumentParser` makes flags of it, e.g. `--dp_epsilon 8`.
+
+    Args:
+        dp_enabled: False trains the twin without privacy; the other arguments then change nothing.
+        dp_epsilon: budget, > 0; the noise is computed from it. Exactly one of this and dp_noise_multiplier.
+        dp_delta: 0 < delta < 1, below 1 / number of records. Required.
+        dp_max_grad_norm: bound C on the gradient of one sample, > 0. Required for dp_clip="flat"; 1 for "automatic",
+            where it acts like a learning rate.
+        dp_noise_multiplier: noise / sensitivity, > 0, used as it is.
+        dp_max_epsilon: with dp_noise_multiplier: the run has no more steps than this allows.
+        dp_poisson_sampling: False shuffles the records each epoch and claims no amplification.
+        dp_secure_mode: noise from a keyed AES stream, as always on a CPU; False takes the generator of a CUDA device.
+        dp_physical_batch_size: samples differentiated at once, for memory only; None is the Trainer's batch size.
+        dp_clip: `flat` or `automatic`.
+        dp_engine: see `make_dp_step`. dp_accountant: `auto`, `tilted`, `prv` or `rdp`.
+        dp_adjacency: None is `add_remove`, and `zero_out` without Poisson sampling.
+        dp_dry_run: show the plan and train nothing.
+        dp_warn_at: warn once when this share of the budget is spent, 0 < share <= 1.
+        dp_allow_large_delta: accept delta >= 1 / number of records.
+        dp_log_unreleased: log the training loss, which no noise protects, as `unreleased/loss`.
+
+    Raises:
+        InvalidArgument: a value outside its domain, missing, or contradicting another.
+
+    >>> privacy = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-5, dp_max_grad_norm=1.0)
+    >>> privacy.plan(dataset_size=1000, expected_batch_size=100, num_steps=50).num_steps
+    50
+    """
+
+    dp_enabled: bool = _option(True, "Train with differential privacy; --no_dp_enabled trains the twin without.")
+    dp_epsilon: float | None = _option(None, "Privacy budget; the noise is computed from it.")
+    dp_delta: float | None = _option(None, "Below 1 / number of records.")
+    dp_max_grad_norm: float | None = _option(None, "Bound on the gradient norm of one sample.")
+    dp_noise_multiplier: float | None = _option(None, "Noise / sensitivity, instead of an epsilon.")
+    dp_max_epsilon: float | None = _option(None, "With a noise multiplier: no step that would exceed this.")
+    dp_poisson_sampling: bool = _option(True, "Without it batches are shuffled and no amplification is claimed.")
+    dp_secure_mode: bool = _option(True, "Noise from a keyed AES stream, not from the device's generator.")
+    dp_physical_batch_size: int | None = _option(None, "Samples differentiated at once; memory only.")
+    dp_clip: Literal["flat", "automatic"] = _option("flat", "Clip to a ball, or normalise every gradient.")
+    dp_engine: str = _option("auto", "How per-sample gradients are found: auto, bookkeeping, ghost, vmap, loop.")
+    dp_accountant: Literal["auto", "tilted", "prv", "rdp"] = _option("auto", "How epsilon is found.")
+    dp_adjacency: Literal["add_remove", "zero_out", "replace_one"] | None = _option(None, "What neighbours are.")
+    dp_dry_run: bool = _option(False, "Show the plan and train nothing.")
+    dp_warn_at: float = _option(0.9, "Warn when this share of the budget is spent.")
+    dp_allow_large_delta: bool = _option(False, "Accept delta >= 1 / number of records.")
+    dp_log_unreleased: bool = _option(False, "Log the training loss, which is private, as unreleased/loss.")
+
+    def __post_init__(self) -> None:
+        one_of("dp_clip", self.dp_clip, CLIPS)
+        one_of("dp_engine", self.dp_engine, ENGINES)
+        one_of("dp_accountant", self.dp_accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
+        if self.dp_adjacency is not None:
+            one_of("dp_adjacency", self.dp_adjacency, ADJACENCIES)
+        probability("dp_warn_at", self.dp_warn_at)
+        for name in ("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+        if self.dp_delta is not None:
+            open_unit("dp_delta", self.dp_delta)
+        if self.dp_physical_batch_size is not None:
+            whole("dp_physical_batch_size", self.dp_physical_batch_size, minimum=1)
+        if self.dp_enabled:
+            self._check_complete()
+
+    def _check_complete(self) -> None:
+        if (self.dp_epsilon is None) == (self.dp_noise_multiplier is None):
+            given = "neither" if self.dp_epsilon is None else "both"
+            raise InvalidArgument(
+                f"Expected exactly one of dp_epsilon and dp_noise_multiplier, got {given}. With dp_epsilon the noise "
+                "is computed; with dp_noise_multiplier epsilon is, and dp_max_epsilon is its ceiling."
+            )
+        if self.dp_max_epsilon is not None and self.dp_noise_multiplier is None:
+            raise InvalidArgument(
+                f"Expected dp_max_epsilon together with dp_noise_multiplier only, got dp_max_epsilon="
+                f"{self.dp_max_epsilon:g} and dp_epsilon={self.dp_epsilon}. dp_epsilon is a ceiling already."
+            )
+        if self.dp_delta is None:
+            raise InvalidArgument(
+                "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
+                "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."
+            )
+        if self.dp_max_grad_norm is None and self.dp_clip == "flat":
+            raise InvalidArgument(
+                "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
+                "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."
+            )
+
+    @classmethod
+    def from_names(cls, values: Mapping[str, Any]) -> PrivacyArguments:
+        """The arguments from a mapping, e.g. of a YAML file; names that other libraries use are understood.
+
+        Args:
+            values: name -> value. Besides the fields: per_sample_max_grad_norm, noise_multiplier, target_epsilon,
+                target_delta, disable_dp, dry_run.
+
+        Raises:
+            InvalidArgument: an unknown name, with a suggestion; or two names of one argument that differ.
+
+        >>> names = {"target_epsilon": 8.0, "dp_delta": 1e-5, "per_sample_max_grad_norm": 1.0}
+        >>> PrivacyArguments.from_names(names).dp_epsilon
+        8.0
+        """
+        known = [f.name for f in fields(cls)]
+        chosen: dict[str, tuple[str, Any]] = {}
+        for name, value in values.items():
+            target = OTHER_NAMES.get(name, name)
+            if target not in known:
+                raise InvalidArgument(f"Expected a privacy argument, got {name!r}. {_suggestion(name, known)}")
+            if name == "disable_dp":
+                if not isinstance(value, bool):
+                    raise fail("disable_dp to be true or false", name, value)
+                value = not value
+            if target in chosen and chosen[target][1] != value:
+                other = chosen[target][0]
+                raise InvalidArgument(f"Expected one value for {target}, got {other} and {name}, which contradict.")
+            chosen[target] = (name, value)
+        return cls(**{target: value for target, (_, value) in chosen.items()})
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Relation between neighbouring data sets: `dp_adjacency`, or the default of the sampling."""
+        return self.dp_adjacency or ("add_remove" if self.dp_poisson_sampling else "zero_out")
+
+    def clip(self) -> ClipRule:
+        """Clip rule named by `dp_clip`; its bound is 1 by default."""
+        bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
+        return Flat(bound) if self.dp_clip == "flat" else Automatic(bound)
+
+    def plan(self, dataset_size: int, expected_batch_size: float, num_steps: int, spent: Ledger | None = None) -> Plan:
+        """Make the plan of a run; the noise is computed from `dp_epsilon` if that is given.
+
+        Args:
+            dataset_size: number of records n. expected_batch_size: q n, the logical batch. num_steps: optimizer steps.
+            spent: what earlier phases on the same data have cost; dp_epsilon and dp_max_epsilon cover both.
+
+        Returns:
+            A plan with num_steps steps, or fewer where dp_max_epsilon allows no more.
+
+        Raises:
+            InvalidArgument: dp_enabled is False, or a value does not fit the data.
+            UnreachableBudget: the budget does not allow one step.
+        """
+        if not self.dp_enabled or self.dp_delta is None:
+            raise InvalidArgument("Expected dp_enabled=True for a plan, got dp_enabled=False: nothing is private.")
+        sampler = self._sampler(dataset_size, expected_batch_size)
+        before = Ledger(adjacency=self.adjacency) if spent is None else spent
+        delta = self.dp_delta
+
+        def plan(noise_multiplier: float, steps: int, budget: float | None) -> Plan:
+            return Plan(
+                sampler, self.clip(), noise_multiplier, steps, delta, budget, self.adjacency,
+                accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta,
+            )  # fmt: skip
+
+        plan(1.0, num_steps, None)  # bad arguments are found before any search
+        if self.dp_epsilon is not None:
+            noise = calibrate(
+                lambda scale: before.compose(plan(scale, num_steps, None).ledger()),
+                epsilon=self.dp_epsilon,
+                delta=delta,
+                method=self.dp_accountant,
+            )
+            return plan(noise, num_steps, self.dp_epsilon)
+        noise = self.dp_noise_multiplier if self.dp_noise_multiplier is not None else math.nan
+        if self.dp_max_epsilon is None:
+            return plan(noise, num_steps, None)
+        whole_run = plan(noise, num_steps, None)
+        steps = affordable_steps(
+            lambda k: before.compose(whole_run.ledger(k)),
+            epsilon=self.dp_max_epsilon,
+            delta=delta,
+            limit=num_steps,
+            method=self.dp_accountant,
+        )
+        if steps == 0:
+            raise UnreachableBudget(
+                f"Expected a budget for at least one step, got dp_max_epsilon={self.dp_max_epsilon:g}, which one step "
+                f"with dp_noise_multiplier={noise:g} exceeds. Take more noise or smaller batches."
+            )
+        return plan(noise, steps, self.dp_max_epsilon)
+
+    def _sampler(self, dataset_size: int, expected_batch_size: float) -> Sampler:
+        if self.dp_poisson_sampling:
+            return Poisson.of_batch_size(dataset_size, expected_batch_size)
+        size = float(expected_batch_size)
+        if not size.is_integer():
+            raise fail("a whole expected_batch_size without Poisson sampling", "expected_batch_size", size)
+        return Shuffled(dataset_size, int(size))
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, [*known, *OTHER_NAMES], n=1, cutoff=0.5) or [
+        option for option in known if option == f"dp_{name}"
+    ]
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."

@@ -1,0 +1,236 @@
+"""Checks that refuse, before anything is spent, settings of a Trainer that break differential privacy."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dpfunc._utils.validation import wrong_type
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional.refuse import refuse_unsupported
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.rng import Key
+
+# How transformers names them; a default that does no harm is the first value.
+DEFAULT_MAX_GRAD_NORM = 1.0
+KEY_SHARING = ("checkpoint", "all_checkpoints")
+OWN_BACKWARD = ("lomo", "adalomo")
+
+
+def refuse_arguments(args: Any) -> None:  # noqa: ANN401  (TrainingArguments)
+    """Check the `TrainingArguments` of a private run.
+
+    Raises:
+        InvalidArgument: naming the first argument that cannot be used, and what to do instead.
+    """
+    for refused, name, why in (*_sampling(args), *_loss(args), *_numerics(args), *_devices(args), *_leaks(args)):
+        if refused:
+            raise InvalidArgument(
+                f"Expected a TrainingArguments that keeps differential privacy, got {name}="
+                f"{getattr(args, name, None)!r}. {why}"
+            )
+
+
+Refusal = tuple[bool, str, str]
+
+
+def _sampling(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+    strategy = str(getattr(args, "train_sampling_strategy", "random"))
+    return (
+        (
+            bool(getattr(args, "group_by_length", False)), "group_by_length",
+            "Who is in a batch would depend on the lengths of all records, which no accounting covers.",
+        ),
+        (
+            strategy != "random", "train_sampling_strategy",
+            "The plan draws the batches: by length or in order, who is in a batch would depend on the other records. "
+            "Leave it at 'random'; dp_poisson_sampling=False shuffles.",
+        ),
+        (
+            args.dataloader_drop_last, "dataloader_drop_last",
+            "Poisson batches have no fixed size; a draw that was dropped would not be what epsilon counts.",
+        ),
+        (
+            args.auto_find_batch_size, "auto_find_batch_size",
+            "The sampling probability, and with it epsilon, would change. Only memory matters here: set "
+            "dp_physical_batch_size.",
+        ),
+        (
+            bool((args.accelerator_config.gradient_accumulation_kwargs or {}).get("num_steps")), "accelerator_config",
+            "Give the accumulation as gradient_accumulation_steps: it decides the logical batch.",
+        ),
+    )  # fmt: skip
+
+
+def _loss(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+    return (
+        (
+            args.label_smoothing_factor != 0, "label_smoothing_factor",
+            "The Trainer smooths the mean over a batch, which has no per-sample gradient. Give DPTrainer a loss= that "
+            "smooths each sample.",
+        ),
+        (
+            args.neftune_noise_alpha is not None, "neftune_noise_alpha",
+            "It hooks noise into the embeddings. Leave it out: private gradients are noisy enough.",
+        ),
+        (
+            args.use_liger_kernel, "use_liger_kernel",
+            "Its fused kernels have no per-sample gradients.",
+        ),
+        (
+            args.max_grad_norm not in (0, DEFAULT_MAX_GRAD_NORM, None), "max_grad_norm",
+            "The Trainer would clip the mean gradient, which bounds no sample. Set "
+            "PrivacyArguments(dp_max_grad_norm=...) and leave this at its default.",
+        ),
+        (
+            any(name in str(getattr(args.optim, "value", args.optim)).lower() for name in (*OWN_BACKWARD, "layerwise")),
+            "optim", "It updates inside the backward pass. Use an optimizer that reads .grad, e.g. adamw_torch.",
+        ),
+    )  # fmt: skip
+
+
+def _numerics(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+    name = "gradient_checkpointing_kwargs"
+    if getattr(args, "activation_checkpointing_kwargs", None):
+        name = "activation_checkpointing_kwargs"
+    options = getattr(args, name, None)
+    return (
+        (args.fp16, "fp16", "Loss scaling changes with the data, and its skipped steps too. Use bf16=True."),
+        (
+            args.torch_compile, "torch_compile",
+            "It compiles the model for batch gradients. Leave it out.",
+        ),
+        (
+            isinstance(options, Mapping) and bool(options.get("use_reentrant")), name,
+            "Reentrant checkpoints hide the forward pass from per-sample gradients. Use {'use_reentrant': False}.",
+        ),
+    )  # fmt: skip
+
+
+def _devices(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+    sharded = (
+        "Each process has a whole replica of the model here. For a model that is cut into parts use fully_shard or "
+        "parallelize_module and a loop over make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
+    )
+    launched = str(getattr(getattr(args, "distributed_state", None), "distributed_type", ""))
+    asked = {
+        name: os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true") or launched.endswith(name)
+        for name in ("DEEPSPEED", "FSDP")
+    }
+    return (
+        (
+            args.n_gpu > 1, "n_gpu",
+            "nn.DataParallel mixes the gradients of samples. Start a process for each device, `torchrun "
+            "--nproc-per-node N`, or set CUDA_VISIBLE_DEVICES to one.",
+        ),
+        (bool(args.deepspeed) or asked["DEEPSPEED"], "deepspeed", f"{sharded} Leave DeepSpeed out."),
+        (bool(args.fsdp) or asked["FSDP"], "fsdp", sharded),
+        (getattr(args, "parallelism_config", None) is not None, "parallelism_config", sharded),
+    )  # fmt: skip
+
+
+def _leaks(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+    return (
+        (
+            getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False), "include_num_input_tokens_seen",
+            "How many tokens were drawn is private: the number of drawn records is not released.",
+        ),
+        (
+            args.push_to_hub and not args.save_only_model and strategy in KEY_SHARING, "hub_strategy",
+            "A checkpoint holds the key of the run, which undoes the noise. Use 'end' or 'every_save', or "
+            "save_only_model=True.",
+        ),
+    )  # fmt: skip
+
+
+def refuse_overrides(trainer: object, ours: type, theirs: type) -> None:
+    """Refuse a subclass that overrides methods on which privacy depends.
+
+    Raises:
+        InvalidArgument: naming the method.
+    """
+    for name, hint in (
+        ("compute_loss", "Pass loss=, a function (forward, params, batch) -> one loss a sample."),
+        ("training_step", "Use callbacks, or write a loop over dpfunc.make_dp_step."),
+        ("get_train_dataloader", "The plan draws the batches; pass a data_collator to change what is in them."),
+        ("get_batch_samples", "The plan draws the batches."),
+    ):
+        if getattr(type(trainer), name) is not getattr(ours, name):
+            raise InvalidArgument(f"Expected {name} of DPTrainer, got an override in {type(trainer).__name__}. {hint}")
+    for name in ("_get_train_sampler", "_get_dataloader"):
+        if getattr(type(trainer), name, None) is not getattr(theirs, name, None):
+            raise InvalidArgument(
+                f"Expected no sampler of your own, got {name} of {type(trainer).__name__}. Epsilon holds for the "
+                "plan's batches; dp_poisson_sampling=False shuffles."
+            )
+
+
+def refuse_data(dataset: Any) -> int:  # noqa: ANN401  (anything)
+    """The number of records of a data set that can be drawn from.
+
+    Raises:
+        InvalidArgument: none, without a length, or iterable only.
+    """
+    from torch.utils.data import IterableDataset
+
+    if dataset is None:
+        raise InvalidArgument("Expected train_dataset to be given, got train_dataset=None.")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise InvalidArgument(
+            f"Expected a train_dataset with a length and an index, got {type(dataset).__name__}. Who is in a batch is "
+            "drawn by index, and the sampling probability needs the number of records. Read the stream into a list."
+        )
+    return len(dataset)
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Refuse a wrapped model, and one that mixes samples in training mode.
+
+    Raises:
+        UnsupportedModel: BatchNorm in training mode, or a compiled or wrapped model.
+    """
+    if hasattr(model, "_orig_mod") or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UnsupportedModel(f"Expected the model itself, got it wrapped in {type(model).__name__}.")
+    refuse_unsupported(model, checkpointing=True)
+
+
+def refuse_values(model: object, privacy: object, key: object, model_init: object, compute_loss_func: object) -> None:
+    """Check the constructor arguments of `DPTrainer`.
+
+    Raises:
+        InvalidArgument: naming the first that is not what it should be.
+    """
+    if not isinstance(privacy, PrivacyArguments):
+        raise wrong_type("privacy to be PrivacyArguments", "privacy", privacy)
+    if key is not None and not isinstance(key, Key):
+        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
+    if model_init is not None or not isinstance(model, nn.Module):
+        raise InvalidArgument("Expected model to be a module, and no model_init: each model is a run of its own.")
+    if compute_loss_func is not None:
+        raise InvalidArgument(
+            "Expected no compute_loss_func, which gives one loss for a batch. Pass loss=, a function "
+            "(forward, params, batch) -> one loss a sample."
+        )
+
+
+def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:
+    """Arguments with which the Trainer takes one logical batch a step, and clips no mean of gradients."""
+    return {
+        "per_device_train_batch_size": logical_batch_size,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": 0.0,
+        "average_tokens_across_devices": False,  # each sample has a loss of its own: nothing to average over
+    }
+
+
+def changed(args: Any, values: Mapping[str, object]) -> Any:  # noqa: ANN401  (TrainingArguments)
+    """A copy of `TrainingArguments` with other values; the caller's own are not changed."""
+    result = copy.copy(args)
+    for name, value in values.items():
+        object.__setattr__(result, name, value)
+    return result

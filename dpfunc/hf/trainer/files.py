@@ -1,0 +1,296 @@
+"""Files of a private Trainer run besides the Trainer's own: its state, and its accounting."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.chain import replace_file
+from dpfunc.checkpoint.format import read_json, remove, saved_key, sha256, sweep, verify, whole_checkpoints, write_json
+from dpfunc.checkpoint.journal import read_steps
+from dpfunc.checkpoint.local import Checkpoint, load, save
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint
+from dpfunc.state import StepState
+from dpfunc.types import Params, schedule_at
+
+logger = logging.getLogger(__name__)
+
+ACCOUNTING = "privacy_accounting.json"
+JOURNAL = "privacy_journal.jsonl"
+FOLDER = "dpfunc"
+TRAINER_STATE = "trainer_state.json"
+FILES = "trainer_files.json"
+"""A digest of every file that the Trainer has written into a checkpoint."""
+
+
+def save_run(
+    checkpoint: Path,
+    *,
+    params: Params,
+    state: StepState,
+    plan: Plan,
+    data: str,
+    extra: Mapping[str, Any],
+    journal: Path,
+) -> None:
+    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
+    remove(checkpoint / FOLDER)  # of an earlier run, whose files the Trainer has replaced
+    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1, journal=journal)
+
+
+def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
+    """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
+    if (checkpoint / FOLDER).exists():
+        own = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        names = [path.relative_to(checkpoint) for path in own]
+        write_json(checkpoint / FOLDER / FILES, {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER})
+    for path in outdated(Path(args.output_dir), args.save_total_limit, state.best_model_checkpoint):
+        remove(path)
+
+
+def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
+    """Checkpoints that the Trainer would remove; it would remove their files in any order, and a kill leave some.
+
+    What a kill left half-written goes first, whatever its number.
+
+    Args:
+        output_dir: of the run. limit: how many stay; None or 0 for all. best: a checkpoint that stays, too.
+    """
+    from transformers.trainer_utils import sort_checkpoints
+
+    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_whole)
+    if not limit or limit < 0 or len(found) <= limit:
+        return []
+    stay = {found[-1], *([Path(best)] if best is not None else [])}
+    surplus = len(found) - max(limit, len(stay))
+    return [path for path in found if path not in stay][:surplus]
+
+
+def clean(output_dir: Path) -> None:
+    """Remove what killed processes left unfinished in the folder of a run; some of it holds the key.
+
+    Args:
+        output_dir: of the run, used by no other process.
+    """
+    sweep(output_dir)
+    for path in output_dir.glob("checkpoint-*"):
+        sweep(path)
+        sweep(path / FOLDER)
+
+
+def load_run(
+    checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None, earlier: Ledger | None
+) -> Checkpoint:
+    """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
+
+    Raises:
+        CheckpointError: not whole, or of another plan, data set, parameter set or key; or a file of the Trainer
+            (optimizer, scheduler, its state) is missing or was changed, without which it would start anew.
+    """
+    if not is_whole(checkpoint):
+        raise CheckpointError(
+            f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
+            f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
+        )
+    verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
+    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal)
+    if key is not None and key != saved.state.key:
+        raise CheckpointError(
+            f"The checkpoint {checkpoint} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
+            f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
+        )
+    own = plan.ledger(saved.state.charged)
+    if earlier is not None and earlier.compose(own) != saved.state.ledger:
+        raise CheckpointError(
+            f"Expected the ledger that the run was started with, got {earlier} beside the {own.num_steps} steps of "
+            f"this run; the checkpoint {checkpoint} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
+            "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
+        )
+    return saved
+
+
+def check_goes_on(before: StepState, saved: Checkpoint) -> None:
+    """A trainer that was interrupted goes on with its own run, and with all that it has spent.
+
+    Raises:
+        CheckpointError: another run's checkpoint, or a journal that lacks steps of this trainer.
+    """
+    if saved.state.key != before.key:
+        raise CheckpointError(
+            f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new DPTrainer."
+        )
+    if saved.state.charged < before.charged:
+        raise CheckpointError(
+            f"Expected the journal to have all {before.charged} steps that this trainer took, got "
+            f"{saved.state.charged}. It is incomplete: restore it."
+        )
+
+
+def newest(output_dir: Path) -> Path:
+    """The newest whole checkpoint of a run; one that a kill left half-written is passed over.
+
+    Raises:
+        CheckpointError: there is none, or it is not clear of which run.
+
+    Guarantees:
+        tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about.
+    """
+    found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _numbered(path))]
+    whole: list[Path] = []
+    for _, path in sorted(found, reverse=True):
+        if is_whole(path):
+            whole.append(path)
+        else:
+            logger.warning("The checkpoint %s is not whole and is passed over.", path)
+    if whole:
+        _of_one_run(whole, output_dir / JOURNAL)
+        return whole[0]
+    steps = count_steps(output_dir / JOURNAL)
+    more = (
+        f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
+        f"DPTrainer(..., ledger=journal_ledger(path)), or dpfunc train with --spent {output_dir / JOURNAL} and another "
+        "--output_dir."
+        if steps else " No step is in its journal: if that was not lost, nothing was released."
+    )  # fmt: skip
+    raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run.{more}")
+
+
+def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
+    """Check that all checkpoints are of one run, and that it is the one that began last in the journal.
+
+    Raises:
+        CheckpointError: a folder that several runs have used; a higher number is not a newer run.
+    """
+    runs = {_run_of(path): path for path in reversed(checkpoints)}
+    which = (
+        "Name the one to go on with: resume_from_checkpoint=PATH. A run of its own belongs into a folder of its own."
+    )
+    if len(runs) > 1:
+        raise CheckpointError(
+            "Expected checkpoints of one run, got several: "
+            f"{', '.join(f'{path.name} of run {run}' for run, path in runs.items())}. {which}"
+        )
+    began = list(read_steps(journal))
+    if began and began[-1] not in runs:
+        raise CheckpointError(
+            f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
+            f"another run, {next(iter(runs))}. {which}"
+        )
+
+
+def _run_of(checkpoint: Path) -> str:
+    """Fingerprint of the key of a checkpoint."""
+    return fingerprint(saved_key(whole_checkpoints(checkpoint / FOLDER)[-1]))
+
+
+def _numbered(path: Path) -> re.Match[str] | None:
+    return re.fullmatch(r"checkpoint-(\d+)", path.name)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
+    try:
+        read_json(checkpoint / TRAINER_STATE)
+        names = read_json(checkpoint / FOLDER / FILES)
+        own = whole_checkpoints(checkpoint / FOLDER)
+    except CheckpointError:
+        return False
+    return bool(own) and isinstance(names, dict)
+
+
+def note_earlier_runs(journal: Path, counted: int = 0) -> None:
+    """Warn if the journal holds runs that this run does not count; remove the accounting of an earlier end.
+
+    A run that is killed later would leave it behind, with fewer steps than were taken.
+
+    Args:
+        journal: of the run. counted: steps in the ledger of a run that is resumed; 0 for a new one.
+    """
+    (journal.parent / ACCOUNTING).unlink(missing_ok=True)
+    steps = count_steps(journal) - counted
+    if steps > 0:
+        logger.warning(
+            "The journal %s has %d steps of %s runs. If they saw the same records and anything of them was kept, "
+            "they count too: resume_from_checkpoint=True, or DPTrainer(..., ledger=journal_ledger(path)).",
+            journal,
+            steps,
+            "other" if counted else "earlier",
+        )
+
+
+def count_steps(journal: Path) -> int:
+    """The number of steps of all runs in a journal; 0 before the first."""
+    return sum(len(taken) for taken in read_steps(journal, missing="empty").values())
+
+
+def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
+    """A state that is charged for every step of its run in the journal, and stands after the last of them.
+
+    Args:
+        state: of the run. plan: of the run. journal: its file.
+
+    Guarantees:
+        tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted.
+    """
+    taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
+    later = max(taken, default=-1) + 1
+    if later > state.charged:
+        cost = Ledger(plan.events(state.charged, later), plan.adjacency)
+        state = state._replace(charged=later, ledger=state.ledger.compose(cost))
+    return state._replace(step=max(state.step, state.charged))
+
+
+def check_journal(journal: Path, state: StepState) -> None:
+    """Check that the journal of a finished run has its steps, and no others of the same key.
+
+    Raises:
+        CheckpointError: steps were lost, or another process went on with the same run.
+    """
+    taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
+    if len(taken) != state.charged:
+        raise CheckpointError(
+            f"Expected the {state.charged} steps of this run in the journal {journal}, got {len(taken)}. Lines were "
+            "lost, or another process has taken steps with the same key. Count the larger number, and publish nothing "
+            "that is accounted for with the smaller."
+        )
+
+
+def accounting(plan: Plan, state: StepState, epoch: float) -> dict[str, Any]:
+    """Privacy spent by a run up to a state, earlier phases included, with the facts needed to check it. Public."""
+    answer = state.ledger.epsilon(plan.delta, plan.accountant)
+    size = plan.sampler.expected_batch_size(state.step)
+    return {
+        "epsilon": answer.epsilon,
+        "delta": plan.delta,
+        "target_epsilon": plan.epsilon,
+        "max_grad_norm": plan.clip.clip_norm,
+        "noise_multiplier": schedule_at(plan.noise_multiplier, state.step),
+        "global_step": state.step,
+        "epoch": epoch,
+        "num_steps": state.limit,
+        "sampler": type(plan.sampler).__name__,
+        "sampling_prob": size / plan.sampler.dataset_size,
+        "expected_batch_size": size,
+        "dataset_size": plan.sampler.dataset_size,
+        "adjacency": plan.adjacency,
+        "clip": type(plan.clip).__name__,
+        "accountant": answer.method,
+        "note": answer.note,
+        "epsilon_rdp": state.ledger.epsilon(plan.delta, "rdp").epsilon,
+        "ledger": json.loads(state.ledger.to_json()),
+    }
+
+
+def write_accounting(folder: Path, record: dict[str, Any]) -> Path:
+    """Write a record as `privacy_accounting.json`, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ACCOUNTING
+    replace_file(path, json.dumps(record, indent=1))
+    return path

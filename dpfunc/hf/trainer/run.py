@@ -1,0 +1,191 @@
+"""A private run of the Trainer: its start, and the messages about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc import distributed
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.checkpoint.journal import Journal
+from dpfunc.checkpoint.local import Checkpoint
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError
+from dpfunc.functional import functionalize
+from dpfunc.functional.names import select
+from dpfunc.hf import peft
+from dpfunc.hf.tasks import infer_task, make_loss_fn
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.plan import Plan
+from dpfunc.rng import Key
+from dpfunc.state import StepState
+from dpfunc.step import DPStep, make_dp_step
+from dpfunc.types import Params, schedule_at
+
+Loss = str | Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Decisions made before the Trainer begins: a new run, or a resumed one.
+
+    Args:
+        key: of the run. limit: the step at which it ends. data: the name of the data set.
+        ledger: what earlier phases have cost. resumed: what was loaded.
+        skipping: the Trainer skips the batches of a resumed epoch that were already used.
+    """
+
+    key: Key = field(repr=False)
+    limit: int
+    data: str
+    ledger: Ledger | None = None
+    resumed: Checkpoint | None = None
+    skipping: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run under way. `params` are the model's own parameters, which the optimizer changes in place.
+
+    A checkpoint between a private step and the optimizer's is one of the state before both.
+    """
+
+    dp_step: DPStep
+    params: dict[str, Tensor]
+    state: StepState
+    previous: StepState
+    start: Start
+
+    def at(self, step: int) -> StepState:
+        """The state before this step: the present one, or the one before where the optimizer has not stepped yet.
+
+        Raises:
+            CheckpointError: the Trainer is somewhere else.
+        """
+        for state in (self.state, self.previous):
+            if state.step == step:
+                return state
+        raise CheckpointError(
+            f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing was "
+            "spent."
+        )
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own parameters that are trained: which require gradients; in PEFT of the active adapter."""
+    adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return select(model, peft.trainable(model) if adapters else None)
+
+
+def begin(
+    model: nn.Module,
+    plan: Plan,
+    start: Start,
+    privacy: PrivacyArguments,
+    task: Loss | None,
+    microbatch: int,
+    journal: Path,
+    ranks: Ranks | None = None,
+) -> Run:
+    """The run, once the model is where it is trained; a resumed one gets its parameters back.
+
+    On several processes all start with the model of the first one: a new head was drawn differently on each.
+    """
+    distributed.replicate((*model.parameters(), *model.buffers()), ranks)
+    params = trainable(model)
+    if start.resumed is not None:
+        with torch.no_grad():
+            for name, value in start.resumed.params.items():
+                params[name].copy_(value)
+    model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
+    forward, _ = functionalize(model, list(params))
+    model.train()
+    on_cuda = all(param.is_cuda for param in params.values())
+    dp_step = make_dp_step(
+        make_loss_fn(forward, infer_task(model) if task is None else task),
+        plan,
+        engine=privacy.dp_engine,
+        microbatch_size=microbatch,
+        noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
+        journal=Journal(journal, plan),
+        ranks=ranks,
+    )
+    state = dp_step.init(params, start.key, start.ledger) if start.resumed is None else start.resumed.state
+    return Run(dp_step, params, state, state, start)
+
+
+@dataclass(frozen=True)
+class Native:
+    """The model itself as a forward function; its own parameters, and gradients of a whole batch."""
+
+    module: nn.Module = field(repr=False)
+    wrapped: nn.Module = field(repr=False)
+
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+        """Call the wrapped model with its own parameters; `params` is not used."""
+        return self.wrapped(*args, **kwargs)
+
+
+def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
+    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each.
+
+    Args:
+        model: what is trained. wrapped: the same, as the Trainer calls it. task: None infers it from the model.
+    """
+    loss_fn = make_loss_fn(Native(model, wrapped), infer_task(model) if task is None else task)
+    return lambda batch: loss_fn({}, dict(batch)).mean()
+
+
+def warning_step(plan: Plan, start: Start, share: float) -> float:
+    """The first step after which this share of the budget is spent; infinity without a budget."""
+    if plan.epsilon is None:
+        return math.inf
+    before = Ledger(adjacency=plan.adjacency) if start.ledger is None else start.ledger
+    within = affordable_steps(
+        lambda steps: before.compose(plan.ledger(steps)),
+        epsilon=share * plan.epsilon,
+        delta=plan.delta,
+        limit=start.limit,
+        method=plan.accountant,
+    )
+    return 1 + within
+
+
+def warning_text(plan: Plan, state: StepState) -> str:
+    """Warning that most of the budget is spent, with the number of steps left."""
+    spent = state.ledger.epsilon(plan.delta, plan.accountant).epsilon
+    return (
+        f"Privacy budget: epsilon={spent:.4g} of {plan.epsilon:g} at delta={plan.delta:g} is spent after step "
+        f"{state.step}. {state.limit - state.step} steps are left, and they stay within the budget."
+    )
+
+
+def plan_text(plan: Plan, microbatch: int) -> str:
+    """Text that describes a plan and its guarantee, for a dry run."""
+    n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(0)
+    return (
+        f"Plan: {plan.num_steps} steps, expected batch {size:g} of {n} records ({type(plan.sampler).__name__}, "
+        f"sampling probability {size / n:.4g}), {microbatch} at once, noise multiplier "
+        f"{schedule_at(plan.noise_multiplier, 0):.4g}.\n{plan.guarantee()}\nNothing was trained and nothing was spent."
+    )
+
+
+def metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """Privacy metrics for loggers, from the accounting of a state."""
+    values = {
+        "privacy/epsilon": record["epsilon"],
+        "privacy/epsilon_rdp": record["epsilon_rdp"],
+        "privacy/delta": record["delta"],
+        "privacy/max_grad_norm": record["max_grad_norm"],
+        "privacy/noise_multiplier": record["noise_multiplier"],
+        "privacy/steps_left": record["num_steps"] - record["global_step"],
+    }
+    if record["target_epsilon"] is not None:
+        values["privacy/remaining_epsilon"] = max(0.0, record["target_epsilon"] - record["epsilon"])
+    return values

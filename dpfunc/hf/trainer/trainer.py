@@ -1,0 +1,436 @@
+"""The Trainer of Transformers with private steps: change the class, add PrivacyArguments."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+from dpfunc import distributed
+from dpfunc._utils.locks import only_process
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.local import Checkpoint
+from dpfunc.distributed.data import check_same_data
+from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.errors import BudgetExhausted, InvalidArgument
+from dpfunc.hf.trainer import files as trainer_state
+from dpfunc.hf.trainer import processes
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.checks import (
+    changed,
+    one_draw_a_step,
+    refuse_arguments,
+    refuse_data,
+    refuse_model,
+    refuse_overrides,
+    refuse_values,
+)
+from dpfunc.hf.trainer.run import (
+    Loss,
+    Run,
+    Start,
+    begin,
+    metrics,
+    plan_text,
+    trainable,
+    twin_loss,
+    warning_step,
+    warning_text,
+)
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, secure_key
+from dpfunc.sampling.loader import Collate, Draws, data_loader
+from dpfunc.sampling.records import check_repeatable, data_name
+from dpfunc.state import StepState
+
+logger = logging.getLogger(__name__)
+
+
+class DPTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` whose optimizer gets private gradients, and nothing else of the training data.
+
+    Each optimizer step takes one Poisson batch with an expected size of per_device_train_batch_size *
+    gradient_accumulation_steps, clips the gradient of each sample, adds noise, and gives the mean to any optimizer and
+    scheduler. Evaluation is the Trainer's own: metrics on private records are not covered by epsilon. Processes that
+    torchrun starts share each draw: plan, epsilon and result are those of one process.
+
+    Args:
+        model: a model of Transformers or PEFT; the parameters that require gradients are trained.
+        args: `TrainingArguments`. What would break privacy is refused by name.
+        data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
+            optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in `Trainer`. train_dataset needs a length.
+        model_init, compute_loss_func: refused.
+        privacy: what decides privacy.
+        loss: the name of a task, or a function (forward, params, batch) -> one loss a sample. None: from the model.
+        key: root of the randomness, as secret as the data. None takes `secure_key()`. A key starts one run.
+        ledger: what earlier phases on the same records have cost.
+        data_name: a name of the data set (a version, a hash); None reads them. The same for a resumed run.
+
+    Raises:
+        InvalidArgument: naming what cannot be used under differential privacy; nothing was spent.
+
+    Guarantees:
+        tests/hf/trainer/test_trainer.py: the parameters are those of a plain loop over `dp_step`
+        (test_L19_trainer_equals_a_plain_loop); tests/hf/trainer/test_files.py: a killed run goes on bit for
+        bit (test_L21_killed_run_resumes_bit_for_bit).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,  # noqa: ANN401  (Trainer's own types)
+        train_dataset: Any = None,  # noqa: ANN401
+        eval_dataset: Any = None,  # noqa: ANN401
+        processing_class: Any = None,  # noqa: ANN401
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Tensor] | None = None,
+        *,
+        privacy: PrivacyArguments,
+        loss: Loss | None = None,
+        key: Key | None = None,
+        ledger: Ledger | None = None,
+        data_name: str | None = None,
+    ) -> None:
+        refuse_values(model, privacy, key, model_init, compute_loss_func)
+        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        self.args: Any = args
+        self.privacy = privacy
+        self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.physical_batch_size = privacy.dp_physical_batch_size or args.per_device_train_batch_size
+        self._task = loss
+        self._given_key = key
+        self._earlier = ledger
+        self._data_name = data_name
+        self._start: Start | None = None
+        self._run: Run | None = None
+        self._plan: Plan | None = None
+        self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
+        self._warn_at = math.inf
+        if privacy.dp_enabled:
+            refuse_arguments(args)
+            refuse_overrides(self, DPTrainer, Trainer)
+            args = changed(args, one_draw_a_step(self.logical_batch_size))
+        elif args.label_smoothing_factor != 0:
+            raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
+        self._ranks = processes.ranks_of(args)
+        super().__init__(
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
+        self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's own; of a private run on several processes one that wraps no model."""
+        super().create_accelerator_and_postprocess()
+        if self.privacy.dp_enabled and self._ranks is not None:
+            self.accelerator: Any = processes.Replicas(self.accelerator)
+
+    # What a run is
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the run; found once, before training."""
+        if self._plan is None:
+            n = refuse_data(self.train_dataset)
+            self._plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
+        return self._plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """Privacy spent so far, earlier phases included."""
+        if self._run is not None:
+            return self._run.state.ledger
+        return Ledger(adjacency=self.privacy.adjacency) if self._earlier is None else self._earlier
+
+    def _steps_per_epoch(self, num_records: int) -> int:
+        return -(-num_records // int(self.logical_batch_size))
+
+    def _num_steps(self, num_records: int) -> int:
+        given, epochs = int(self.args.max_steps), float(self.args.num_train_epochs)
+        return given if given > 0 else math.ceil(epochs * self._steps_per_epoch(num_records))
+
+    def _journal(self) -> Path:
+        return Path(self.args.output_dir) / trainer_state.JOURNAL
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected logical batch of a private run, which all processes share."""
+        return self.logical_batch_size if self.privacy.dp_enabled else int(super().get_total_train_batch_size(args))
+
+    # Training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,  # noqa: ANN401
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the end of the plan or of the budget, whichever is first.
+
+        Args:
+            resume_from_checkpoint: True, or the path of a checkpoint: go on with that run, bit for bit.
+            trial: refused. ignore_keys_for_eval: as in `Trainer`.
+
+        Returns:
+            `TrainOutput`, with the privacy spent in its metrics. `training_loss` is NaN: it is not released.
+
+        Raises:
+            InvalidArgument, UnsupportedModel, BudgetExhausted, CheckpointError: before anything is spent, e.g. because
+                another process trains into output_dir. CheckpointError also at the end, if the journal has other steps.
+        """
+        if not self.privacy.dp_enabled:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if trial is not None:
+            raise InvalidArgument("Expected trial=None: each trial is a run on the private records, with its own cost.")
+        if self.privacy.dp_dry_run:
+            return self._dry_run()
+        with ExitStack() as held:
+            folder = only_process(Path(self.args.output_dir))
+            distributed.once(self._ranks, lambda: held.enter_context(folder))
+            return self._train(resume_from_checkpoint, ignore_keys_for_eval)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
+        """Train in a folder that no other process uses."""
+        self._prepare(resume_from_checkpoint)
+        resumed = None if self._start is None or self._start.resumed is None else self._start.resumed.path.parents[1]
+        done = False
+        try:
+            output = super().train(None if resumed is None else str(resumed), None, ignore_keys_for_eval)
+            done = True
+        finally:
+            self._start = None
+            if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
+                self._write_accounting()
+        distributed.once(self._ranks, self._finish_accounting)
+        return output._replace(training_loss=math.nan)
+
+    def _write_accounting(self) -> None:
+        """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
+        trainer_state.write_accounting(Path(self.args.output_dir), self._accounting(self._journal()))
+
+    def _finish_accounting(self) -> None:
+        if self._run is not None:
+            trainer_state.check_journal(self._journal(), self._run.state)
+        self._write_accounting()
+
+    def _dry_run(self) -> TrainOutput:
+        if distributed.is_writer(self._ranks):
+            print(plan_text(self.plan, self.physical_batch_size))
+        epsilon = self.plan.guarantee().epsilon
+        return TrainOutput(0, math.nan, {"privacy/planned_epsilon": epsilon, "privacy/num_steps": self.plan.num_steps})
+
+    def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Make all checks before training, and decide which run is started or resumed."""
+        plan = self.plan
+        self.model.train()
+        refuse_model(self.model)
+        data = check_same_data(self._described_data, self._ranks)
+        writes = distributed.is_writer(self._ranks)
+        distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
+        if resume_from_checkpoint:
+            saved = all_or_none(partial(self._resume, resume_from_checkpoint, data), self._ranks, "Nothing was resumed")
+            processes.check_processes(saved, self._journal(), self._ranks)
+            spent = saved.state.ledger.num_steps
+            distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal(), spent))
+            skipping = not self.args.ignore_data_skip
+            start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
+        elif self._run is None:
+            distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal()))
+            key = self._given_key or secure_key()
+            key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
+            start = Start(key, plan.step_limit(self.ledger), data, self._earlier)
+        else:
+            raise InvalidArgument(
+                "Expected one run for each DPTrainer: the noise was chosen for one. After an interruption use train("
+                "resume_from_checkpoint=True); for another phase make a new DPTrainer(..., ledger=trainer.ledger)."
+            )
+        if start.limit < 1:
+            raise BudgetExhausted(
+                f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
+            )
+        if writes and start.limit < self._num_steps(plan.sampler.dataset_size):
+            logger.warning("The budget allows %d steps: training stops there, as does the schedule.", start.limit)
+        self.args = changed(self.args, {"max_steps": start.limit})
+        self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
+        self._start = start
+
+    def _described_data(self) -> str:
+        check_repeatable(self.train_dataset, self._collator())
+        return self._data_name or data_name(self.train_dataset)
+
+    def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
+        path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
+        saved = trainer_state.load_run(
+            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(),
+            key=self._given_key, earlier=self._earlier,
+        )  # fmt: skip
+        if self._run is not None:
+            trainer_state.check_goes_on(self._run.state, saved)
+        return saved
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The plan's batches, one for each optimizer step. Inside of `train` this starts the run."""
+        if not self.privacy.dp_enabled:
+            return super().get_train_dataloader()  # type: ignore[no-any-return]
+        pending, self._start = self._start, None  # a run begins once, however often its batches are asked for
+        start = pending or Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
+        if pending is not None:
+            self._run = begin(
+                self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal(),
+                self._ranks,
+            )  # fmt: skip
+        epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
+
+        def steps() -> range:
+            first = self._first_step() if pending else 0
+            return range(first, min(first + epoch, start.limit))
+
+        args, (rank, size) = self.args, processes.place(self._ranks)
+        return data_loader(
+            self.train_dataset,
+            Draws(self.plan.sampler, start.key, steps, epoch, rank, size),
+            Collate(self._collator(), cut=size == 1),  # of several, one without records runs a row of weight zero
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+        )
+
+    def _collator(self) -> Callable[[list[Any]], Any]:
+        """The collator without the columns that the model does not take, whatever kind the data set is."""
+        collate: Callable[[list[Any]], Any] = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return collate
+
+    def _first_step(self) -> int:
+        """Step at which the Trainer starts to iterate; after a resume it skips the used batches of the epoch."""
+        if self._run is None:
+            return 0
+        step, resumed = self._run.state.step, self._run.start.resumed
+        if resumed is None or not self._run.start.skipping or step != resumed.state.step:
+            return step
+        return step - step % self._steps_per_epoch(self.plan.sampler.dataset_size)
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Leave released gradients in `.grad`. The loss that is returned is 0, unless dp_log_unreleased asks for it."""
+        run = self._run
+        if run is None:
+            twin: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return twin
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            self.optimizer.train()
+        before = run.at(self.state.global_step)
+        batch = dict(self._prepare_inputs(inputs))
+        params = {name: param.detach() for name, param in run.params.items()}
+        mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
+        grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
+        for name, param in run.params.items():
+            param.grad = grads[name]
+        self._run = replace(run, state=state, previous=before)
+        if state.step >= self._warn_at:
+            self._warn(state)
+        if self.privacy.dp_log_unreleased:
+            return processes.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
+        return torch.zeros((), device=self.args.device)
+
+    def _warn(self, state: StepState) -> None:
+        self._warn_at = math.inf  # once
+        if distributed.is_writer(self._ranks):
+            logger.warning(warning_text(self.plan, state))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:  # noqa: ANN401  (a loss, or a loss and outputs)
+        """The Trainer's own loss to evaluate; the mean over per-sample losses to train the twin without privacy."""
+        if self.privacy.dp_enabled or return_outputs or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._twin is None:
+            self._twin = twin_loss(self.model, model, self._task)
+        return self._twin(inputs)
+
+    # What is logged and saved
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; of a private run the training loss is left out or named as unreleased, and privacy metrics are added."""
+        if self._run is not None:
+            for name in ("loss", "train_loss"):
+                if name in logs:
+                    loss = logs.pop(name)
+                    if self.privacy.dp_log_unreleased:
+                        logs[f"unreleased/{name}"] = loss
+                    logs.update(metrics(self._accounting()))
+        super().log(logs, start_time)
+
+    def _accounting(self, journal: Path | None = None) -> dict[str, Any]:
+        if self._run is None:
+            raise InvalidArgument("Expected a run under way, got none.")
+        state = self._run.state
+        if journal is not None:
+            state = trainer_state.as_charged(state, self.plan, journal)
+        return trainer_state.accounting(
+            self.plan, state, state.step / self._steps_per_epoch(self.plan.sampler.dataset_size)
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
+        save, run, args = super()._save_checkpoint, self._run, self.args
+        if run is None:
+            return save(model, trial)  # type: ignore[no-any-return]
+        folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
+        now, accounting = run.at(self.state.global_step), self._accounting()
+
+        def before() -> None:
+            if not args.save_only_model:  # which is also how to get a checkpoint without the key
+                trainer_state.save_run(
+                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data,
+                    extra=processes.as_saved(self._journal(), self._ranks), journal=self._journal(),
+                )  # fmt: skip
+            trainer_state.write_accounting(folder, accounting)
+
+        distributed.once(self._ranks, before)
+        self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
+        try:
+            all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
+        finally:
+            self.args = args
+        distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """0 in a private run: the number of records in a batch is not released."""
+        return 0 if self._run is not None else int(super().floating_point_ops(inputs))
+
+    def hyperparameter_search(
+        self,
+        hp_space: object = None,
+        compute_objective: object = None,
+        n_trials: int = 20,
+        direction: object = "minimize",
+        backend: object = None,
+        hp_name: object = None,
+    ) -> None:
+        """Refuse the search: each trial reads the private records."""
+        raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")

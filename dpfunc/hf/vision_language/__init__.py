@@ -1,0 +1,1 @@
+"""Vision-language models: what is trained, and batches of images with text."""

@@ -1,0 +1,321 @@
+"""Vision-language models: which parameters a strategy trains, and the model as a function of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc._utils.validation import fail, one_of, shorten, whole
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize, with_params
+from dpfunc.hf.tasks import causal_lm
+from dpfunc.hf.vision_language.images import flatten_images
+from dpfunc.hf.vision_language.submodules import (
+    image_features,
+    image_size,
+    language_layers,
+    parts,
+    quantised_layers,
+    takes_pixels_alone,
+    without_values,
+)
+from dpfunc.lora import LoRA, attach
+from dpfunc.rng import Key
+from dpfunc.types import Params
+
+STRATEGIES = ("full", "lora", "qlora", "projector")
+ADAPTERS = ("lora", "qlora")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A model as a function of what a strategy trains; see `strategy`.
+
+    Args:
+        name: of the strategy. forward: `forward(params, *args)`. params: the parameters it starts with.
+        adapter: of `"lora"` and `"qlora"`; `dpfunc.lora.save(path, adapter, params)` stores it. None for the others.
+    """
+
+    name: str
+    forward: Callable[..., Any] = field(repr=False)
+    params: dict[str, Tensor] = field(repr=False)
+    adapter: LoRA | None = field(repr=False)
+    _model: nn.Module = field(repr=False)
+
+    def merge(self, params: Params) -> nn.Module:
+        """A copy of the model with trained parameters in it, in the model's own format: save it, or generate with it.
+
+        Args:
+            params: trained parameters; released.
+
+        Raises:
+            UnsupportedModel: a base in 4 bits, which cannot take an adapter into its weights.
+        """
+        if self.name == "qlora":
+            raise UnsupportedModel(
+                "A base in 4 bits cannot take an adapter into its weights. Store it with dpfunc.lora.save(path, "
+                "strategy.adapter, params), and merge it into a base that was loaded in float."
+            )
+        return with_params(self._model, params) if self.adapter is None else self.adapter.merge(params)
+
+
+def strategy(
+    model: nn.Module,
+    name: str,
+    *,
+    key: Key | None = None,
+    rank: int | None = None,
+    alpha: float | None = None,
+    targets: str | Sequence[str] | None = None,
+    train_projector: bool = False,
+) -> Strategy:
+    """A vision-language model as `(forward, params)`, for a loop of your own.
+
+    `"full"`: every parameter that the output depends on. `"projector"`: the projector between images and text.
+    `"lora"`: low-rank adapters on the linear layers of the language model. `"qlora"`: the same over a base that was
+    loaded in 4 bits (Dettmers et al. 2023, QLoRA); the adapters stay in float, so noise and epsilon are those of LoRA.
+
+    Args:
+        model: LLaVA, or another model that has a vision tower, a projector and a language model. It is not changed.
+            With gradient checkpointing it is in evaluation mode here; `model.train()` after it switches that on.
+        name: `"full"`, `"lora"`, `"qlora"` or `"projector"`.
+        key: from which A of the adapters is drawn; needed by `"lora"` and `"qlora"`, and by them only.
+        rank, alpha: of the adapters, see `lora.LoRAConfig`; the same.
+        targets: adapted layers; None for `language_layers(model)`.
+        train_projector: train the projector as well, whole; for `"lora"` and `"qlora"`.
+
+    Returns:
+        A `Strategy`: `forward`, `params`, `adapter`, and `merge(params)`.
+
+    Raises:
+        InvalidArgument: an argument that the strategy does not use, or one that it needs.
+        UnsupportedModel: no such parts; `"qlora"` without a base in 4 bits; others with one.
+
+    Guarantees:
+        tests/hf/vision_language/test_strategies.py: equals the loop over single samples (test_L8_parity), leaves the
+        model alone (test_L8_the_model_is_not_changed).
+
+    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
+    >>> from dpfunc.rng import insecure_key
+    >>> model = tiny_llava()
+    >>> sum(p.numel() for p in strategy(model, "projector").params.values())
+    544
+    >>> lora = strategy(model, "lora", key=insecure_key(0), rank=2, alpha=4)
+    >>> sum(p.numel() for p in lora.params.values())
+    992
+    """
+    check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
+    check_base(model, name, train_projector)
+    if name not in ADAPTERS:
+        if key is not None:
+            raise fail(f"no key with {name!r}", "key", key, "Nothing is drawn: the parameters start as they are.")
+        forward, params = functionalize(model, trained_parameters(model, name))
+        return Strategy(name, forward, params, None, model)
+    if key is None or rank is None or alpha is None:
+        raise InvalidArgument(f"Expected key, rank and alpha with {name!r}: A is drawn from the key.")
+    adapter = attach(
+        model,
+        key,
+        targets=language_layers(model) if targets is None else targets,
+        rank=rank,
+        alpha=alpha,
+        also_train=trained_parameters(model, "projector") if train_projector else (),
+    )
+    return Strategy(name, adapter.forward, adapter.params, adapter, model)
+
+
+def prepare(
+    model: nn.Module,
+    name: str,
+    *,
+    rank: int | None = None,
+    alpha: float | None = None,
+    targets: str | Sequence[str] | None = None,
+    train_projector: bool = False,
+) -> nn.Module:
+    """A vision-language model for a Trainer: exactly what the strategy trains requires gradients.
+
+    Args:
+        model: see `strategy`. Unlike there it is the one that will be trained: `requires_grad` of its parameters is
+            set, and for adapters PEFT puts its layers into it.
+        name, rank, alpha, targets, train_projector: see `strategy`; targets as PEFT takes them.
+
+    Returns:
+        The model, or a `PeftModel` around it.
+
+    Raises:
+        InvalidArgument, UnsupportedModel: see `strategy`.
+
+    Guarantees:
+        tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains.
+
+    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
+    >>> model = prepare(tiny_llava(), "projector")
+    >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
+    544
+    """
+    check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
+    check_base(model, name, train_projector)
+    if name not in ADAPTERS:
+        wanted = set(trained_parameters(model, name))
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(parameter_name in wanted)
+        return model
+    if rank is None or alpha is None:
+        raise InvalidArgument(f"Expected rank and alpha with {name!r}.")
+    from peft import LoraConfig, get_peft_model
+
+    chosen = language_layers(model) if targets is None else targets
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=chosen if isinstance(chosen, str) else list(chosen),
+        modules_to_save=list(parts(model).projector) if train_projector else None,
+        lora_dropout=0.0,
+    )
+    adapted: nn.Module = get_peft_model(model, config)
+    return adapted
+
+
+def check_options(
+    name: str,
+    *,
+    rank: int | None,
+    alpha: float | None,
+    targets: str | Sequence[str] | None,
+    train_projector: bool,
+) -> None:
+    """Check that the options fit the strategy.
+
+    Raises:
+        InvalidArgument: one is missing, or one has no effect.
+    """
+    one_of("strategy", name, STRATEGIES)
+    if name in ADAPTERS:
+        for option, value in (("rank", rank), ("alpha", alpha)):
+            if value is None:
+                raise InvalidArgument(f"Expected {option} with the strategy {name!r}, got {option}=None.")
+        whole("rank", rank, minimum=1)
+        return
+    given = {"rank": rank, "alpha": alpha, "targets": targets, "train_projector": train_projector or None}
+    useless = [option for option, value in given.items() if value is not None]
+    if useless:
+        raise InvalidArgument(
+            f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
+        )
+
+
+def check_base(model: nn.Module, name: str, train_projector: bool) -> None:
+    """Check that the base is in 4 bits exactly where the strategy needs it, and layers trained whole are in float.
+
+    Raises:
+        UnsupportedModel: it is not; the message names the way out.
+    """
+    quantised = quantised_layers(model)
+    if name == "qlora" and not quantised:
+        raise UnsupportedModel(
+            "Expected a base in 4 bits for the strategy 'qlora', got weights in float. Load it with "
+            "from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True)), which needs "
+            "`pip install bitsandbytes`; or take 'lora', which trains the same parameters with the same noise and the "
+            "same epsilon, and needs more memory for the base."
+        )
+    if name in ("full", "lora") and quantised:
+        raise UnsupportedModel(
+            f"Expected weights in float for the strategy {name!r}, got quantised ones in {shorten(quantised)}. "
+            "Take 'qlora', or load the model without quantization_config."
+        )
+    projector = tuple(part + "." for part in parts(model).projector)
+    packed = [layer for layer in quantised if layer.startswith(projector)]
+    if packed and (name == "projector" or train_projector):
+        raise UnsupportedModel(
+            f"Expected a projector in float to train it, got quantised weights in {shorten(packed)}. Leave it out of "
+            "the quantization: BitsAndBytesConfig(..., llm_int8_skip_modules=['model.multi_modal_projector', "
+            "'lm_head']), or modules_to_not_convert of TorchAoConfig."
+        )
+
+
+def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
+    """The names of the model's own parameters that `"full"` or `"projector"` trains.
+
+    Args:
+        model: see `strategy`. name: `"full"` or `"projector"`; the others train adapters.
+
+    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
+    >>> trained_parameters(tiny_llava(), "projector")[0]
+    'model.multi_modal_projector.linear_1.weight'
+    """
+    one_of("strategy", name, ("full", "projector"))
+    named = [parameter for parameter, _ in model.named_parameters()]
+    if name == "projector":
+        prefixes = tuple(part + "." for part in parts(model).projector)
+        return tuple(parameter for parameter in named if parameter.startswith(prefixes))
+    unused = set(unused_parameters(model))
+    return tuple(parameter for parameter in named if parameter not in unused)
+
+
+def unused_parameters(model: nn.Module) -> tuple[str, ...]:
+    """The parameters of the vision tower on which no image feature depends.
+
+    LLaVA takes the features from a layer before the last one. What comes after it has no gradient: under DP it would
+    receive noise and nothing else.
+
+    Args:
+        model: see `strategy`, with weights in float. A copy of its structure runs on the meta device, without values.
+
+    Returns:
+        Names; none where the model's `get_image_features` needs more than `pixel_values`.
+
+    Guarantees:
+        tests/hf/vision_language/test_strategies.py::test_L8_unused_parameters_have_no_gradient.
+
+    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
+    >>> unused_parameters(tiny_llava())[-1]
+    'model.vision_tower.post_layernorm.bias'
+    """
+    found = parts(model)
+    if not takes_pixels_alone(model):
+        return ()
+    structure = without_values(model)
+    prefixes = tuple(part + "." for part in found.vision)
+    vision = {
+        name: parameter.requires_grad_()
+        for name, parameter in structure.named_parameters()
+        if name.startswith(prefixes)
+    }
+    dtype = next(iter(vision.values())).dtype
+    with torch.enable_grad():
+        features = image_features(structure, torch.empty((1, 3, *image_size(model)), device="meta", dtype=dtype))
+        grads = torch.autograd.grad(features.sum(), list(vision.values()), allow_unused=True)
+    return tuple(name for name, grad in zip(vision, grads, strict=True) if grad is None)
+
+
+def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of the answers in batches of an `ImageTextCollator`: one or several images a sample, or none.
+
+    For `make_loss_fn(forward, image_text_loss)` and `DPTrainer(loss=image_text_loss)`; the task `"vqa"` is the same for
+    one image a sample.
+
+    Args:
+        forward: of the model. params: its parameters.
+        batch: input_ids, attention_mask, labels, and pixel_values (B, C, H, W) or (B, I, C, H, W).
+
+    Returns:
+        (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.
+
+    >>> from dpfunc.hf.vision_language.images import image_text_collator
+    >>> from dpfunc.hf.vision_language.tiny_llava import draw, tiny_llava, tiny_processor
+    >>> collate = image_text_collator(tiny_processor(), max_length=24, max_images=2)
+    >>> batch = collate([{"images": [draw("red", "circle", 24, 0)], "prompt": "what ?", "answer": "red"}])
+    >>> projector = strategy(tiny_llava(), "projector")
+    >>> image_text_loss(projector.forward, projector.params, batch).shape
+    torch.Size([1])
+    """
+    inputs: dict[str, Any] = {**batch, "use_cache": False}  # a cache is for generation: here it only takes memory
+    if "pixel_values" in batch:
+        inputs["pixel_values"] = flatten_images(batch["pixel_values"])
+    return causal_lm(forward, params, inputs)

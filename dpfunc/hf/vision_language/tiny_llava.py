@@ -1,0 +1,160 @@
+"""A tiny random LLaVA, its processor and a few drawn images: try a script in seconds before the real model.
+
+`python -m dpfunc.hf.vision_language.tiny_llava FOLDER` writes FOLDER/llava, FOLDER/images and FOLDER/data.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from torch import nn
+
+from dpfunc._utils.validation import whole
+from dpfunc.rng import insecure_key, stream, torch_seed
+
+WORDS = (
+    "<pad>", "<s>", "</s>", "<unk>", "<image>", "USER:", "ASSISTANT:", "what", "which", "is", "the", "a", "of", "in",
+    "colour", "shape", "picture", "?", "red", "green", "blue", "yellow", "circle", "square", "yes", "no",
+)  # fmt: skip
+COLOURS: Mapping[str, tuple[int, int, int]] = {
+    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 50),
+}  # fmt: skip
+SHAPES = ("circle", "square")
+IMAGE_SIZE, PATCH_SIZE = 16, 8
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] | upper }}: {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
+    """A `LlavaForConditionalGeneration` with two layers and random weights.
+
+    Args:
+        width: of both towers, an even number. seed: of the weights.
+
+    >>> type(tiny_llava()).__name__
+    'LlavaForConditionalGeneration'
+    """
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    whole("width", width, minimum=2)
+    sizes = {
+        "hidden_size": width, "intermediate_size": 3 * width // 2, "num_hidden_layers": 2, "num_attention_heads": 2,
+    }  # fmt: skip
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=IMAGE_SIZE, patch_size=PATCH_SIZE),
+        text_config=LlamaConfig(**sizes, vocab_size=len(WORDS), max_position_embeddings=128, **ids),
+        image_token_index=WORDS.index("<image>"),
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        **ids,
+    )
+    with torch_seed(insecure_key(seed)):
+        model: nn.Module = LlavaForConditionalGeneration(config).train(False)
+    return model
+
+
+def tiny_processor() -> Any:  # noqa: ANN401  (a LlavaProcessor)
+    """The processor of `tiny_llava`: images by PIL and numpy, words by a list.
+
+    >>> tiny_processor().tokenizer.tokenize("USER: what colour")
+    ['USER:', 'what', 'colour']
+    """
+    from tokenizers import Tokenizer
+    from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    words: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(words)),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    return LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=square),
+        tokenizer=tokenizer,
+        patch_size=PATCH_SIZE,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+
+
+def draw(colour: str, shape: str, size: int, seed: int) -> Any:  # noqa: ANN401  (a PIL image)
+    """A shape of a colour at a random place, as a PIL image.
+
+    >>> draw("red", "circle", 24, seed=0).size
+    (24, 24)
+    """
+    from PIL import Image, ImageDraw
+
+    random = stream(insecure_key(seed))
+    image = Image.new("RGB", (size, size), (255, 255, 255))
+    radius = size // 4
+    x, y = (int(v) for v in random.integers(radius, size - radius, 2))
+    box = (x - radius, y - radius, x + radius, y + radius)
+    pen = ImageDraw.Draw(image)
+    (pen.ellipse if shape == "circle" else pen.rectangle)(box, fill=COLOURS[colour])
+    return image
+
+
+def write(folder: Path | str, count: int = 40, seed: int = 0) -> None:
+    """Write a model, images and questions about them.
+
+    Args:
+        folder: gets `llava/` (model and processor), `images/*.png` and `data.jsonl` with image, question and answer.
+        count: number of images. seed: of the weights and the drawings.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     write(place, count=2)
+    ...     (Path(place) / "data.jsonl").read_text().splitlines()[0]
+    '{"image": "images/000.png", "question": "what is the colour ?", "answer": "red"}'
+    """
+    root = Path(folder)
+    (root / "images").mkdir(parents=True, exist_ok=True)
+    model: Any = tiny_llava(seed=seed)
+    model.save_pretrained(root / "llava")
+    tiny_processor().save_pretrained(root / "llava")
+    lines = []
+    for i in range(whole("count", count, minimum=1)):
+        colour, shape = list(COLOURS)[i % 4], SHAPES[i // 4 % 2]
+        draw(colour, shape, 24, seed + i).save(root / "images" / f"{i:03}.png")
+        asked, answer = ("colour", colour) if i // 8 % 2 == 0 else ("shape", shape)
+        row = {"image": f"images/{i:03}.png", "question": f"what is the {asked} ?", "answer": answer}
+        lines.append(json.dumps(row) + "\n")
+    (root / "data.jsonl").write_text("".join(lines), "utf-8")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--count", default=40, show_default=True, help="Number of images.")
+def main(folder: Path, count: int) -> None:
+    """Write a tiny random LLaVA, drawn images and questions about them into FOLDER."""
+    write(folder, count)
+    click.echo(f"{folder}: llava/, images/, data.jsonl with {count} questions")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Integrations: models of Transformers, adapters of PEFT, the Trainer. Needs `dpfunc[hf]`; imported by name."""

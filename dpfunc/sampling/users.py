@@ -1,0 +1,166 @@
+"""Author-level privacy: the unit is a person with several texts, one row of a batch a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.validation import fail, shorten, whole, wrong_type
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, fold_in, stream
+from dpfunc.types import Params
+
+TEXT_MASK = "text_mask"
+
+# `(forward, params, batch) -> (B,)`, as the losses of `dpfunc.hf.tasks` are.
+SampleLoss = Callable[[Callable[..., Any], Params, Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Persons:
+    """Rows of a table grouped by person; see `group_by_person`. As secret as the table, but for `max_texts`.
+
+    Args:
+        index_PK: row numbers of a person's texts in the table, int64 (P, K); free places repeat the first text.
+        mask_PK: true where there is a text, bool (P, K); at least one in each row.
+        dropped: texts above the cap, which are not used.
+    """
+
+    index_PK: Tensor = field(repr=False)
+    mask_PK: Tensor = field(repr=False)
+    dropped: int
+
+    def __len__(self) -> int:
+        """The number of persons P: the `dataset_size` of a plan whose unit of privacy is a person."""
+        return self.index_PK.shape[0]
+
+    @property
+    def max_texts(self) -> int:
+        """Public cap K on the texts of a person."""
+        return self.index_PK.shape[1]
+
+    def batch(self, texts: Mapping[str, Tensor], persons_B: Tensor | None = None) -> dict[str, Tensor]:
+        """The texts of some persons as a batch of (B, K, ...) tensors and a `text_mask` (B, K).
+
+        Args:
+            texts: tensors with one row a text of the table. persons_B: int64 (B,), e.g. from `plan.batches(state)`;
+                may be empty. None takes all.
+
+        Raises:
+            InvalidArgument: a tensor that has fewer rows than the table, or one named `text_mask`.
+        """
+        if TEXT_MASK in texts:
+            raise InvalidArgument(f"Expected tensors of texts under other names than {TEXT_MASK!r}. Rename it.")
+        needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
+        short = [f"{name} has {len(value)}" for name, value in texts.items() if value.ndim == 0 or len(value) < needed]
+        if short:
+            raise InvalidArgument(f"Expected one row a text, at least {needed}, on axis 0: {shorten(short)}.")
+        chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
+        index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen]
+        batch = {
+            name: value.index_select(0, index_BK.flatten().to(value.device)).reshape(*index_BK.shape, *value.shape[1:])
+            for name, value in texts.items()
+        }
+        device = next((value.device for value in texts.values()), mask_BK.device)
+        return {**batch, TEXT_MASK: mask_BK.to(device)}
+
+
+def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) -> Persons:
+    """Group the rows of a table by its column of persons, in the order in which they first appear.
+
+    Args:
+        persons: who wrote each text: one value a row, the same for all texts of one person (normalise spellings first:
+            a person under two names is two units, and protected as two).
+        max_texts: K >= 1, a public number chosen without a look at the data. A person with more texts gives K of them,
+            drawn by the key: which ones depends on the key and on how many texts this person has, not on other persons.
+        key: of the draw; not the key of the run.
+
+    Returns:
+        `Persons`. Adding or removing a person adds or removes one row, so that a plan with `dataset_size=len(persons)`
+        and `adjacency="add_remove"` protects persons. K decides time and memory, not epsilon.
+
+    Guarantees:
+        tests/sampling/test_users.py: removing a person leaves the rows of all others as they are
+        (test_T7_removing_a_person_removes_one_row).
+
+    Raises:
+        InvalidArgument: max_texts < 1, a row without a person, or two persons whose values look the same.
+
+    >>> from dpfunc.rng import insecure_key
+    >>> people = group_by_person(["ann", "bob", "ann"], max_texts=2, key=insecure_key(0))
+    >>> people.mask_PK
+    tensor([[ True,  True],
+            [ True, False]])
+    """
+    cap = whole("max_texts", max_texts, minimum=1)
+    if not isinstance(key, Key):
+        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
+    if isinstance(persons, (str, bytes)):
+        raise fail("one person a row", "persons", persons)
+    rows: dict[Hashable, list[int]] = {}
+    for number, person in enumerate(persons):
+        if person is None or person == "" or person != person:  # NaN, as tables have it for a missing value
+            raise InvalidArgument(
+                f"Expected a person in each row, got {person!r} in row {number}. Leave such texts out, or give each a "
+                "name of its own if it is nobody else's."
+            )
+        rows.setdefault(person, []).append(number)
+    if len({repr(person) for person in rows}) < len(rows):
+        raise InvalidArgument("Expected persons that differ in their repr. Use strings or numbers.")
+    kept = [_choose(own, cap, fold_in(key, "texts of a person", repr(person))) for person, own in rows.items()]
+    index_PK = torch.tensor([own + [own[0]] * (cap - len(own)) for own in kept], dtype=torch.int64).reshape(-1, cap)
+    sizes_P = torch.tensor([len(own) for own in kept], dtype=torch.int64)
+    return Persons(index_PK, torch.arange(cap) < sizes_P[:, None], len(persons) - int(sizes_P.sum()))
+
+
+def _choose(own: list[int], cap: int, key: Key) -> list[int]:
+    if len(own) <= cap:
+        return own
+    return [own[place] for place in sorted(stream(key).choice(len(own), cap, replace=False).tolist())]
+
+
+@dataclass(frozen=True)
+class MeanOverTexts:
+    """A loss of persons; see `mean_over_texts`."""
+
+    sample_loss: SampleLoss
+
+    def __call__(self, forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss of each person (B,), from tensors (B, K, ...) and `text_mask` (B, K)."""
+        mask_BK = batch.get(TEXT_MASK)
+        if mask_BK is None or mask_BK.ndim != 2:
+            raise InvalidArgument(f"Expected a batch of Persons.batch, with a {TEXT_MASK!r} of shape (B, K).")
+        # A person's texts stay adjacent on axis 0, so that the engines find out that K rows belong to one sample. Where
+        # a model merges positions and rows with the positions first (nn.MultiheadAttention), only vmap and loop can.
+        texts = {name: value.flatten(0, 1) for name, value in batch.items() if name != TEXT_MASK}
+        losses_BK = self.sample_loss(forward, params, texts).reshape(mask_BK.shape)
+        own_BK = torch.where(mask_BK, losses_BK, torch.zeros_like(losses_BK))
+        return own_BK.sum(1) / mask_BK.sum(1).clamp(min=1).to(losses_BK.dtype)
+
+
+def mean_over_texts(sample_loss: SampleLoss) -> MeanOverTexts:
+    """The loss of a person: the mean of the losses of that person's own texts, `sum_k m_k loss_k / sum_k m_k`.
+
+    Args:
+        sample_loss: `(forward, params, batch) -> (B,)`, the loss of single texts.
+
+    Returns:
+        The same kind of function on batches of `Persons.batch`. Its per-sample gradient is that of a whole person, so
+        clipping bounds a person's contribution, however many texts there are.
+
+    Guarantees:
+        tests/sampling/test_users.py: all engines agree with the loop (test_T7_engines_agree_on_persons), and a
+        person moves the clipped sum by at most the sensitivity (test_T7_a_person_has_bounded_sensitivity).
+
+    >>> from dpfunc.rng import insecure_key
+    >>> loss = mean_over_texts(lambda forward, params, batch: forward(params, batch["x"]))
+    >>> people = group_by_person(["ann", "bob", "ann"], max_texts=2, key=insecure_key(0))
+    >>> batch = people.batch({"x": torch.tensor([1.0, 5.0, 3.0])})
+    >>> loss(lambda params, x: params["w"] * x, {"w": torch.tensor(1.0)}, batch)
+    tensor([2., 5.])
+    """
+    return MeanOverTexts(sample_loss)

@@ -1,0 +1,1 @@
+"""The application behind `dpfunc train` and `dpfunc generate`."""

@@ -1,0 +1,276 @@
+"""A training job as values: what `dpfunc train CONFIG.yaml` reads, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any, Literal, get_type_hints
+
+from dpfunc._utils.validation import fail, non_negative, one_of, positive, whole
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.train.config_values import convert, suggestion
+
+TASKS = ("text_classification", "causal_lm", "vqa")
+# What each task can train. `qlora` needs a base in 4 bits; a language model shares its head with its embeddings.
+STRATEGIES = {
+    "text_classification": ("lora", "full", "head", "bitfit"),
+    "causal_lm": ("lora", "full", "bitfit"),
+    "vqa": ("lora", "full", "projector"),
+}
+
+
+def _key(text: str, default: object = dataclasses.MISSING) -> Any:  # noqa: ANN401  (a dataclass field of any type)
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Source of the model. Nothing is downloaded unless `local_files_only` is false."""
+
+    path: str = _key("Folder of a model as save_pretrained writes it, or its name on the hub.")
+    init: Literal["pretrained", "random"] = _key("`random` takes the configuration only: for tests.", "pretrained")
+    tokenizer: str | None = _key("Folder or name of the tokenizer; the model's by default.", None)
+    gguf_file: str | None = _key("Weights in a GGUF file of that folder.", None)
+    local_files_only: bool = _key("False allows downloads from the hub.", True)
+
+    def __post_init__(self) -> None:
+        if self.gguf_file is not None and self.init == "random":
+            raise InvalidArgument("Expected model.gguf_file or model.init: random, got both.")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """The table of private records, .jsonl or .csv, and which column is what."""
+
+    train: str = _key("Table to train on, .jsonl or .csv; private.")
+    eval: str | None = _key("Table to evaluate on; not protected.", None)
+    eval_fraction: float = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
+    spent: tuple[str, ...] | None = _key(
+        "Journals or ledgers of earlier runs on these records: the budget counts them.", None
+    )
+    deduplicate: bool = _key("Leave out exact duplicates: a record that is there k times counts k-fold.", True)
+    max_length: int = _key("Tokens of a record that are used.", 128)
+    text_column: str = _key("Column with the text.", "text")
+    label_column: str = _key("Column with the label (text_classification).", "label")
+    labels: tuple[str, ...] | None = _key("The classes: published with the model, so not read off the table.", None)
+    prompt_column: str | None = _key("Column with the prompt (causal_lm), together with response_column.", None)
+    response_column: str | None = _key("Column with the response; the loss is on it.", None)
+    prompt_template: str | None = _key("Or: a prompt made of columns, `Label: {label} Text:`; then the text.", None)
+    loss_on: Literal["response", "all"] = _key("Which tokens are learnt when there is a prompt.", "response")
+    image_column: str = _key("Column with the image's path, from the table's folder (vqa).", "image")
+    question_column: str = _key("Column with the question (vqa).", "question")
+    answer_column: str = _key("Column with the answer (vqa).", "answer")
+
+    def __post_init__(self) -> None:
+        whole("data.max_length", self.max_length, minimum=2)
+        if not 0 <= self.eval_fraction < 1:
+            raise fail("0 <= data.eval_fraction < 1", "data.eval_fraction", self.eval_fraction)
+        if self.eval is not None and self.eval_fraction:
+            raise InvalidArgument("Expected data.eval or data.eval_fraction, got both.")
+        if (self.prompt_column is None) != (self.response_column is None):
+            raise InvalidArgument("Expected data.prompt_column and data.response_column together, got one of them.")
+        if self.prompt_column is not None and self.prompt_template is not None:
+            raise InvalidArgument("Expected data.prompt_column or data.prompt_template, got both.")
+        if self.labels is not None and len(set(self.labels)) != len(self.labels):
+            raise fail("different labels", "data.labels", list(self.labels))
+        if self.labels is not None and len(self.labels) < 2:
+            raise fail("at least two labels", "data.labels", list(self.labels))
+        self.placeholders()
+
+    def placeholders(self) -> tuple[str, ...]:
+        """The columns that the prompt template names.
+
+        Raises:
+            InvalidArgument: it is no template of plain column names.
+        """
+        try:
+            parts = list(Formatter().parse(self.prompt_template or ""))
+        except ValueError as error:
+            raise fail("columns in braces, as in `Label: {label} Text:`", "data.prompt_template",
+                       self.prompt_template, f"({error})") from error  # fmt: skip
+        names = tuple(name for _, name, _, _ in parts if name is not None)
+        if not all(name.isidentifier() for name in names) or any(
+            spec or conversion for _, _, spec, conversion in parts
+        ):
+            raise fail("plain column names in braces", "data.prompt_template", self.prompt_template)
+        return names
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Section `lora` of a job: low-rank adapters, in the terms of PEFT."""
+
+    rank: int = _key("Rank of the adapters.", 8)
+    alpha: float = _key("Their output is scaled by alpha / rank.", 16.0)
+    targets: tuple[str, ...] | None = _key("Names of adapted layers, or `all-linear`; by default PEFT's choice.", None)
+    dropout: float = _key("Dropout before the adapters.", 0.0)
+    rslora: bool = _key("Scale by alpha / sqrt(rank) instead.", False)
+    modules_to_save: tuple[str, ...] | None = _key("Modules trained whole besides; a new head always is.", None)
+
+    def __post_init__(self) -> None:
+        whole("lora.rank", self.rank, minimum=1)
+        positive("lora.alpha", self.alpha)
+        if not 0 <= self.dropout < 1:
+            raise fail("0 <= lora.dropout < 1", "lora.dropout", self.dropout)
+
+
+@dataclass(frozen=True)
+class TrainingSection:
+    """Optimizer, length and memory. None of it decides the guarantee, but steps and batch size decide the noise."""
+
+    learning_rate: float = _key("Peak learning rate.")
+    batch_size: int = _key("Logical batch: the expected number of records in a step.")
+    steps: int | None = _key("Optimizer steps. Exactly one of steps and epochs.", None)
+    epochs: float | None = _key("Passes over the records; rounded up to steps.", None)
+    physical_batch_size: int | None = _key("Records differentiated at once, for memory only.", None)
+    optimizer: str = _key("As in the Trainer's `optim`.", "adamw_torch")
+    weight_decay: float = _key("Weight decay.", 0.0)
+    scheduler: str = _key("As in the Trainer's `lr_scheduler_type`.", "linear")
+    warmup_steps: int = _key("Steps in which the rate grows to its peak.", 0)
+    seed: int = _key("Where new parameters start, and the split: public. The noise does not depend on it.", 0)
+    eval_steps: int | None = _key("Evaluate every so many steps; only at the end by default.", None)
+    save_steps: int = _key("Write a checkpoint every so many steps.", 100)
+    keep_checkpoints: int = _key("Older checkpoints are removed.", 2)
+    logging_steps: int = _key("Log every so many steps.", 10)
+    report_to: tuple[str, ...] | None = _key("The Trainer's loggers, e.g. [tensorboard].", None)
+    bf16: bool = _key("bfloat16 in forward and backward passes; clipping and noise stay in float32.", False)
+    gradient_checkpointing: bool = _key("Less memory for activations, more time.", False)
+
+    def __post_init__(self) -> None:
+        positive("training.learning_rate", self.learning_rate)
+        non_negative("training.weight_decay", self.weight_decay)
+        for name, minimum in {
+            "batch_size": 1, "steps": 1, "physical_batch_size": 1, "warmup_steps": 0, "seed": 0, "eval_steps": 1,
+            "save_steps": 1, "keep_checkpoints": 1, "logging_steps": 1,
+        }.items():  # fmt: skip
+            if getattr(self, name) is not None:
+                whole(f"training.{name}", getattr(self, name), minimum=minimum)
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else "both"
+            raise InvalidArgument(f"Expected exactly one of training.steps and training.epochs, got {given}.")
+        if self.epochs is not None:
+            positive("training.epochs", self.epochs)
+
+    def num_steps(self, dataset_size: int) -> int:
+        """Optimizer steps over that many records; a part of a step is a step."""
+        if self.steps is not None:
+            return self.steps
+        return math.ceil(round((self.epochs or 0.0) * dataset_size / self.batch_size, 6))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A whole job; see docs/guides/train.md for every key.
+
+    Raises:
+        InvalidArgument: a strategy that the task does not have, or keys that contradict each other.
+    """
+
+    task: str
+    output_dir: str
+    model: ModelSection
+    data: DataSection
+    privacy: PrivacyArguments
+    training: TrainingSection
+    strategy: str = "lora"
+    lora: LoraSection = LoraSection()
+
+    def __post_init__(self) -> None:
+        one_of("task", self.task, TASKS)
+        one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
+        if self.strategy != "lora" and self.lora != LoraSection():
+            raise InvalidArgument(f"Expected no section lora with strategy={self.strategy!r}, which has no adapters.")
+        mine, theirs = self.training.physical_batch_size, self.privacy.dp_physical_batch_size
+        if mine is not None and theirs is not None and mine != theirs:
+            raise InvalidArgument(
+                f"Expected one physical batch size, got training.physical_batch_size={mine} and "
+                f"privacy.dp_physical_batch_size={theirs}."
+            )
+        if self.task != "causal_lm" and (self.data.prompt_column or self.data.prompt_template):
+            raise InvalidArgument(f"Expected prompts with task='causal_lm' only, got task={self.task!r}.")
+
+    @property
+    def physical_batch_size(self) -> int:
+        """Number of records differentiated at once; at most the logical batch size."""
+        chosen = self.training.physical_batch_size or self.privacy.dp_physical_batch_size
+        return min(chosen or self.training.batch_size, self.training.batch_size)
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSection, "data": DataSection, "lora": LoraSection, "privacy": PrivacyArguments,
+    "training": TrainingSection,
+}  # fmt: skip
+TOP = ("task", "strategy", "output_dir")
+
+
+def job_from_dict(values: Mapping[str, Any]) -> Job:
+    """A job from the values of a YAML file; every name and every type is checked.
+
+    Args:
+        values: sections as mappings, besides `task`, `strategy` and `output_dir`.
+
+    Raises:
+        InvalidArgument: an unknown name, with the nearest known one; a missing one; or a value of another type.
+
+    Guarantees:
+        tests/train/test_config.py::test_misspelt_names_are_refused.
+
+    >>> job_from_dict({"taks": "causal_lm"})
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a key of a job, got 'taks'. Did you mean 'task'?
+    """
+    for name in values:
+        if name not in (*SECTIONS, *TOP):
+            raise InvalidArgument(f"Expected a key of a job, got {name!r}. {suggestion(str(name), [*SECTIONS, *TOP])}")
+    missing = [name for name in ("task", "output_dir", "model", "data", "privacy", "training") if name not in values]
+    if missing:
+        raise InvalidArgument(f"Expected {missing[0]} in the job, which has {', '.join(values) or 'nothing'}.")
+    sections = {name: _section(name, values[name]) for name in SECTIONS if name in values}
+    top = {name: convert(name, values[name], str) for name in TOP if name in values}
+    return Job(**top, **sections)
+
+
+def _section(name: str, values: object) -> Any:  # noqa: ANN401  (one of the sections)
+    if not isinstance(values, Mapping):
+        raise fail(f"keys under {name}", name, values, "Write `key: value` lines below it, indented.")
+    kinds = kinds_of(name)
+    other = aliases(name)
+    for key in values:
+        if key not in kinds and key not in other:
+            raise InvalidArgument(f"Expected a key of {name}, got {key!r}. {suggestion(str(key), [*kinds, *other])}")
+    found = {
+        str(key): convert(f"{name}.{key}", value, kinds[other.get(str(key), str(key))]) for key, value in values.items()
+    }
+    if name == "privacy":
+        return PrivacyArguments.from_names(found)
+    cls = SECTIONS[name]
+    for needed in dataclasses.fields(cls):
+        if needed.default is dataclasses.MISSING and needed.name not in found:
+            raise InvalidArgument(f"Expected {name}.{needed.name} in the job. {needed.metadata['help']}")
+    return cls(**found)
+
+
+def kinds_of(section: str) -> dict[str, Any]:
+    """The keys of a section and their types."""
+    return get_type_hints(SECTIONS[section])
+
+
+def aliases(section: str) -> dict[str, str]:
+    """Names that other libraries use for a key of a section."""
+    from dpfunc.hf.trainer.arguments import OTHER_NAMES
+
+    return OTHER_NAMES if section == "privacy" else {}
+
+
+def job_to_dict(job: Job) -> dict[str, Any]:
+    """The job as JSON values; `job_from_dict` reads them."""
+    values = dataclasses.asdict(job)
+    for section in SECTIONS:
+        values[section] = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in values[section].items()
+        }
+    return values

@@ -1,0 +1,134 @@
+"""Dry run of a job: its plan and an estimate of its memory, without training and without writing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc import accounting
+from dpfunc.engines import explain
+from dpfunc.errors import DPFuncError
+from dpfunc.functional import functionalize
+from dpfunc.hf.tasks import make_loss_fn
+from dpfunc.train.config import Job
+from dpfunc.train.dataset import collator
+from dpfunc.train.run import LOSSES, Prepared, prepare, training_arguments
+from dpfunc.types import LossFn, Params
+
+MIB = 2**20
+PROBED = 2  # samples of the measured batch
+# Numbers of float32 that optimizers keep for each trained parameter; most of the others are of Adam's kind.
+OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
+
+
+def dry_run(job: Job) -> list[str]:
+    """The plan, the trained parameters and an estimate of memory, as lines.
+
+    Args:
+        job: what would be done.
+
+    Raises:
+        InvalidArgument, UnreachableBudget, UnsupportedModel: what training would refuse before its first step.
+
+    Guarantees:
+        tests/cli/test_train.py::test_dry_run_writes_nothing.
+    """
+    prepared = prepare(job)
+    training_arguments(job, prepared)
+    training, plan, n = job.training, prepared.plan, len(prepared.records.train)
+    total = sum(p.numel() for p in prepared.model.parameters())
+    q = training.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
+    lines = [
+        f"records: {n} to train on, {len(prepared.records.evaluation)} to evaluate on, "
+        f"{prepared.records.duplicates} exact duplicates left out",
+        f"steps: {prepared.num_steps}",
+        f"logical batch: {training.batch_size} expected, physical batch: {job.physical_batch_size}",
+        f"sampling probability: {q:.4g}" + ("" if plan is None else f" ({type(plan.sampler).__name__})"),
+        f"trained parameters: {prepared.num_trained:,} of {total:,} ({job.strategy})",
+    ]
+    if plan is None:
+        lines.append("epsilon: inf (the twin without privacy)")
+    else:
+        spent = plan.guarantee()
+        rdp = accounting.epsilon(plan.ledger(), plan.delta, "rdp").epsilon
+        lines += [
+            f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} ({job.privacy.dp_clip})",
+            f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, "
+            f"{plan.adjacency}",
+        ]
+        if prepared.spent is not None:
+            both = accounting.epsilon(prepared.spent.compose(plan.ledger()), plan.delta, plan.accountant)
+            lines.append(f"with {prepared.spent.num_steps} steps of earlier runs: epsilon: {both.epsilon:.4g} in all")
+    return [*lines, *memory_lines(job, prepared), "Nothing was trained, written or spent."]
+
+
+def memory_lines(job: Job, prepared: Prepared) -> list[str]:
+    """An estimate of memory, and how it was made."""
+    trained = prepared.num_trained
+    held = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
+    states = OPTIMIZER_STATES.get(job.training.optimizer.split("_")[0], 2)
+    parts = {
+        "parameters": held,
+        "gradients and noise": 2 * 4 * trained,
+        f"optimizer ({job.training.optimizer})": 4 * states * trained,
+    }
+    batch = probe(job, prepared)
+    model = prepared.model
+    # Losses and shapes are those of training; functionalize wants modules with checkpoints in evaluation mode.
+    forward, start = functionalize(model.train(False))
+    params = {name: param.detach().requires_grad_() for name, param in start.items()}
+    loss_fn = make_loss_fn(forward, LOSSES[job.task])
+    physical = job.physical_batch_size
+    device_type = next(model.parameters()).device.type
+    with torch.autocast(device_type, torch.bfloat16, enabled=job.training.bf16):
+        parts["activations"] = saved_bytes(loss_fn, params, batch, model) * physical // PROBED
+        how = "activations: what one forward pass of 2 records at full length keeps for its backward pass"
+        try:
+            factors = explain(loss_fn, params, batch).num_bytes
+        except DPFuncError:
+            how += "; per-sample gradients: not estimated for this model"
+        else:
+            parts["per-sample gradients"] = factors * physical // PROBED
+            how += "; per-sample gradients: what engines.explain counts for them"
+    if job.training.gradient_checkpointing:
+        how += "; gradient checkpointing, which is not counted, lowers the activations"
+    total = sum(parts.values())
+    listed = ", ".join(f"{name} {value / MIB:.3g}" for name, value in parts.items())
+    return [
+        f"memory: about {total / MIB:.3g} MiB ({listed})",
+        f"  Estimated, both scaled to the physical batch. {how}. The framework itself comes on top.",
+    ]
+
+
+def probe(job: Job, prepared: Prepared) -> dict[str, Tensor]:
+    """A batch of two records at full length. Only its shapes count for what is printed."""
+    collate = collator(job, prepared.processing, longest=True)
+    batch: dict[str, Tensor] = collate([prepared.records.train[0]] * PROBED)
+    return batch
+
+
+def saved_bytes(loss_fn: LossFn, params: Params, batch: Mapping[str, Any], model: nn.Module) -> int:
+    """Bytes that a forward pass keeps for its backward pass, parameters and buffers not counted.
+
+    >>> model = nn.Linear(8, 8)
+    >>> params = dict(model.named_parameters())
+    >>> loss_fn = lambda params, batch: torch.func.functional_call(model, params, (batch["x"],)).exp().sum(1)
+    >>> saved_bytes(loss_fn, params, {"x": torch.ones(4, 8)}, model)  # the input, and the result of exp
+    256
+    """
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *params.values())}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        losses_B = loss_fn(params, batch)
+    del losses_B
+    return sum(kept.values())

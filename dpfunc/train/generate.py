@@ -1,0 +1,282 @@
+"""Synthetic text from a language model that `dpfunc train` left behind: post-processing, which costs no privacy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpfunc import distributed
+from dpfunc._utils.validation import fail, positive, probability, whole
+from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf.trainer.processes import place
+from dpfunc.rng import fold_in, insecure_key, torch_seed
+from dpfunc.train.config import Job
+from dpfunc.train.dataset import prompt_ids
+from dpfunc.train.model import load_base, load_processing, one_line
+from dpfunc.train.run import ACCOUNTING, MODEL, saved_job
+from dpfunc.train.tables import read_table
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A trained language model with what its training has cost.
+
+    Args:
+        model, tokenizer: as trained. epsilon, delta: of the training; None where nothing is protected.
+        max_length: tokens of a record in training.
+    """
+
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    epsilon: float | None
+    delta: float | None
+    max_length: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings for drawing texts from a language model.
+
+    Args:
+        num: texts in all, spread evenly over the prompts. max_new_tokens: of each text. temperature: > 0.
+        top_p: nucleus sampling, 0 < top_p <= 1 (Holtzman et al. 2020). seed: public; the same texts again.
+        batch_size: texts drawn at once, for memory only.
+
+    >>> Sampling(num=10, temperature=0.0)
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected 0 < temperature < inf, got temperature=0.0.
+    """
+
+    num: int
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("num", "max_new_tokens", "batch_size"):
+            whole(name, getattr(self, name), minimum=1)
+        whole("seed", self.seed)
+        positive("temperature", self.temperature)
+        probability("top_p", self.top_p)
+
+
+def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Writer:
+    """The language model of a run folder, if its accounting is there.
+
+    Args:
+        folder: output_dir of `dpfunc train`. allow_non_private: take the twin without privacy as well, or a run whose
+            key anybody can guess; texts then come with epsilon null.
+
+    Raises:
+        CheckpointError: no finished run, or no accounting.
+        InvalidArgument: not a language model, or one that is not private.
+
+    Guarantees:
+        tests/train/test_generate.py::test_a_model_without_privacy_is_refused.
+    """
+    root = Path(folder)
+    job, insecure_seed = saved_job(root)
+    if job.task != "causal_lm":
+        raise InvalidArgument(f"Expected a run with task causal_lm, got {job.task!r} in {str(root)!r}.")
+    if not (root / MODEL).is_dir():
+        raise CheckpointError(f"Expected a finished run, got {str(root)!r} without {MODEL}/. Go on with it: --resume.")
+    epsilon, delta = _spent(root, job)
+    why = "was trained without privacy" if epsilon is None else "has a key that anybody can guess (--insecure-seed)"
+    if epsilon is None or insecure_seed is not None:
+        if not allow_non_private:
+            raise InvalidArgument(
+                f"Expected a private model, but the one in {str(root)!r} {why}: its texts may repeat training records. "
+                "Say --allow-non-private if they are only for yourself."
+            )
+        epsilon = delta = None
+    processing = load_processing(job)
+    base = load_base(job, processing)
+    with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
+        model = _with_trained(base, root / MODEL, adapted=job.strategy == "lora")
+    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length)
+
+
+def _spent(root: Path, job: Job) -> tuple[float | None, float | None]:
+    if not job.privacy.dp_enabled:
+        return None, None
+    try:
+        values = json.loads((root / ACCOUNTING).read_text())
+        return float(values["epsilon"]), float(values["delta"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
+        ) from error
+
+
+def _with_trained(base: nn.Module, path: Path, *, adapted: bool) -> nn.Module:
+    if adapted:
+        from peft import PeftModel
+
+        model: nn.Module = PeftModel.from_pretrained(base, path)
+        return model
+    whole_model: nn.Module = type(base).from_pretrained(path, local_files_only=True, dtype=torch.float32)  # type: ignore[attr-defined]
+    return whole_model
+
+
+def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:
+    """Prompts, each with fields that go into its texts' lines, e.g. a label.
+
+    Args:
+        prompt: one prompt; or None. file: .txt with one prompt a line, or .jsonl with `prompt` and other fields; or
+            None. With neither, texts start with nothing.
+
+    Raises:
+        InvalidArgument: both, or a file that cannot be used.
+
+    >>> read_prompts("Dear", None)
+    ({'prompt': 'Dear'},)
+    """
+    if prompt is not None and file is not None:
+        raise InvalidArgument("Expected --prompt or --prompts, got both.")
+    if file is None:
+        return ({"prompt": prompt or ""},)
+    path = Path(file)
+    if path.suffix == ".txt":
+        try:
+            lines = path.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(f"Expected a readable file of prompts, got {str(file)!r}: {error}.") from error
+        found: tuple[Mapping[str, str], ...] = tuple({"prompt": line} for line in lines if line)
+    else:
+        found = tuple(_fields(path))
+    if not found:
+        raise fail("at least one prompt", "prompts", str(file))
+    return found
+
+
+def _fields(path: Path) -> Iterator[Mapping[str, str]]:
+    table = read_table(path, ["prompt"], deduplicate=False)
+    if path.suffix != ".jsonl":
+        yield from table.rows
+        return
+    lines = path.read_text("utf-8-sig").split("\n")
+    for number in table.numbers:
+        values = json.loads(lines[number - 1])
+        reserved = {"text", "epsilon", "delta"} & values.keys()
+        if reserved:
+            raise InvalidArgument(
+                f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here."
+            )
+        yield {name: str(value) for name, value in values.items()}
+
+
+def sample(
+    writer: Writer, prompts: Sequence[Mapping[str, str]], how: Sampling, ranks: Ranks | None = None
+) -> Iterator[dict[str, Any]]:
+    """Draw texts, a batch at a time.
+
+    Args:
+        writer: from `load_writer`. prompts: from `read_prompts`. how: number, length and randomness.
+        ranks: processes that share the batches: all iterate, and each gets all texts, those of one process.
+
+    Yields:
+        `{"text", the fields of its prompt, "epsilon", "delta"}`: what is drawn from released parameters costs no more
+        than they did (Dwork and Roth 2014, Proposition 2.1), however many texts there are.
+
+    Guarantees:
+        tests/train/test_generate.py::test_the_same_seed_gives_the_same_texts.
+    """
+    wanted = [prompts[i * len(prompts) // how.num] if len(prompts) < how.num else prompts[i] for i in range(how.num)]
+    starts, (rank, size) = range(0, how.num, how.batch_size), place(ranks)
+    for turn in range(0, len(starts), size):
+        own = starts[turn + rank : turn + rank + 1]
+        draw = partial(_chunks, writer, wanted, how, own)
+        texts = all_or_none(draw, ranks, "No more texts are drawn")
+        if ranks is not None:
+            told: list[list[str]] = [[]] * size
+            dist.all_gather_object(told, texts, group=ranks.group)
+            texts = [text for theirs in told for text in theirs]
+        first = starts[turn]
+        for row, text in zip(wanted[first : first + len(texts)], texts, strict=True):
+            yield {"text": text, **row, "epsilon": writer.epsilon, "delta": writer.delta}
+
+
+def _chunks(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, starts: Sequence[int]) -> list[str]:
+    return [text for start in starts for text in _chunk(writer, wanted, how, start)]
+
+
+def _chunk(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, start: int) -> list[str]:
+    prompts = [row["prompt"] for row in wanted[start : start + how.batch_size]]
+    with torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
+        return _continue(writer, prompts, how)
+
+
+def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str]:
+    tokenizer, model = writer.tokenizer, writer.model
+    rows = [prompt_ids(tokenizer, prompt, max(1, writer.max_length // 2)) for prompt in prompts]
+    length = max(len(row) for row in rows)
+    device = next(model.parameters()).device
+    padded = [[tokenizer.pad_token_id] * (length - len(row)) + row for row in rows]
+    mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
+    with torch.no_grad():
+        ids: Tensor = model.generate(
+            input_ids=torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            do_sample=True,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            top_k=0,
+            max_new_tokens=how.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    return [text.strip() for text in tokenizer.batch_decode(ids[:, length:], skip_special_tokens=True)]
+
+
+def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None = None) -> int:
+    """Write texts to a new .jsonl file as they come.
+
+    Args:
+        path: of the file. texts: from `sample`. ranks: as given to `sample`; all iterate, and one of them writes.
+
+    Returns:
+        Their number.
+
+    Raises:
+        InvalidArgument: the file is there already, cannot be written, or is none of .jsonl.
+        StepAborted: the same, on the processes that do not write.
+
+    Guarantees:
+        tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all.
+    """
+    if path.suffix != ".jsonl":
+        raise fail("a .jsonl file", "out", str(path))
+    files: list[TextIO] = []
+    count = 0
+    with ExitStack() as stack, _written(path):
+        distributed.once(ranks, lambda: files.append(stack.enter_context(open(path, "x", encoding="utf-8"))))
+        for text in texts:
+            count += 1
+            distributed.once(ranks, partial(_write, files, text))
+        distributed.once(ranks, stack.close)
+    return count
+
+
+def _write(files: Sequence[TextIO], text: Mapping[str, Any]) -> None:
+    files[0].write(json.dumps(text, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgument(f"Expected to write a new file {str(path)!r}: {error.strerror}.") from error

@@ -1,0 +1,192 @@
+"""The model of a job, with exactly those parameters requiring gradients that its strategy trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import fold_in, insecure_key, torch_seed
+from dpfunc.train.config import Job, LoraSection
+
+PEFT_TASKS = {"text_classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM"}
+
+
+@contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """Turn errors of other libraries inside the block into one line that names what was expected.
+
+    >>> with one_line("a number"):
+    ...     int("x")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a number: invalid literal for int() with base 10: 'x'.
+    """
+    try:
+        yield
+    except InvalidArgument:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise InvalidArgument(f"Expected {what}: {' '.join(str(error).split()).rstrip('.')}.") from error
+
+
+@contextmanager
+def here_or_downloaded(job: Job, path: str) -> Iterator[None]:
+    """Report a missing model folder as missing when downloads are not allowed.
+
+    Transformers takes a path that is no folder for a name on the hub, and its error is about the internet connection.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        if not job.model.local_files_only or Path(path).exists() or not isinstance(error.__cause__, OSError):
+            raise
+        key = "path" if path == job.model.path else "tokenizer"
+        raise InvalidArgument(
+            f"Expected the folder of a model, got model.{key}={path!r}: there is no such folder here, and no model of "
+            "that name that was downloaded before. Give the path of a folder, or set local_files_only: false to "
+            "download it from the hub."
+        ) from error
+
+
+def load_processing(job: Job) -> Any:  # noqa: ANN401  (a tokenizer or a processor of Transformers)
+    """The tokenizer, or for VQA the processor, with a padding token.
+
+    Raises:
+        InvalidArgument: there is none at the job's path.
+    """
+    with one_line('transformers, from pip install "dpfunc[hf]"'):
+        from transformers import AutoProcessor, AutoTokenizer
+
+    path = job.model.tokenizer or job.model.path
+    options: dict[str, Any] = {"local_files_only": job.model.local_files_only}
+    if job.model.gguf_file is not None and job.model.tokenizer is None:
+        options["gguf_file"] = job.model.gguf_file
+    offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
+    with here_or_downloaded(job, path), one_line(f"a tokenizer in {path!r}{offline}"):
+        processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
+    tokenizer = getattr(processing, "tokenizer", processing)
+    if tokenizer.eos_token is None and (job.task != "text_classification" or tokenizer.pad_token is None):
+        raise InvalidArgument(f"Expected an end-of-text token in the tokenizer of {path!r}, which has none.")
+    if tokenizer.pad_token is None:
+        tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
+    return processing
+
+
+def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
+    """The model before training, in float32. New parameters are drawn from the job's seed, which is public.
+
+    Raises:
+        InvalidArgument: no such model, or one of another kind.
+    """
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
+
+    kinds: dict[str, Any] = {
+        "text_classification": AutoModelForSequenceClassification,
+        "causal_lm": AutoModelForCausalLM,
+        "vqa": AutoModelForImageTextToText,
+    }
+    labels = job.data.labels or ()
+    options: dict[str, Any] = {"local_files_only": job.model.local_files_only}
+    if job.model.gguf_file is not None:
+        options["gguf_file"] = job.model.gguf_file
+    changes: dict[str, Any] = {}
+    if job.task == "text_classification":
+        changes = {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
+                   "label2id": {label: i for i, label in enumerate(labels)},
+                   "problem_type": "single_label_classification", "pad_token_id": processing.pad_token_id}  # fmt: skip
+    path = job.model.path
+    with (
+        here_or_downloaded(job, path),
+        one_line(f"a model for {job.task} in {path!r}"),
+        torch_seed(key_of(job, "model")),
+    ):
+        config = AutoConfig.from_pretrained(path, **options, **changes)
+        if job.model.init == "random":
+            model: nn.Module = kinds[job.task].from_config(config)
+        else:
+            model = kinds[job.task].from_pretrained(path, config=config, dtype=torch.float32, **options)
+    return model.float()
+
+
+def key_of(job: Job, purpose: str) -> Any:  # noqa: ANN401  (a Key)
+    """A public key for what is drawn and is not noise."""
+    return fold_in(insecure_key(job.training.seed), purpose)
+
+
+def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
+    """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
+
+    Args:
+        model: as from `load_base`; it is changed. job: its strategy.
+
+    Returns:
+        A `PeftModel` for `lora`, else the same model.
+
+    Raises:
+        InvalidArgument: the strategy does not fit the model.
+
+    Guarantees:
+        tests/cli/test_train.py::test_strategies_train_what_they_say.
+    """
+    lora = job.lora
+    if job.task == "vqa":
+        from dpfunc.hf.vision_language.strategies import prepare
+
+        if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):
+            raise InvalidArgument("Expected rank, alpha and targets alone in the section lora of a vqa job.")
+        if job.strategy != "lora":
+            return prepare(model, job.strategy)
+        with torch_seed(key_of(job, "adapters")):
+            return prepare(model, "lora", rank=lora.rank, alpha=lora.alpha, targets=_targets(lora))
+    if job.strategy == "lora":
+        return _with_lora(model, job)
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    head = (
+        [] if job.task != "text_classification" else [n for n, _ in model.named_parameters() if not n.startswith(base)]
+    )
+    biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    chosen = {
+        "full": [name for name, _ in model.named_parameters()],
+        "head": head,
+        "bitfit": [*biases, *head] if biases else [],
+    }[job.strategy]
+    if not chosen:
+        raise InvalidArgument(f"Expected parameters for strategy={job.strategy!r}, {type(model).__name__} has none.")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in set(chosen))
+    return model
+
+
+def _targets(lora: LoraSection) -> str | list[str] | None:
+    if lora.targets == ("all-linear",):
+        return "all-linear"
+    return None if lora.targets is None else list(lora.targets)
+
+
+def _with_lora(model: nn.Module, job: Job) -> nn.Module:
+    with one_line('peft, from pip install "dpfunc[hf]"'):
+        from peft import LoraConfig, get_peft_model
+    lora = job.lora
+    with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
+        config = LoraConfig(
+            task_type=PEFT_TASKS[job.task],
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=_targets(lora),
+            lora_dropout=lora.dropout,
+            use_rslora=lora.rslora,
+            modules_to_save=None if lora.modules_to_save is None else list(lora.modules_to_save),
+            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        )
+        adapted: nn.Module = get_peft_model(model, config)
+    return adapted

@@ -1,0 +1,151 @@
+"""Tables of private records: read, without exact duplicates, split record by record."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpfunc.errors import InvalidArgument
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a table, one a record, with the number of exact duplicates that were left out. Private.
+
+    Args:
+        rows: column -> text. numbers: where each row was in the file, from 1. duplicates: rows that were there before.
+    """
+
+    rows: tuple[Row, ...]
+    numbers: tuple[int, ...]
+    duplicates: int = 0
+
+
+def read_table(path: Path | str, columns: Sequence[str], *, deduplicate: bool = True) -> Table:
+    """The columns that a job needs, of a .jsonl or .csv file.
+
+    Args:
+        path: .jsonl with one object a line, or .csv with a header; UTF-8.
+        columns: what each row must have; other columns are not read.
+        deduplicate: leave out rows that equal an earlier one in all these columns. A row more or less changes the
+            result by at most one row, so neighbouring tables stay neighbours.
+
+    Raises:
+        InvalidArgument: no such file, another kind of file, a row without a column, or no rows; the row is named by its
+            number, never shown.
+
+    Guarantees:
+        tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "mails.jsonl"
+    ...     _ = path.write_text('{"text": "hello"}\\n{"text": "hello"}\\n')
+    ...     read_table(path, ["text"])
+    Table(rows=({'text': 'hello'},), numbers=(1,), duplicates=1)
+    """
+    file = Path(path)
+    numbered = [(number, _row(row, columns, number, file)) for number, row in _rows(file)]
+    if not numbered:
+        raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
+    kept = numbered
+    if deduplicate:
+        first: dict[tuple[tuple[str, str], ...], tuple[int, Row]] = {}
+        for number, row in numbered:
+            first.setdefault(tuple(row.items()), (number, row))
+        kept = list(first.values())
+    return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept), len(numbered) - len(kept))
+
+
+def _rows(path: Path) -> list[tuple[int, Any]]:
+    if path.suffix not in (".jsonl", ".csv"):
+        raise InvalidArgument(f"Expected a .jsonl or .csv file, got {str(path)!r}.")
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".csv":
+                return list(enumerate(csv.DictReader(file, strict=True), start=1))
+            return [(number, _object(line, number, path)) for number, line in enumerate(file, start=1) if line.strip()]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidArgument(f"Expected a readable table, got {str(path)!r}: {error}.") from error
+
+
+def _object(line: str, number: int, path: Path) -> Any:  # noqa: ANN401  (any JSON)
+    """The values in a line. The line is private, and messages do not show it."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        reason = error.msg
+    except RecursionError:
+        reason = "its values are nested too deeply"
+    except ValueError:
+        reason = "a number has too many digits"
+    raise InvalidArgument(f"Expected one JSON object a line in {str(path)!r}, got another line {number}: {reason}.")
+
+
+def _row(row: object, columns: Sequence[str], number: int, path: Path) -> Row:
+    if not isinstance(row, dict):
+        raise InvalidArgument(f"Expected an object with names in row {number} of {path.name}.")
+    values: Row = {}
+    for column in columns:
+        value = row.get(column)
+        if value is None or isinstance(value, (list, dict)):
+            raise InvalidArgument(
+                f"Expected a text in the column {column!r} in row {number} of {path.name}, got none. "
+                f"{_hint(row, column)}"
+            )
+        values[column] = json.dumps(value) if isinstance(value, bool) else str(value)
+        if not values[column].isascii() and any("\ud800" <= sign <= "\udfff" for sign in values[column]):
+            raise InvalidArgument(
+                f"Expected a text in the column {column!r} in row {number} of {path.name}, got half of a surrogate "
+                "pair, which no text has. Write the table as UTF-8 again, or leave the row out."
+            )
+    return values
+
+
+def _hint(row: Mapping[Any, Any], column: str) -> str:
+    """Advice about a column. The names in the row are not shown: without a header they are a record."""
+    if column in row:
+        return "It is empty, or a list or an object: leave the row out, or write its text."
+    close = [name for name in row if isinstance(name, str) and name.strip().lower() == column.lower()]
+    if close:
+        return f"There is {close[0]!r}: name it in the section data, e.g. text_column."
+    return (
+        f"None of its {len(row)} columns has this name. Name yours in the section data, e.g. text_column; a .csv needs "
+        "a first line with the names of its columns. (They are not shown: without such a line they are a record.)"
+    )
+
+
+def split(rows: Sequence[Row], fraction: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Training and held-out rows. Each row's side is decided by the row alone.
+
+    A shuffle of the whole table would let one row more move all others; here it moves none, so that neighbouring tables
+    have neighbouring training parts. Equal rows go to the same side.
+
+    Args:
+        rows: of one table. fraction: expected share of held-out rows, 0 <= fraction < 1. seed: public.
+
+    Returns:
+        Two tuples of rows, in the order of the table; the number of held-out rows varies as that of coin flips.
+
+    Guarantees:
+        tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there.
+
+    >>> train, held_out = split([{"text": str(i)} for i in range(100)], 0.2, seed=0)
+    >>> len(train) + len(held_out), 5 < len(held_out) < 40
+    (100, True)
+    """
+    held_out = [_place(row, seed) < fraction for row in rows]
+    pairs = list(zip(rows, held_out, strict=True))
+    return tuple(row for row, out in pairs if not out), tuple(row for row, out in pairs if out)
+
+
+def _place(row: Row, seed: int) -> float:
+    text = json.dumps([seed, sorted(row.items())])
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64

@@ -1,0 +1,270 @@
+"""What worker processes run in test_sharded_checkpoint.py: a run with Adam, saved and loaded in several layouts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from jobs import NUM_RECORDS, data, loss_fn, params, plan
+
+from dpfunc import distributed, sampling
+from dpfunc.batches import take
+from dpfunc.checkpoint import load_sharded, save_sharded
+from dpfunc.checkpoint.journal import Journal
+from dpfunc.errors import DPFuncError
+from dpfunc.rng import insecure_key
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
+
+PLAN = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3))
+
+
+def placed(kind):
+    """Parameters of a layout, and the ranks of the step."""
+    if kind == "alone":
+        return params(), None
+    if kind == "replicas":
+        return params(), distributed.data_parallel()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    size = dist.get_world_size()
+    if kind == "rows":
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+        ranks, cuts = distributed.sharded(mesh), (Shard(0),)
+    elif kind == "copies":  # HSDP, with one part each
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "parts"))
+        ranks, cuts = distributed.sharded(mesh, data=("dp", "parts")), (Replicate(), Shard(0))
+    else:  # two dimensions: "grid" cuts rows and columns, "hybrid" has replicas of parts
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        ranks = distributed.sharded(mesh, data=("dp",), tensor=("tp",))
+        cuts = (Shard(0), Shard(1)) if kind == "grid" else (Replicate(), Shard(0))
+    return {
+        name: distribute_tensor(p, mesh, cuts if p.ndim > 1 or kind != "grid" else (Replicate(), Replicate()))
+        for name, p in params().items()
+    }, ranks
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+
+def start(kind):
+    values, ranks = placed(kind)
+    values = {name: p.requires_grad_() for name, p in values.items()}
+    return values, ranks, torch.optim.Adam(values.values(), lr=0.05)
+
+
+def load_into(folder, values, ranks, optimizer, **changes):
+    options = {"plan": PLAN, "data": data(), "journal": Path(folder) / "journal.jsonl", **changes}
+    saved = load_sharded(Path(folder) / "c", params=values, ranks=ranks, **options)
+    with torch.no_grad():
+        for name, p in values.items():
+            p.copy_(saved.params[name])
+    optimizer.load_state_dict(dict(saved.optimizer_state))
+    return saved
+
+
+def store(folder, values, ranks, optimizer, state, **changes):
+    options = {"plan": PLAN, "data": data(), "optimizer_state": optimizer.state_dict(), **changes}
+    options = {"journal": Path(folder) / "journal.jsonl", **options}
+    return save_sharded(Path(folder) / "c", params=values, state=state, ranks=ranks, **options)
+
+
+def train(folder, kind, stop, load=False, save=None, recharge=False, seen=None):
+    """A run up to a step, from the start or a checkpoint. What everybody may see: parameters, ledger, steps, releases."""
+    values, ranks, optimizer = start(kind)
+    journal = Journal(Path(folder) / "journal.jsonl", PLAN)
+    dp_step = make_dp_step(loss_fn, PLAN, engine="bookkeeping", ranks=ranks, journal=journal)
+    if load:
+        state = load_into(folder, values, ranks, optimizer, recharge=recharge).state
+    else:
+        state = replay(dp_step.init(values, insecure_key(5)))
+    first, records, releases = (state.step, state.charged), data(), []
+    for indices in PLAN.batches(state, ranks):
+        if state.step >= stop:
+            break
+        if state.step == save:
+            store(folder, values, ranks, optimizer, state)
+        grads, state, _ = dp_step(values, take(records, indices), state)
+        for name, p in values.items():
+            p.grad = grads[name]
+        optimizer.step()
+        releases.append(whole(grads["in.bias"]))
+        if seen:
+            print(f"step {state.step}", file=seen, flush=True)
+    if save == stop:
+        store(folder, values, ranks, optimizer, state)
+    return {name: whole(p) for name, p in values.items()}, state.ledger.to_json(), first, releases
+
+
+def odd_part(folder):
+    """A resumed run where one process learns its own part at another rate, which nobody else holds."""
+    values, ranks, optimizer = start("rows")
+    dp_step = make_dp_step(loss_fn, PLAN, ranks=ranks, journal=Journal(Path(folder) / "journal.jsonl", PLAN))
+    state, records = load_into(folder, values, ranks, optimizer).state, data()
+    first = state.step
+    try:
+        for indices in PLAN.batches(state, ranks):
+            grads, state, _ = dp_step(values, take(records, indices), state)
+            for name, p in values.items():
+                p.grad = grads[name]
+            optimizer.param_groups[0]["lr"] = 0.05 if dist.get_rank() == 0 else 1.0
+            optimizer.step()
+    except DPFuncError as error:
+        return type(error).__name__, state.step - first
+    return "nothing", state.step - first
+
+
+def read(folder, kind):
+    """Only load: whole parameters, one moment, and whether everything is laid out as the parameters are."""
+    values, ranks, optimizer = start(kind)
+    saved = load_into(folder, values, ranks, optimizer)
+    moments = saved.optimizer_state["state"]
+    pairs = [(values[name], saved.params[name]) for name in values]
+    pairs += [(p, moments[i][key]) for i, p in enumerate(values.values()) for key in ("exp_avg", "exp_avg_sq")]
+    alike = all(
+        type(a.detach()) is type(b) and getattr(a, "placements", None) == getattr(b, "placements", None)
+        for a, b in pairs
+    )
+    return {name: whole(p) for name, p in saved.params.items()}, whole(moments[0]["exp_avg"]), alike
+
+
+def strided(folder):
+    """Parameters as FSDP2 cuts those that are cut for tensor parallelism already."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Linear(6, 9)
+    with torch.no_grad():
+        model.weight.copy_(params()["in.weight"])
+        model.bias.copy_(params()["in.bias"])
+    fully_shard(parallelize_module(model, mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
+    ranks, values = distributed.sharded(mesh, tensor=("tp",)), {f"in.{n}": p for n, p in model.named_parameters()}
+    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(params(), insecure_key(5)))
+    run = {"params": values, "plan": PLAN, "data": "d", "ranks": ranks, "journal": Path(folder) / "journal.jsonl"}
+    save_sharded(folder, state=state, **run)
+    found = load_sharded(folder, **run).params
+    return all(torch.equal(found[name].to_local(), p.to_local()) for name, p in values.items())
+
+
+def trouble_while_saving(folder, moments):
+    """Save, then save again while one process has trouble, once for each of (moment, rank, what happens)."""
+    import torch.distributed.checkpoint.filesystem as filesystem
+
+    from dpfunc.checkpoint import sharded_save as saving
+
+    places = {
+        "tensors": (filesystem.FileSystemWriter, "write_data"),
+        "part": (saving, "_sign"),
+        "commit": (saving, "_commit"),
+        "rename": (saving.os, "replace"),
+    }
+    values, ranks, optimizer = start("rows")
+    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
+    store(folder, values, ranks, optimizer, state, extra={"number": 0})
+    errors = []
+    for moment, rank, what in moments:
+        owner, name = places[moment]
+        usual = getattr(owner, name)
+
+        def trouble(*args, what=what, **options):
+            if what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("no space left")
+
+        if dist.get_rank() == rank:
+            setattr(owner, name, trouble)
+        try:
+            store(folder, values, ranks, optimizer, state, extra={"number": 1})
+            errors.append("none")
+        except Exception as error:  # noqa: BLE001  (told to the test)
+            errors.append(f"{type(error).__name__}: {error}")
+        finally:
+            setattr(owner, name, usual)
+    return errors
+
+
+def differing(folder, what):
+    """One process passes something else."""
+    values, ranks, optimizer = start("copies" if what == "copy" else "replicas")
+    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
+    changes = {}
+    if dist.get_rank() == 1:
+        if what == "parameter":
+            with torch.no_grad():
+                values["in.bias"][2] += 1e-7
+        elif what == "copy":
+            values["in.bias"].detach().to_local()[2] += 1e-7
+        elif what == "moment":
+            changes = {"optimizer_state": {"moments": torch.ones(3)}}
+        elif what == "step":
+            state = state._replace(step=1)
+        elif what == "plan":
+            changes = {"plan": plan(sampler=sampling.Poisson(NUM_RECORDS, 0.2))}
+        elif what == "extra":
+            changes = {"extra": {"loss": 0.3}}
+        elif what == "number":
+            changes = {"keep": 3}
+        elif what == "unsupported":
+            changes = {"optimizer_state": {"hook": print}}
+    if what == "moment" and dist.get_rank() == 0:
+        changes = {"optimizer_state": {"moments": torch.zeros(3)}}
+    try:
+        store(folder, values, ranks, optimizer, state, **changes)
+    except Exception as error:  # noqa: BLE001  (told to the test)
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def refused(folder, kind, changes_of_one):
+    """Load where process 1 passes something else; what each process is told."""
+    values, ranks, optimizer = start(kind)
+    changes = changes_of_one if dist.get_rank() == 1 else {}
+    try:
+        load_into(folder, values, ranks, optimizer, **changes)
+    except Exception as error:  # noqa: BLE001  (told to the test)
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def guide(code, folder, stop):
+    """The script of the guide, stopped after a step; what was spent, and where it started."""
+    code = code.replace('Path("run")', f"Path({str(folder)!r})")
+    line = "    optimizer.step()\n"
+    assert code.count(line) == 1
+    code = code.replace("for indices in", "first = state.step\nfor indices in")
+    names = {"__name__": "guide"}
+    exec(compile(code.replace(line, f"{line}    if state.step == {stop}: break\n"), "guide", "exec"), names)
+    values = {name: p.detach() for name, p in names["weights"].items()}
+    return names["first"], names["state"].ledger.to_json(), values
+
+
+if __name__ == "__main__":  # one process of a job that is started, and killed, from outside
+    import sys
+    from datetime import timedelta
+
+    torch.set_num_threads(1)
+    place, rank, size, save_every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), 2
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+    )
+    current, its_ranks, adam = start("rows")
+    step = make_dp_step(
+        loss_fn, PLAN, engine="bookkeeping", ranks=its_ranks, journal=Journal(Path(place) / "journal.jsonl", PLAN)
+    )
+    now, rows = step.init(current, insecure_key(5)), data()
+    for drawn in PLAN.batches(now, its_ranks):
+        if now.step % save_every == 0:
+            store(place, current, its_ranks, adam, now)
+        released, now, _ = step(current, take(rows, drawn), now)
+        for key, value in current.items():
+            value.grad = released[key]
+        adam.step()
+        if rank == 0:
+            print(now.step, flush=True)

@@ -1,0 +1,199 @@
+"""What the workers of test_engine_collectives.py do: losses that communicate, with and without being told off."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from contextlib import nullcontext
+from types import FunctionType
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
+
+import dpfunc
+from dpfunc import clipping, engines
+from dpfunc.clipped import make_clipped_grad
+from dpfunc.engines.guards.lockstep import process_context
+from dpfunc.errors import DPFuncError
+
+
+def scaled_by_all(params, batch):
+    """Divides by a number of all ranks: functional."""
+    total = funcol.all_reduce(batch["x"].detach().abs().sum((1, 2)), "sum", dist.group.WORLD)
+    return _losses(params, batch) / total
+
+
+def scaled_in_place(params, batch):
+    """The same, with the ordinary collective."""
+    total = batch["x"].detach().abs().sum((1, 2)).clone()
+    dist.all_reduce(total)
+    return _losses(params, batch) / total
+
+
+def gathered(params, batch):
+    """In-batch negatives over ranks."""
+    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    every = gather(batch["x"].mean((1, 2)), 0, dist.group.WORLD)
+    return _losses(params, batch) - every.sum()
+
+
+def autograd_function(params, batch):
+    """A collective that autograd knows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and used
+        return all_reduce(_losses(params, batch), group=dist.group.WORLD)
+
+
+def sums_weights(params, batch):
+    """Communicates what does not depend on a sample, as FSDP2 does when it gathers frozen weights."""
+    weight = torch.full((3,), 2.0)
+    total = funcol.all_reduce(weight, "sum", dist.group.WORLD)
+    return _losses(params, batch) * total.sum()
+
+
+def _said_by(module):
+    """The loss with an ordinary collective, as if its code were in another module."""
+    code = scaled_in_place.__code__
+    return FunctionType(code, {**globals(), "__name__": module}, "as_in_" + module)
+
+
+def context_parallel(params, batch):
+    """As torch's context parallelism does."""
+    return _said_by("torch.distributed.tensor.experimental._context_parallel")(params, batch)
+
+
+def pipeline(params, batch):
+    """As torch's pipelines do."""
+    return _said_by("torch.distributed.pipelining.stage")(params, batch)
+
+
+LOSSES = {
+    f.__name__: f
+    for f in (scaled_by_all, scaled_in_place, gathered, autograd_function, sums_weights, context_parallel, pipeline)
+}
+
+
+def _losses(params, batch):
+    return F.cross_entropy(F.linear(batch["x"], params["w"], params["b"]).mean(1), batch["y"], reduction="none")
+
+
+def case(dtype=torch.float32):
+    dist.barrier()  # nobody leaves while another is still connecting
+    generator = torch.Generator().manual_seed(10 + dist.get_rank())  # other records on each rank
+    params = {"w": torch.ones(3, 6, dtype=dtype) / 3, "b": torch.zeros(3, dtype=dtype)}
+    x = torch.randn(4, 5, 6, generator=generator).to(dtype)
+    return params, {"x": x, "y": torch.randint(3, (4,), generator=generator)}
+
+
+def message(loss, engine):
+    """The error that an engine raises, or its losses."""
+    params, batch = case()
+    try:
+        result = getattr(engines, engine)()(LOSSES[loss], params, batch)
+    except (DPFuncError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "losses", result.losses_B.tolist()
+
+
+def compiled_message():
+    """The same from a compiled step with vmap."""
+    params, batch = case()
+    prepared = make_clipped_grad(
+        scaled_by_all, clipping.Flat(clip_norm=0.1), engine=engines.vmap(), compile=True, microbatch_size=4
+    )
+    try:
+        found, _ = prepared(params, batch)
+    except Exception as error:  # noqa: BLE001  (dynamo wraps errors in its own)
+        return type(error).__name__, str(error)
+    return "sums", found.sums["b"].tolist()
+
+
+def silently_wrong():
+    """What vmap gives without the guard, and no error: nobody waits for the other ranks.
+
+    Returns:
+        Distances of the losses to those of this rank alone, and to the true ones.
+    """
+    params, batch = case()
+
+    def loss_fn(params, batch):
+        time.sleep(0.5 * dist.get_rank())  # so that rank 0 certainly goes on before rank 1 has begun
+        return scaled_by_all(params, batch)
+
+    with patch("dpfunc.engines.vmap.none_batched", nullcontext):
+        found = engines.vmap()(loss_fn, params, batch).losses_B.clone()
+    total = batch["x"].abs().sum((1, 2))
+    alone = _losses(params, batch) / total
+    dist.all_reduce(total)
+    true = _losses(params, batch) / total
+    return float((found - alone).abs().max()), float((found - true).abs().max())
+
+
+def ordinary(engine, compiled):
+    """A loss that does not communicate, where there are ranks."""
+    params, batch = case()
+    options = {"compile": True, "microbatch_size": 4} if compiled else {}
+    clip = clipping.Flat(clip_norm=0.1)
+    found, _ = dpfunc.clipped_grad(_losses, params, batch, clip, engine=engines.loop())
+    prepared = make_clipped_grad(_losses, clip, engine=getattr(engines, engine)(), **options)
+    again, _ = prepared(params, batch)
+    return max(float((found.sums[name] - again.sums[name]).abs().max()) for name in params)
+
+
+def data_parallel_module():
+    """Names and per-sample gradients of a module in DistributedDataParallel, and what the wrong wrappers say."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    wrapped = DistributedDataParallel(inner)
+    _, batch = case()
+    results = []
+    for module in (inner, wrapped):
+        forward, params = dpfunc.functionalize(module)
+        loss_fn = _of(forward)
+        every = [getattr(engines, name)()(loss_fn, params, batch) for name in ("vmap", "bookkeeping", "auto")]
+        results.append((list(params), [result.grads["0.weight"].dense() for result in every]))
+    same = results[0][0] == results[1][0]
+    off = max(float((a - results[0][1][0]).abs().max()) for a in (*results[0][1], *results[1][1]))
+    trained = dpfunc.functional.with_params(wrapped, {"0.bias": torch.ones(4)})
+    refused = []
+    for bad in (nn.DataParallel(inner), nn.Sequential(wrapped), nn.Sequential(nn.DataParallel(inner))):
+        try:
+            dpfunc.functionalize(bad)
+        except DPFuncError as error:
+            refused.append(str(error))
+    return same, off, type(trained).__name__, refused
+
+
+def _of(forward):
+    return lambda p, b: F.cross_entropy(forward(p, b["x"]).mean(1), b["y"], reduction="none")
+
+
+def late_use(engine, independent, unproven):
+    """A use that the first batch does not have, in a loss that asks its batch: norms are those of rows alone."""
+
+    def losses(params, batch):
+        outputs = F.linear(batch, params["w"])
+        large_B1 = (batch > 100).any(1, keepdim=True)
+        if bool(large_B1.any()):
+            outputs = outputs + torch.where(large_B1, batch @ params["w"].T, 0.0)
+        return outputs.square().sum(1)
+
+    run, params = (
+        getattr(engines, engine)(unproven=unproven),
+        {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))},
+    )
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    with process_context(dist.group.WORLD, independent=independent):
+        try:
+            run(losses, params, batch).sq_norms()
+            found = run(losses, params, batch * 1000).sq_norms()["w"]
+        except DPFuncError as error:
+            return type(error).__name__, str(error)
+    torch.testing.assert_close(found, engines.loop()(losses, params, batch * 1000).sq_norms()["w"])
+    return "norms", ""

@@ -1,0 +1,96 @@
+"""What the workers of test_deepspeed.py do: three private steps on a model that DeepSpeed has partitioned."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from fsdp_jobs import LORA, Net, caught, classes, data, mesh_of, plan, ranks_of
+from torch import nn
+
+import dpfunc
+from dpfunc import distributed
+from dpfunc.batches import take
+from dpfunc.rng import insecure_key
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
+
+
+class Adapted(nn.Module):
+    """An adapter around a layer that is there already."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+def net():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net(nn.Linear).requires_grad_(False)
+
+
+def adapt(model):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for layer in model.layers:
+            layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
+    return model
+
+
+def initialize(model, stage, efficient):
+    import deepspeed
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(dict(zip(names, (rank, rank, size, size, "0", "1"), strict=True)))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", DS_ACCELERATOR="cpu")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled now
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": stage, "memory_efficient_linear": efficient, "stage3_param_persistence_threshold": 0,
+        },
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(trained, lr=0.1) if trained else None
+    return deepspeed.initialize(
+        model=model, model_parameters=trained or None, optimizer=optimizer, config=config, dist_init_required=False
+    )[0]
+
+
+def zero(stage, engine, efficient=False):
+    """Three steps; stage 0 is the model without DeepSpeed."""
+    refused, ranks = {}, distributed.data_parallel() if stage < 3 else ranks_of(mesh_of())
+    if stage in (1, 2):
+        wrapped = initialize(adapt(net()), stage, efficient)
+        refused["engine"] = caught(dpfunc.functionalize, wrapped, LORA)
+        model = wrapped.module
+    elif stage == 3:
+        model = initialize(net(), stage, efficient).module
+        refused["partitioned"] = caught(dpfunc.functionalize, model, "head")
+        model = adapt(model)
+    else:
+        model = adapt(net())
+    forward, params = dpfunc.functionalize(model, LORA)
+    the_plan = plan(6.0, steps=3)
+    dp_step = make_dp_step(classes(forward), the_plan, engine=engine, ranks=ranks)
+    state = replay(dp_step.init(params, insecure_key(7)))
+
+    def steps():
+        nonlocal params, state
+        for indices in the_plan.batches(state, ranks):
+            grads, state, _ = dp_step(params, take(data(), indices), state)
+            params = {name: p - 0.3 * grads[name] for name, p in params.items()}
+
+    refused["steps"] = caught(steps)
+    return params, state.step, refused

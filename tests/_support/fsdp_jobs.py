@@ -1,0 +1,509 @@
+"""What the workers of test_sharded_models.py and test_sharded_params.py do: a small run, sharded in one way or another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import dpfunc
+import dpfunc.step
+from dpfunc import clipping, distributed, sampling
+from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc.batches import take
+from dpfunc.distributed.fully_sharded import functionalize_managed
+from dpfunc.plan import Plan
+from dpfunc.rng import insecure_key
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
+
+NUM_RECORDS, VOCAB, WIDTH, CLASSES = 40, 11, 7, 3  # sizes that no number of processes divides
+LORA = r"lora_"
+
+
+class LoRALinear(nn.Module):
+    def __init__(self, inner, outer, rank=2):
+        super().__init__()
+        self.base = nn.Linear(inner, outer).requires_grad_(False)
+        self.lora_A = nn.Linear(inner, rank, bias=False)
+        self.lora_B = nn.Linear(rank, outer, bias=False)
+
+    def forward(self, x):
+        low = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
+        return self.base(x) + 2.0 * low.to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), linear(WIDTH, 9), linear(9, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, two residual blocks, and a head whose 3 rows do not reach 4 processes."""
+
+    def __init__(self, linear=LoRALinear):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block(linear) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.gradient_checkpointing = False
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.gradient_checkpointing else layer(x)
+        return self.head(x.mean(1))
+
+
+def net(linear=LoRALinear):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net(linear)
+    return model
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "ids": torch.randint(VOCAB, (NUM_RECORDS, 5), generator=generator),
+        "y": torch.randint(CLASSES, (NUM_RECORDS,), generator=generator),
+    }
+
+
+def mesh_of(hsdp=False):
+    if hsdp:
+        return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def ranks_of(mesh):
+    return distributed.sharded(mesh, data=mesh.mesh_dim_names)
+
+
+def by_hand(model, mesh, **options):
+    """What a user writes without our helper; the frozen embedding and head still require gradients."""
+    trained = {param for name, param in model.named_parameters() if "lora_" in name}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=trained, **options)
+    fully_shard(model, mesh=mesh, ignored_params=trained, **options)
+
+
+def built(way, mesh, hsdp=False, bf16=False, reshard=None, gradient_checkpointing=False):
+    """`(forward, params)` of a model that is sharded in a way; whole where there is no mesh."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
+    if way == "full":
+        model = net(nn.Linear)
+        forward, params = dpfunc.functionalize(model, ".")
+        if mesh is not None:
+            params = distributed.shard(params, mesh, min_size=4)
+            model.to("meta")  # all parameters are arguments
+        return forward, params
+    if way == "attach":
+        adapter = dpfunc.lora.attach(
+            net(nn.Linear), insecure_key(5), targets="up|down", rank=2, alpha=4, also_train="norm"
+        )
+        if mesh is not None:
+            adapter = distributed.shard_frozen(adapter, mesh, mp_policy=policy, reshard_after_forward=reshard)
+        return adapter.forward, adapter.params
+    model = net()
+    if mesh is not None and way == "by hand":
+        by_hand(model, mesh, mp_policy=policy, reshard_after_forward=reshard)
+    elif mesh is not None:
+        distributed.shard_frozen(model, mesh, trainable=LORA, mp_policy=policy, reshard_after_forward=reshard)
+    forward, params = dpfunc.functionalize(model, LORA)
+    model.gradient_checkpointing = gradient_checkpointing
+    if way == "sharded lora" and mesh is not None:
+        params = distributed.shard(params, mesh, min_size=4)
+    return forward, params
+
+
+def managed(mesh, hsdp=False, gradient_checkpointing=False, unused=False):
+    """A model all of whose parameters are trained, and managed by fully_shard."""
+    model = net(nn.Linear)
+    if unused:
+        model.unused = nn.Linear(2, 2)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.gradient_checkpointing = gradient_checkpointing
+    return functionalize_managed(model, ranks_of(mesh))
+
+
+def managed_costs():
+    """All-gathers and reduce-scatters of one microbatch, and the most numbers that are whole at once, of how many."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    forward, params, engine, _ = managed(mesh_of())
+    batch, loss_fn = take(data(), torch.arange(6)), classes(forward)
+    every = list(engine.forward.whole().values())
+    gathers, sums, most = [], [], [0]
+
+    def gather(*args):
+        gathers.append(1)
+        most[0] = max(most[0], sum(p.numel() for p in every if p.untyped_storage().size()))
+        return original(*args)
+
+    def clipped():
+        found = engine(loss_fn, params, batch)
+        factors = dict.fromkeys(params, torch.ones(6))
+        return found.weighted_sum(factors)
+
+    clipped()
+    original, groups.foreach_all_gather = groups.foreach_all_gather, gather
+    total = clipped()
+    groups.foreach_all_gather = original
+    sums = sum(local(value).numel() for value in total.values())
+    return len(gathers), sums, most[0], sum(p.numel() for p in every)
+
+
+def managed_refusals():
+    """What is said about everything but the engine and the ranks that belong to a managed module."""
+    mesh, found = mesh_of(), {}
+    forward, params, engine, ranks = managed(mesh)
+    for name in ("bookkeeping", "ghost", "vmap", "loop", "auto"):
+        for these in (ranks, ranks_of(mesh)):
+            found[name, these.keeps_parts] = one_step(forward, params, these, name)[:3]
+    found["ranks"] = one_step(forward, params, ranks_of(mesh), engine)[:3]
+    found["alone"] = one_step(forward, params, distributed.data_parallel(), engine)[:3]
+    unused = managed(mesh, unused=True)
+    found["unused"] = one_step(*unused[:2], unused.ranks, unused.engine)[:3]
+    model = net()
+    by_hand(model, mesh)
+    found["ignored"] = [caught(functionalize_managed, model, ranks_of(mesh))], 0, 0
+    found["frozen"] = [caught(functionalize_managed, net().requires_grad_(False), ranks_of(mesh))], 0, 0
+    evaluated = forward(params, data()["ids"][:3])
+    expected = net(nn.Linear)(data()["ids"][:3])
+    cut = all(is_dtensor(p) for p in dict(forward.module.layers.named_parameters()).values())
+    return found, float((evaluated - expected).abs().max()), cut
+
+
+def plan(size=2.9, steps=8, clip=None):
+    return Plan(
+        sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS),
+        clip=clipping.Flat(1.0) if clip is None else clip,
+        noise_multiplier=1.0,
+        num_steps=steps,
+        delta=1e-3,
+    )
+
+
+def classes(forward):
+    return lambda p, b: F.cross_entropy(forward(p, b["ids"]).float(), b["y"], reduction="none")
+
+
+def train(way, engine, whole=False, microbatch_size=None, size=2.9, adam=False, seed=7, **options):
+    """A run of eight noisy steps: parameters put together, ledger, records of this process in each step."""
+    mesh = None if whole else mesh_of(options.get("hsdp", False))
+    ranks = None if whole else ranks_of(mesh)
+    if way == "managed":
+        forward, params, engine, ranks = managed(mesh, **options)
+    else:
+        forward, params = built(way, mesh, **options)
+    the_plan = plan(size)
+    dp_step = make_dp_step(classes(forward), the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
+    weights = {name: nn.Parameter(param) for name, param in params.items()}
+    optimizer = (
+        torch.optim.AdamW(weights.values(), lr=0.01) if adam else torch.optim.SGD(weights.values(), 0.3, momentum=0.5)
+    )
+    records, counts = data(), []
+    state = replay(dp_step.init(weights, insecure_key(seed)))
+    for indices in the_plan.batches(state, ranks):
+        grads, state, _ = dp_step(weights, take(records, indices), state)
+        for name, weight in weights.items():
+            weight.grad = grads[name]
+        optimizer.step()
+        counts.append(len(indices))
+    held = [local(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim]
+    cut = sum(is_dtensor(p) and local(p).shape != p.shape for p in weights.values())
+    return distributed.whole(weights), state.ledger.to_json(), counts, (cut, sum(v.numel() for v in held))
+
+
+def train_with(options):
+    """The same, with its arguments as one."""
+    return train(**options)
+
+
+def whole_noise(name, shape, key):
+    from dpfunc.noise.streams import secure_normal
+
+    return secure_normal(key, {name: torch.zeros(shape)})[name]
+
+
+def noise_of_parts(hsdp):
+    """For leaves that do not divide: whether this process drew exactly its part of the noise of one process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from dpfunc.noise import add_gaussian
+    from dpfunc.types import ClippedSum
+
+    mesh, key = mesh_of(hsdp), insecure_key(3)
+    found = {}
+    for shape in ((7,), (7, 5), (3, 4), (3, 300, 2), (1,), (700, 300)):
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        leaf = distribute_tensor(torch.zeros(shape), mesh, placements)
+        released = add_gaussian(ClippedSum({"w": leaf}, {"w": "all"}, {"all": 1.0}), 1.0, key)["w"]
+        expected = distribute_tensor(whole_noise("w", shape, key), mesh, placements)
+        assert is_dtensor(released)
+        assert released.placements == tuple(placements)
+        found[shape] = tuple(local(released).shape), torch.equal(local(released), local(expected)), local(released)
+    return found
+
+
+def caught(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (dpfunc.DPFuncError, ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1):
+    """What a step gives on this process: its error, or the gradients put together; and what was spent."""
+    the_plan = plan(20.0)
+    loss = loss_fn or classes(forward)
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks is None:  # as if it could not be seen that there are others
+            patch.setattr(dpfunc.step, "check_alone", lambda environment: None)
+        dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
+    state = replay(dp_step.init(params, insecure_key(1)))
+    result = []
+
+    def take_it():
+        nonlocal state
+        indices = next(iter(the_plan.batches(state, ranks)))
+        grads, state, _ = dp_step(params, take(data(), indices), state)
+        result.append(distributed.whole(grads))
+
+    found = [caught(take_it) for _ in range(steps)]
+    return found, state.step, state.ledger.num_steps, result[-1] if result else None
+
+
+def refuse_to_communicate(engine, alone):
+    """A sharded model with ranks for replicas, or with none."""
+    forward, params = built("by hand", mesh_of())
+    ranks, calls = None if alone else distributed.data_parallel(), []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    found = one_step(forward, params, ranks, engine)
+    handle.remove()
+    return *found[:3], len(calls)
+
+
+def refusals():
+    """What functionalize and the helpers say about modules that cannot be functions."""
+    mesh = mesh_of()
+    sharded, early = net(), net(nn.Linear)
+    by_hand(sharded, mesh)
+    forward, params = dpfunc.functionalize(early, ".")
+    for layer in early.layers:
+        fully_shard(layer, mesh=mesh)
+    batch = take(data(), torch.arange(4))
+    engine = dpfunc.engines.bookkeeping()
+    found = {
+        "managed": caught(dpfunc.functionalize, sharded, "norm"),
+        "sharded later": caught(engine, classes(forward), params, batch),
+        "sharded later, vmap": caught(dpfunc.engines.vmap(), classes(forward), params, batch),
+        "twice": caught(distributed.shard_frozen, sharded, mesh, trainable=LORA),
+        "no layer": caught(distributed.shard_frozen, net(), mesh, layers="encoder", trainable=LORA),
+        "unknown layer": caught(distributed.shard_frozen, net(), mesh, layers=["layers.9"], trainable=LORA),
+        "nothing trained": caught(distributed.shard_frozen, net(nn.Linear), mesh, trainable="nothing"),
+        "compile": caught(make_dp_step, classes(forward), plan(), compile=True, microbatch_size=2,
+                          ranks=ranks_of(mesh)),
+        "other mesh": caught(distributed.shard, {"w": torch.ones(2)},
+                             init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))),
+    }  # fmt: skip
+    adapter = dpfunc.lora.attach(net(nn.Linear), insecure_key(0), targets="up", rank=1, alpha=1)
+    found["adapter"] = caught(distributed.shard_frozen, adapter, mesh, trainable="up")
+    return found
+
+
+def what_is_held():
+    """Numbers of frozen parameters that this process holds, and how often layers are put together in one step."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    counts = {}
+    for reshard in (None, False):
+        model = net()
+        every = sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+        distributed.shard_frozen(model, mesh_of(), trainable=LORA, reshard_after_forward=reshard)
+        held = sum(local(p).numel() for name, p in model.named_parameters() if "lora_" not in name)
+        forward, params = dpfunc.functionalize(model, LORA)
+        batch, engine, calls = take(data(), torch.arange(6)), dpfunc.engines.bookkeeping(), []
+        loss_fn = classes(forward)
+        engine(loss_fn, params, batch)
+        original = groups.foreach_all_gather
+        groups.foreach_all_gather = lambda *args: calls.append(1) or original(*args)  # noqa: B023
+        engine(loss_fn, params, batch)
+        groups.foreach_all_gather = original
+        after = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
+        counts[reshard] = (held / every, len(calls), after)
+    return counts
+
+
+def without_new_hooks(engine):
+    """As torch before 2.13: its hooks are unknown to torch.func."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    class Hook(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, group, *inputs):
+            ctx.group = group
+            return inputs
+
+        @staticmethod
+        def backward(ctx, *grads):
+            ctx.group.post_backward()
+            return None, *grads
+
+    kept, groups.RegisterPostBackwardFunction = groups.RegisterPostBackwardFunction, Hook
+    try:
+        return one_step(*built("helper", mesh_of()), ranks_of(mesh_of()), engine)[:3]
+    finally:
+        groups.RegisterPostBackwardFunction = kept
+
+
+def refused_on_one(engine):
+    """Only the rows of one process are mixed by the loss: it is refused by all, and nothing is spent."""
+    forward, params = built("helper", mesh_of())
+    plainly = classes(forward)
+
+    def loss_fn(p, b):
+        losses_B = plainly(p, b)
+        return losses_B + losses_B.mean() if dist.get_rank() == 1 else losses_B
+
+    return one_step(forward, params, ranks_of(mesh_of()), engine, loss_fn)[:3]
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("stop")
+
+
+def after_an_error(backward):
+    """An error in the middle of a pass, on all processes; the step is then taken as if there had been none."""
+    model = net()
+    distributed.shard_frozen(model, mesh_of(), trainable=LORA)
+    forward, params = dpfunc.functionalize(model, LORA)
+
+    def stop(module, *args):
+        if isinstance(module, Block):
+            if not backward:
+                raise ValueError("stop")
+            return Stop.apply(args[-1])
+        return None
+
+    modules = torch.nn.modules.module
+    register = modules.register_module_forward_hook if backward else modules.register_module_forward_pre_hook
+    handle = register(stop)
+    first = one_step(forward, params, ranks_of(mesh_of()))
+    handle.remove()
+    found = one_step(forward, params, ranks_of(mesh_of()))
+    cut = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
+    return first[0], found, one_step(*built("helper", mesh_of()), ranks_of(mesh_of())), cut
+
+
+def one_replica_differs():
+    """Parameters of HSDP: one process holds another part than its replica."""
+    mesh = mesh_of(True)
+    forward, params = built("full", mesh)
+    if dist.get_rank() == 3:
+        name = next(name for name, p in params.items() if local(p).numel())
+        with torch.no_grad():
+            local(params[name]).view(-1)[0].add_(1e-7)
+    return one_step(forward, params, ranks_of(mesh))[:3]
+
+
+def an_error_of_one_with_parts():
+    """Whole models with cut parameters: an error of one process aborts the step on all, and it can be taken again."""
+    mesh = mesh_of()
+    forward, params = built("full", mesh)
+    plainly, calls = classes(forward), []
+
+    def loss_fn(p, b):
+        calls.append(1)
+        if dist.get_rank() == 1 and len(calls) == 1:
+            raise ValueError("of one process")
+        return plainly(p, b)
+
+    return one_step(forward, params, distributed.data_parallel(), loss_fn=loss_fn, steps=2)
+
+
+def hugging_face(shard):
+    """A language model of Transformers with an adapter of PEFT and gradient checkpointing: two steps."""
+    import warnings
+
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dpfunc.hf import peft as adapters
+    from dpfunc.hf.tasks import make_loss_fn
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=12, intermediate_size=18, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=16,
+        )  # fmt: skip
+        model = get_peft_model(
+            LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        )
+    mesh = mesh_of() if shard else None
+    if mesh is not None:
+        distributed.shard_frozen(model, mesh)
+    forward, params = adapters.functionalize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    records = {"input_ids": data()["ids"], "labels": data()["ids"], "attention_mask": torch.ones_like(data()["ids"])}
+    ranks = ranks_of(mesh) if shard else None
+    the_plan = plan(6.0, steps=2)
+    dp_step = make_dp_step(make_loss_fn(forward, "causal_lm"), the_plan, engine="bookkeeping", ranks=ranks)
+    state, repeated = replay(dp_step.init(params, insecure_key(7))), []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, *_: repeated.append(type(module)))
+    for indices in the_plan.batches(state, ranks):
+        grads, state, _ = dp_step(params, take(records, indices), state)
+        params = {name: p - 0.3 * grads[name] for name, p in params.items()}
+    handle.remove()
+    names = [kind.__name__.removeprefix("FSDP") for kind in repeated]
+    return params, names.count("LlamaAttention") > 2 * names.count("LlamaModel")
+
+
+def guide(code, folder):
+    """The blocks of docs/guides/sharded.md, in order."""
+    import os
+
+    os.chdir(folder)
+    names = {}
+    exec(compile(code, "sharded.md", "exec"), names)
+    held = {name: (tuple(p.shape), tuple(local(p).shape)) for name, p in names["parts"].items()}
+    return names["state"].step, held, names["trained"]
+
+
+def an_adapter_is_sharded():
+    """Whether the original module is as it was, merging works, and the adapter's own parts are cut."""
+    original = net(nn.Linear)
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in original.named_parameters()}
+    adapter = dpfunc.lora.attach(original, insecure_key(5), targets="up", rank=2, alpha=4, train="B")
+    adapter = distributed.shard_frozen(adapter, mesh_of(), layers=["layers.1", "layers.1.down", "layers.0"])
+    after = dict(original.named_parameters())
+    kept = all(torch.equal(after[name], p) and after[name].requires_grad == flag for name, (p, flag) in before.items())
+    whole = not any(is_dtensor(p) for p in after.values())
+    frozen = [p for name, p in adapter.adapted.named_parameters() if "lora_" not in name]
+    params = {name: torch.ones_like(p) for name, p in adapter.params.items()}
+    ids = data()["ids"][:4]
+    merged = (adapter.merge(params)(ids) - adapter.forward(params, ids)).abs().max()
+    return kept, whole, all(is_dtensor(p) for p in frozen), float(merged), len(adapter.constants)

@@ -1,0 +1,236 @@
+"""What worker processes run in test_data_parallel.py and test_agreement.py: the same small run, seen by one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import dpfunc
+from dpfunc import clipping, distributed, sampling
+from dpfunc.batches import take
+from dpfunc.checkpoint.journal import Journal
+from dpfunc.errors import DPFuncError
+from dpfunc.plan import Plan
+from dpfunc.rng import insecure_key
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
+
+NUM_RECORDS = 40
+
+
+def data(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(NUM_RECORDS, 6, generator=generator).to(dtype),
+        "y": torch.randint(0, 3, (NUM_RECORDS,), generator=generator),
+    }
+
+
+def params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"in.weight": (9, 6), "in.bias": (9,), "out.weight": (3, 9)}
+    return {name: (torch.randn(shape, generator=generator) * 0.5).to(dtype) for name, shape in shapes.items()}
+
+
+def loss_fn(params, batch):
+    hidden = functional.linear(batch["x"], params["in.weight"], params["in.bias"]).tanh()
+    return functional.cross_entropy(functional.linear(hidden, params["out.weight"]), batch["y"], reduction="none")
+
+
+def plan(**changes):
+    values = {
+        "sampler": sampling.Poisson(NUM_RECORDS, 2.9 / NUM_RECORDS),
+        "clip": clipping.Flat(clip_norm=1.0),
+        "noise_multiplier": 1.0,
+        "num_steps": 8,
+        "delta": 1e-3,
+    }
+    return Plan(**{**values, **changes})
+
+
+CLIPS = {
+    "flat": clipping.Flat(1.0),
+    "automatic": clipping.Automatic(1.0),
+    "layers": clipping.Flat(1.0, groups=clipping.PerLayer()),
+}
+
+
+def train(seed, engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=True, steps=8, journal=None):
+    """A run of some noisy steps: parameters, ledger, how many records this process had in each step."""
+    ranks = distributed.data_parallel() if use_ranks else None
+    the_plan = plan(clip=CLIPS[clip], sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS), num_steps=steps)
+    write = Journal(journal, the_plan) if journal else None
+    dp_step = make_dp_step(
+        loss_fn, the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks, journal=write
+    )
+    current, records, counts = params(dtype), data(dtype), []
+    state = replay(dp_step.init(current, insecure_key(seed)))
+    for indices in the_plan.batches(state, ranks):
+        grads, state, _ = dp_step(current, take(records, indices), state)
+        current = {name: p - 0.3 * grads[name] for name, p in current.items()}
+        counts.append(len(indices))
+    return current, state.ledger.to_json(), counts
+
+
+def one_step(**trouble):
+    """One step in which one process may behave differently; what a caller would see."""
+    rank = dist.get_rank()
+    mine = rank == trouble.get("rank", 1)
+
+    def unusual(name, usual):
+        return trouble[name] if mine and name in trouble else usual
+
+    ranks = distributed.data_parallel()
+    the_plan = plan(noise_multiplier=unusual("noise_multiplier", 1.0), sampler=sampling.Poisson(NUM_RECORDS, 0.5))
+    current, records = params(), data()
+    if mine and "ulp" in trouble:
+        value = current["in.bias"]
+        value[3] = torch.nextafter(value[3], torch.tensor(100.0))
+    calls = []
+
+    def loss(params, batch):
+        calls.append(1)
+        if mine and "raises" in trouble:
+            raise ValueError("the loss of this process fails")
+        if mine and trouble.get("killed") == "inside":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_fn(params, batch)
+
+    written = []
+
+    def journal(after):
+        if mine and "journal" in trouble:
+            raise OSError("no space left")
+        written.append(after.step)
+
+    dp_step = make_dp_step(
+        loss, the_plan, ranks=ranks, journal=journal, engine=unusual("engine", "bookkeeping"),
+        reduction=unusual("reduction", "mean"),
+    )  # fmt: skip
+    state = replay(dp_step.init(current, insecure_key(unusual("seed", 3))))
+    if mine and "step" in trouble:
+        state = replay(state._replace(step=trouble["step"]))
+    indices = next(iter(the_plan.batches(state, ranks)))
+    if mine and "nan" in trouble:
+        current["in.bias"][0] = float("nan")
+    if mine and "drop" in trouble:
+        indices = indices[1:]
+    if mine and trouble.get("killed") == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mine and "stalls" in trouble:
+        time.sleep(trouble["stalls"])
+    try:
+        grads, after, _ = dp_step(current, take(records, indices), state)
+    except (dpfunc.DPFuncError, RuntimeError, ValueError, OSError) as error:
+        again = None
+        if trouble.get("again"):  # what failed may be tried again: nothing was spent
+            trouble.pop("raises", None)
+            grads, after, _ = dp_step(current, take(records, indices), state)
+            again = (grads["in.bias"], after.step)
+        return type(error).__name__, str(error), state.step, state.ledger.num_steps, written, again
+    return "ok", grads, after.step, after.ledger.num_steps, written, None
+
+
+def one_step_of(trouble):
+    """The same, with the trouble as one argument."""
+    return one_step(**trouble)
+
+
+def document(code):
+    """A script of a guide: its parameters and what it spent."""
+    names = {}
+    exec(compile(code, "guide.py", "exec"), names)
+    return {name: value.detach() for name, value in names["params"].items()}, names["state"].ledger.to_json()
+
+
+def part_of_the_mesh():
+    """Parameters that are cut over some of the processes with other records only: what a step says."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("rep", "shard"))
+    ranks = distributed.sharded(mesh, data=("rep", "shard"))
+    current = distributed.shard(params(), mesh["shard"], min_size=1)
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
+    dp_step = make_dp_step(loss_fn, the_plan, engine="bookkeeping", ranks=ranks)
+    state = replay(dp_step.init(current, insecure_key(3)))
+    try:
+        dp_step(current, take(data(), next(iter(the_plan.batches(state, ranks)))), state)
+    except dpfunc.DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def no_ranks():
+    """A step of a process that does not know of the others."""
+    try:
+        make_dp_step(loss_fn, plan())
+    except dpfunc.DPFuncError as error:
+        return str(error)
+    return "ok"
+
+
+def shared_keys():
+    """What keys say of themselves, that only one process knows beforehand."""
+    ranks = distributed.data_parallel()
+    known = distributed.shared_key(ranks, insecure_key(3) if ranks.writes else dpfunc.secure_key())
+    return repr(known), known == insecure_key(3), repr(distributed.shared_key(ranks))
+
+
+def half_a_journal():
+    """Only one process passes a journal; what the step says."""
+    ranks = distributed.data_parallel()
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
+    journal = (lambda after: None) if ranks.writes else None
+    dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks, journal=journal)
+    state = replay(dp_step.init(params(), insecure_key(3)))
+    try:
+        dp_step(params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
+    except dpfunc.DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def bad_dummy():
+    """A dummy that is no row of the data, which no process needs; what the step says."""
+    ranks = distributed.data_parallel(dummy={"x": torch.zeros(1, 6), "y": torch.zeros(1)})
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.9))
+    dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks)
+    state = replay(dp_step.init(params(), insecure_key(3)))
+    try:
+        dp_step(params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
+    except dpfunc.DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
+def masks():
+    """The dropout masks that a process draws in two steps, seen in its losses: all records are alike."""
+
+    def dropped(params, batch):
+        return functional.dropout(batch["x"] * params["w"].sum(), 0.5).sum(1)
+
+    ranks = distributed.data_parallel()
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5), num_steps=2)
+    dp_step = make_dp_step(dropped, the_plan, engine="loop", ranks=ranks, verify_batch=False)
+    values, found = {"w": torch.ones(1)}, []
+    state = replay(dp_step.init(values, insecure_key(8)))
+    for _ in range(2):
+        _, state, unreleased = dp_step(values, {"x": torch.ones(3, 64)}, state)
+        found.append(unreleased.losses_B.tolist())
+    return found
+
+
+def endless():
+    """What is said to a group that would wait longer than an hour."""
+    group = dist.new_group(timeout=timedelta(hours=2), backend="gloo")
+    try:
+        distributed.data_parallel(group)
+    except DPFuncError as error:
+        return type(error).__name__, str(error)
+    return "ok", ""

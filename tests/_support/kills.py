@@ -1,0 +1,481 @@
+"""Runs that are killed at any change that they make to files, then resumed: a plain loop, sharded saves, the Trainer, the command.
+
+Each run is a fork of this process, which itself computes nothing. In the fork the calls that change files are counted, and
+before one of them the fork kills itself with SIGKILL. Directories are listed in random order, as file systems may.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import importlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc.batches import take
+from dpfunc.checkpoint import load_sharded, save_sharded
+from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.checkpoint.local import load, save
+from dpfunc.errors import CheckpointError, DPFuncError
+from dpfunc.plan import Plan
+from dpfunc.step import make_dp_step
+
+CHANGES = ("unlink", "rmdir", "rename", "replace", "mkdir", "fsync", "open", "ftruncate")
+PACKAGES = ("torch", "numpy", "scipy", "safetensors", "transformers", "peft", "opacus", "accelerate", "tokenizers", "click",
+            "rich", "randomgen", "dpfunc", "trainer_cases", "text_job")  # fmt: skip
+STEPS = 6
+PLAN = Plan(sampling.Poisson(40, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=STEPS, delta=1e-3)
+LOST = "lost"
+"""Outcome of a run that cannot be resumed, and has said how its steps are counted."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a fork did.
+
+    Args:
+        killed: it ended by its own SIGKILL. changes: calls that it counted. value: what its action returned.
+        error: its traceback, if it raised. seen: steps whose gradients it had.
+    """
+
+    killed: bool
+    changes: int
+    value: Any
+    error: str
+    seen: int = 0
+
+
+@dataclass
+class Told:
+    """What the fork tells its parent, also if it is killed: the number of steps whose gradients it had."""
+
+    pipe: int
+    steps: int = 0
+
+    def step(self) -> None:
+        """Note that the gradients of a step are there."""
+        self.steps += 1
+        os.write(self.pipe, b"s")
+
+
+def forked(action: Callable[[Told], Any], kill_at: int | None, seed: int) -> Outcome:
+    """Run an action in a fork, and kill it before its change number `kill_at` (from 1), if it comes to that."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars
+            os.dup2(2, 1)
+            warnings.simplefilter("ignore")
+            count = watch(kill_at, random.Random(seed))
+            try:
+                said = {"value": action(Told(writer)), "error": ""}
+            except DPFuncError as error:
+                said = {"value": None, "error": f"{type(error).__name__}: {error}"}
+            except BaseException:  # noqa: BLE001  (told to the parent)
+                said = {"value": None, "error": traceback.format_exc()}
+            os.write(writer, json.dumps({**said, "changes": count[0]}).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read()
+    ended = os.waitpid(child, 0)[1]
+    seen = len(text) - len(text.lstrip(b"s"))
+    if os.WIFSIGNALED(ended):
+        return Outcome(True, kill_at or 0, None, "", seen)
+    return Outcome(False, seen=seen, **json.loads(text[seen:]))
+
+
+def watch(kill_at: int | None, draw: random.Random) -> list[int]:
+    """Count changes of files from here on in this process, kill it at one of them, and list directories in any order."""
+    count = [0]
+
+    def change() -> None:
+        count[0] += 1
+        if count[0] == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+    def counted(
+        real: Callable[..., Any], changes: Callable[..., bool] = lambda *args, **kwargs: True
+    ) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if changes(*args, **kwargs):
+                change()
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CHANGES:
+        writes = (
+            (lambda path, flags, *more, **others: bool(flags & os.O_CREAT)) if name == "open" else lambda *a, **k: True
+        )
+        real = getattr(os, name) if name != "fsync" else (lambda handle: None)  # which a kill does not depend on
+        setattr(os, name, counted(real, writes))
+    builtins.open = io.open = counted(
+        open, lambda file, mode="r", *more, **others: any(sign in mode for sign in "wax+")
+    )
+    listed, scanned = os.listdir, os.scandir
+
+    class Entries(list):  # type: ignore[type-arg]
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+        def close(self) -> None:
+            return None
+
+    def scandir(path: Any = ".") -> Any:
+        with scanned(path) as entries:
+            found = Entries(entries)
+        draw.shuffle(found)
+        return found
+
+    def listdir(path: Any = ".") -> list[Any]:
+        return draw.sample(found := listed(path), len(found))
+
+    os.scandir, os.listdir = scandir, listdir  # type: ignore[assignment]
+    return count
+
+
+def digest(params: Any) -> str:
+    """Digest of named tensors."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(params.items()):
+        whole.update(name.encode() + value.detach().contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+# The runs. Each goes on from what is in its folder, or begins; it returns a digest of its result.
+
+DATA = {"x": torch.tensor([[float((7 * i + 3 * j) % 11) - 5 for j in range(3)] for i in range(40)])}
+
+
+def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+    return (batch["x"] @ params["w"] - params["b"]).square()
+
+
+def plain(folder: Path, told: Told, *, sharded: bool = False) -> str:
+    """A loop over steps, with Adam, that saves after every second step."""
+    params = {"w": torch.zeros(3, requires_grad=True), "b": torch.zeros((), requires_grad=True)}
+    optimizer = torch.optim.Adam(params.values(), lr=0.1)
+    journal, place = Journal(folder / "journal.jsonl", PLAN), folder / "checkpoints"
+    common = {"plan": PLAN, "data": DATA, "params": params, "journal": journal.path}
+    if sharded:
+        common["ranks"] = None
+    read, write = (load_sharded, save_sharded) if sharded else (load, save)
+    dp_step = make_dp_step(loss_fn, PLAN, journal=journal, engine="vmap")
+    try:
+        saved = read_as_told(partial(read, place, **common), place)
+    except CheckpointError as error:
+        if "found none. Start a new run" not in str(error):
+            raise
+        if read_steps(journal.path, missing="empty"):
+            raise RuntimeError("steps were released before the first checkpoint was whole") from error
+        state = dp_step.init(params, dpfunc.insecure_key(3))
+        write(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
+    else:
+        state = saved.state
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(saved.params[name])
+        optimizer.load_state_dict(dict(saved.optimizer_state or {}))
+    for indices in PLAN.batches(state):
+        grads, state, _ = dp_step(params, take(DATA, indices), state)
+        told.step()
+        for name, p in params.items():
+            p.grad = grads[name]
+        optimizer.step()
+        if state.step % 2 == 0:
+            write(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
+    return digest(params)
+
+
+def read_as_told(read: Callable[[], Any], place: Path) -> Any:
+    """The checkpoint; of the first save of all a kill can leave the checkpoint without the file that names it."""
+    try:
+        return read()
+    except CheckpointError as error:
+        named = re.search(
+            r"LATEST is missing: write the name of the newest checkpoint into it, e.g. (\S+)\.$", str(error)
+        )
+        if named is None:
+            raise
+        (place / "LATEST").write_text(named[1])
+        return read()
+
+
+def sharded(folder: Path, told: Told) -> str:
+    """The same with `save_sharded` and `load_sharded`."""
+    return plain(folder, told, sharded=True)
+
+
+def by_trainer(folder: Path, told: Told) -> str:
+    """A tiny classifier, trained by DPTrainer."""
+    from trainer_cases import classifier, labelled, training_arguments
+
+    from dpfunc.hf.trainer.arguments import PrivacyArguments
+    from dpfunc.hf.trainer.files import JOURNAL
+    from dpfunc.hf.trainer.trainer import DPTrainer
+
+    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_accountant="rdp")
+    arguments = training_arguments(
+        folder / "run", max_steps=STEPS, save_strategy="steps", save_steps=2, save_total_limit=1, logging_strategy="no"
+    )
+    model = classifier()
+    begun = folder / "run" / JOURNAL
+    goes_on = begun.exists() and bool(read_steps(begun, missing="empty"))
+    options = {} if goes_on else {"key": dpfunc.insecure_key(3)}
+    trainer = DPTrainer(
+        model, arguments, privacy=privacy, train_dataset=labelled(), callbacks=[counting(told)], **options
+    )
+    try:
+        trainer.train(resume_from_checkpoint=True if goes_on else None)
+    except CheckpointError as error:
+        return refused(str(error), begun)
+    return digest({name: p for name, p in model.named_parameters() if p.requires_grad})
+
+
+def by_command(folder: Path, told: Told) -> str:
+    """A tiny language model, trained by `dpfunc train`; always --resume first, as somebody would who knows nothing."""
+    from click.testing import CliRunner
+    from safetensors.torch import load_file
+
+    from dpfunc.cli.main import main
+    from dpfunc.train import run as train_job
+
+    os.chdir(folder)
+    make = train_job.make_trainer
+
+    def made(*args: Any) -> Any:
+        trainer = make(*args)
+        trainer.add_callback(counting(told))
+        return trainer
+
+    train_job.make_trainer = made
+    command = ["train", "job.yaml", "--insecure-seed", "3"]
+    done = CliRunner().invoke(main, [*command, "--resume"])
+    if done.exit_code and "found none. Start it without --resume" in done.stderr:
+        done = CliRunner().invoke(main, command)
+    if done.exit_code:
+        if not isinstance(done.exception, SystemExit):
+            raise RuntimeError("a traceback") from done.exception
+        return refused(done.stderr, Path("run/privacy_journal.jsonl"))
+    accounting = json.loads(Path("run/privacy_accounting.json").read_text())
+    counted = dpfunc.Ledger.from_json(json.dumps(accounting["ledger"]))
+    if counted != journal_ledger("run/privacy_journal.jsonl"):
+        raise RuntimeError(f"the accounting has {counted}")
+    return digest(load_file("run/model/adapter_model.safetensors"))
+
+
+def refused(message: str, journal: Path) -> str:
+    """What a run says that has no checkpoint to go on from: how its steps are counted, and where they are."""
+    steps = sum(len(run) for run in read_steps(journal, missing="empty").values())
+    expected = f"--spent {journal}" if steps else "No step is in its journal"
+    if "found none. Start a new run" not in message or expected not in message:
+        raise RuntimeError(f"not said: {expected!r}, but: {message}")
+    return LOST
+
+
+def counting(told: Told) -> Any:
+    """A callback of the Trainer that tells of each step whose gradients are there."""
+    from transformers import TrainerCallback
+
+    class Counting(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.step()
+
+    return Counting()
+
+
+JOB = """
+task: causal_lm
+output_dir: run
+model: {path: tiny, init: random}
+data: {train: mails.jsonl, max_length: 16, prompt_template: "label : {label} text : "}
+privacy: {dp_noise_multiplier: 1.0, dp_delta: 1e-3, dp_max_grad_norm: 1.0, dp_accountant: rdp}
+training: {learning_rate: 1e-2, batch_size: 8, steps: 6, physical_batch_size: 8, save_steps: 2, keep_checkpoints: 1}
+"""
+
+
+def job(folder: Path) -> None:
+    """The files that the command needs; made in a fork, since tokenizers start threads."""
+    from text_job import write_model, write_table
+
+    write_model(folder / "tiny")
+    write_table(folder / "mails.jsonl", 40)
+    (folder / "job.yaml").write_text(JOB)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run.
+
+    Args:
+        go: runs it in a folder. journal: its file there. prepare: writes what the folder needs. may_be_lost: a kill
+            before the first checkpoint leaves nothing to go on from, and the run says so.
+    """
+
+    go: Callable[[Path, Told], str]
+    journal: str
+    prepare: Callable[[Path], None] | None = None
+    may_be_lost: bool = False
+
+
+KINDS = {
+    "plain": Kind(plain, "journal.jsonl"),
+    "sharded": Kind(sharded, "journal.jsonl"),
+    "trainer": Kind(by_trainer, "run/privacy_journal.jsonl", may_be_lost=True),
+    "command": Kind(by_command, "run/privacy_journal.jsonl", prepare=job, may_be_lost=True),
+}
+
+
+@dataclass
+class Tally:
+    """Numbers of a fuzz run.
+
+    Args:
+        kills: processes that were killed. resumed: runs that went on to the result of the uninterrupted one, bit for
+            bit. lost: runs that had no checkpoint yet, and said how they are counted. changes: of an uninterrupted run.
+    """
+
+    kills: int = 0
+    resumed: int = 0
+    lost: int = 0
+    changes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def begin(kind: Kind, folder: Path) -> None:
+    """A new folder for a run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if kind.prepare is not None:
+        prepare = kind.prepare
+        done = forked(lambda told: prepare(folder), None, 0)
+        if done.error:
+            raise RuntimeError(done.error)
+
+
+def steps_in(journal: Path, tally: Tally) -> int:
+    """Steps of the run in its journal; one that cannot be read is a problem."""
+    try:
+        return max((len(run) for run in read_steps(journal, missing="empty").values()), default=0)
+    except CheckpointError as error:
+        tally.problems.append(f"{journal}: {error}")
+        return STEPS
+
+
+def copied(template: Path, folder: Path) -> None:
+    """A run's folder before its first step."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(template, folder)
+
+
+def fuzz(name: str, points: int, folder: Path, seed: int = 0, seconds: float = float("inf")) -> Tally:
+    """Kill runs of one kind until so many processes were killed, and compare each with one that nobody killed.
+
+    Args:
+        name: of the kind. points: kills. folder: for all files. seed: which points. seconds: stop after that time.
+    """
+    kind, tally, draw, begun = KINDS[name], Tally(), random.Random(f"{name} {seed}"), time.monotonic()
+    template, place = folder / "template", folder / "run"
+    begin(kind, template)
+    copied(template, place)
+    whole = forked(lambda told: kind.go(place, told), None, seed)
+    if whole.error or whole.value == LOST:
+        raise RuntimeError(f"{name}: {whole.error or whole.value}")
+    tally.changes = whole.changes
+    expected = journal_ledger(place / kind.journal)
+    number = 0
+    while tally.kills < points and time.monotonic() - begun < seconds:
+        copied(template, place)
+        number += 1
+        seen: int = 0
+        for attempt in range(20):
+            # The first kills are spread over the run, those of its resumptions are anywhere.
+            first = 1 + (number * 7919 + seed) % whole.changes
+            at = first if attempt == 0 else draw.randint(1, 1 + whole.changes // 2) if attempt < 5 else None
+            done = forked(lambda told: kind.go(place, told), at, draw.getrandbits(32))
+            tally.kills += done.killed
+            counted = steps_in(place / kind.journal, tally)
+            seen = max(seen, done.seen if attempt == 0 else 0)
+            if counted < seen:
+                tally.problems.append(f"{name} {number}: {seen} steps were seen, {counted} are in the journal")
+            if not done.killed:
+                break
+        where = f"{name}, run {number}, first killed at {first}"
+        if done.error:
+            tally.problems.append(f"{where}: {done.error}")
+        elif done.value == LOST and kind.may_be_lost:
+            tally.lost += 1
+        elif done.value != whole.value:
+            tally.problems.append(f"{where}: another result")
+        elif journal_ledger(place / kind.journal) != expected:
+            tally.problems.append(f"{where}: the journal has {journal_ledger(place / kind.journal)}")
+        else:
+            tally.resumed += 1
+        left = list(place.rglob(".saving-*"))
+        if left and done.value != LOST and not done.error:
+            tally.problems.append(f"{where}: left {left}")
+    return tally
+
+
+def warm(names: Iterable[str], folder: Path) -> None:
+    """Import what the runs import, so that their forks need not; nothing is computed here, which forks might not survive.
+
+    Args:
+        names: kinds of runs. folder: for files.
+    """
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for name in names:
+        place, kind = folder / f"warm-{name}", KINDS[name]
+        begin(kind, place)
+
+        def imported(told: Told, go: Callable[[Path, Told], str] = kind.go, place: Path = place) -> list[str]:
+            go(place, told)
+            return [module for module in sys.modules if module.partition(".")[0] in PACKAGES]
+
+        done = forked(imported, None, 0)
+        if done.error:
+            raise RuntimeError(done.error)
+        for module in done.value:
+            with suppress(ImportError, AttributeError):
+                importlib.import_module(module)
+
+
+def summary(tallies: dict[str, Tally]) -> dict[str, Any]:
+    """The numbers as JSON values."""
+    return {name: {k: v for k, v in vars(tally).items() if k != "problems"} | {"problems": len(tally.problems)}
+            for name, tally in tallies.items()}  # fmt: skip
+
+
+def first_problems(tallies: dict[str, Tally], limit: int = 5) -> str:
+    """The first problems of each kind, for a message."""
+    return "\n".join(problem for tally in tallies.values() for problem in tally.problems[:limit])

@@ -1,0 +1,202 @@
+"""What torchrun starts in test_launch.py: `launch_jobs.py NAME ARGUMENTS...` in each process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+import dpfunc
+from dpfunc import distributed, sampling
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+
+KEY = dpfunc.insecure_key(2106)
+END = "=== the runs that are compared end here"
+PRIVACY = PrivacyArguments(
+    dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="bookkeeping", dp_log_unreleased=True
+)
+
+
+def caught(function, *args):
+    """The type and the message of an error."""
+    try:
+        function(*args)
+    except Exception as error:  # noqa: BLE001  (told to the test)
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def model(seed):
+    """A classifier without dropout: replicas would draw other dropout than one process does."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(seed)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def right(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def trainer_of(folder, seed, seen, privacy=PRIVACY, **changes):
+    """A run whose draws have two records on average, so that a process often has none."""
+    from trainer_cases import labelled, training_arguments
+
+    from dpfunc.hf.trainer.trainer import DPTrainer
+
+    settings = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 8, "save_strategy": "steps",
+        "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 3,
+    }  # fmt: skip
+    return DPTrainer(
+        model(seed), training_arguments(folder, **{**settings, **changes}), privacy=privacy,
+        key=KEY if privacy.dp_enabled else None, train_dataset=labelled(), eval_dataset=labelled(12),
+        compute_metrics=right, callbacks=[seen],
+    )  # fmt: skip
+
+
+def train(folder, seed, privacy=PRIVACY, **changes):
+    """What a run with the Trainer gives: to be compared between numbers of processes."""
+    from trainer_cases import Seen, trained
+
+    seen = Seen()
+    trainer = trainer_of(folder, seed, seen, privacy, **changes)
+    output = trainer.train()
+    return {
+        "params": trained(trainer.model),
+        "logs": seen.logs,
+        "metrics": trainer.evaluate(),
+        "epsilon": output.metrics.get("privacy/epsilon"),
+        "ledger": trainer.ledger.to_json(),
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "draws": [len(trainer.plan.draw(trainer._run.state, step, trainer._ranks)) for step in range(8)]
+        if privacy.dp_enabled
+        else [],
+    }
+
+
+def sharded_loader(ranks):
+    """What accelerate makes of a loader with Poisson batches, given to a step: its error, and where the run stands."""
+    import jobs
+    from accelerate import Accelerator
+
+    plan = jobs.plan(sampler=sampling.Poisson(jobs.NUM_RECORDS, 0.5))
+    dp_step = dpfunc.make_dp_step(jobs.loss_fn, plan, ranks=ranks)
+    params, data = jobs.params(), jobs.data()
+    records = [{name: value[i] for name, value in data.items()} for i in range(jobs.NUM_RECORDS)]
+    state = dp_step.init(params, dpfunc.insecure_key(2150))
+    batch = next(iter(Accelerator(cpu=True).prepare(plan.loader(records, state))))
+    return caught(dp_step, params, batch, state)
+
+
+def troubles(folder, ranks):
+    """One process cannot write, read or draw: what each is told, and at once."""
+    from trainer_cases import Seen, again
+
+    from dpfunc.hf.trainer import files as trainer_state
+    from dpfunc.train import generate
+
+    def fails(*args, **kwargs):
+        raise OSError("the disk is full")
+
+    found = {}
+    for name in ("save_run", "finish", "write_accounting", "load_run"):
+        again(KEY)
+        usual = getattr(trainer_state, name)
+        try:
+            if name != "load_run" or ranks.rank == 1:
+                setattr(trainer_state, name, fails)
+            if name == "load_run":
+                resumed = trainer_of(folder / "run", 10, Seen())
+                found[name] = caught(resumed.train, True)
+            else:
+                found[name] = caught(train, folder / name, 10)
+        finally:
+            setattr(trainer_state, name, usual)
+    texts = [{"text": str(number)} for number in range(3)]
+    (folder / "there.jsonl").touch()
+    found["there"] = caught(generate.write_texts, folder / "there.jsonl", iter(texts), ranks)
+    generate._write, write = fails, generate._write
+    found["full"] = caught(generate.write_texts, folder / "full.jsonl", iter(texts), ranks)
+    generate._write = write
+    found["written"] = generate.write_texts(folder / "texts.jsonl", iter(texts), ranks)
+    generate._chunk = fails if ranks.rank == 1 else lambda *args: ["text"]
+    how = generate.Sampling(num=2, batch_size=1)
+    writer = generate.Writer(None, None, 1.0, 1e-3, 8)
+    found["draw"] = caught(lambda: list(generate.sample(writer, [{"prompt": ""}], how, ranks)))
+    return found
+
+
+def trainer(folder):
+    """The Trainer and what surrounds it, in one launch: it takes longer to import than to run."""
+    from trainer_cases import Seen
+
+    ranks = distributed.from_environment(timedelta(seconds=60))
+    found = {"place": (ranks.rank, ranks.size), "writer": distributed.is_writer(ranks)}
+    found["timeout"] = ranks.group._get_backend(ranks.device).options._timeout
+    found["again"] = distributed.from_environment() == ranks  # what is there is used
+    found["run"] = train(folder / "run", 10 + ranks.rank)
+    found["twin"] = train(folder / "twin", 10 + ranks.rank, dataclasses.replace(PRIVACY, dp_enabled=False), max_steps=2)
+    found["sharded loader"] = sharded_loader(ranks)
+    found["same"] = caught(distributed.check_same, "files", "the same", ranks)
+    found["other"] = caught(distributed.check_same, "files", f"files of {ranks.rank}", ranks)
+
+    def fails():
+        raise OSError("the disk is full")
+
+    found["once"] = caught(distributed.once, ranks, fails)
+    if ranks.writes:
+        print(END, flush=True)
+    found.update(troubles(folder, ranks))
+    # Last: it makes the Trainer forget the other processes.
+    found["alone"] = caught(lambda: trainer_of(folder / "alone", 0, Seen(), use_cpu=False))
+    torch.save(found, folder / f"rank{ranks.rank}.pt")
+    distributed.leave()
+    found["left"] = torch.distributed.is_initialized()
+
+
+def killed(line, *arguments):
+    """`dpfunc ARGUMENTS`, whose first process is killed when that line of its journal is on disk."""
+    from dpfunc.checkpoint import journal
+    from dpfunc.cli.main import main
+
+    append = journal.append_chained
+
+    def append_and_die(file, path, *rest):
+        append(file, path, *rest)
+        if len(path.read_text().splitlines()) == int(line):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    journal.append_chained = append_and_die
+    main(list(arguments))
+
+
+def commands(*arguments):
+    """Several `dpfunc` commands, with `then` between them, in the same processes, which leave each other once."""
+    from dpfunc.cli.main import main
+
+    leave, distributed.leave = distributed.leave, lambda: None
+    words = list(arguments)
+    while words:
+        end = words.index("then") if "then" in words else len(words)
+        main(words[:end], standalone_mode=False)
+        words = words[end + 1 :]
+    leave()
+
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    if name == "trainer":
+        trainer(Path(arguments[0]))
+    else:
+        {"killed": killed, "commands": commands}[name](*arguments)

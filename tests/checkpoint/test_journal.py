@@ -1,0 +1,325 @@
+"""The records of a run fail closed: a line that is lost, changed or moved is an error, never a smaller epsilon."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cases import linear_loss
+from journal_cases import line, written
+from run_cases import DATA, PLAN, start, steps, store
+
+from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
+from dpfunc.batches import take
+from dpfunc.checkpoint import chain, load, load_sharded, save_sharded
+from dpfunc.checkpoint import journal as journal_module
+from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
+from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.plan import Plan
+from dpfunc.rng import fingerprint, secure_key
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
+
+
+def another(path):
+    """The journal of another run, of 6 steps too."""
+    return written(path.with_name("other.jsonl"), *(line(step, run="b") for step in range(6)))
+
+
+def set_lines(path, lines):
+    path.write_bytes(b"".join(lines))
+
+
+DAMAGE = {
+    "first line lost": (lambda path, ls: set_lines(path, ls[1:]), "Expected line 1 .* written as line 2"),
+    "line in the middle lost": (lambda path, ls: set_lines(path, ls[:2] + ls[3:]), "Expected line 3 .* as line 4"),
+    "last line lost": (lambda path, ls: set_lines(path, ls[:5]), "Expected 6 lines .* got 5: line 6"),
+    "last lines lost": (lambda path, ls: set_lines(path, ls[:3]), "Expected 6 lines .* got 3: line 4"),
+    "end of the last line lost": (lambda path, ls: set_lines(path, [*ls[:5], ls[5][:-4]]), "Expected 6 lines"),
+    "all lines lost": (lambda path, ls: set_lines(path, []), "Expected 6 lines .* got 0: line 1"),
+    "file lost": (lambda path, ls: path.unlink(), "Expected 6 lines .* got 0: line 1"),
+    "line twice": (lambda path, ls: set_lines(path, [*ls[:3], *ls[2:]]), "Expected line 4 .* written as line 3"),
+    "last line twice": (lambda path, ls: set_lines(path, [*ls, ls[-1]]), "Expected line 7 .* written as line 6"),
+    "lines swapped": (lambda path, ls: set_lines(path, [ls[0], ls[2], ls[1], *ls[3:]]), "Expected line 2 .* line 3"),
+    "line changed": (
+        lambda path, ls: set_lines(path, [*ls[:2], ls[2].replace(b"5.0", b"9.0"), *ls[3:]]),
+        "Line 4 .* does not follow .* line 3 was changed",
+    ),
+    "last line changed": (
+        lambda path, ls: set_lines(path, [*ls[:5], ls[5].replace(b"5.0", b"9.0")]), "Line 6 .* is not the one that",
+    ),
+    "line without its number": (
+        lambda path, ls: set_lines(path, [ls[0].replace(b'"line": 1, ', b""), *ls[1:]]), "Line 1 .* it lacks 'line'",
+    ),
+    "name twice": (
+        lambda path, ls: set_lines(path, [ls[0].replace(b'"step": 0', b'"step": 0, "step": 7'), *ls[1:]]),
+        "Line 1 .* the name 'step' occurs twice",
+    ),
+    "head lost": (lambda path, ls: head_path(path).unlink(), "no such file: nobody can tell"),
+    "head unreadable": (lambda path, ls: head_path(path).write_text("{"), r"jsonl.head cannot be read"),
+    "head of before": (lambda path, ls: write_head(path, Head(3, "?")), "has 6 lines, .* knows of 3"),
+    "head of another journal": (
+        lambda path, ls: head_path(path).write_bytes(head_path(another(path)).read_bytes()), "Line 6 .* is not the one",
+    ),
+    "another journal": (lambda path, ls: path.write_bytes(another(path).read_bytes()), "Line 6 .* is not the one"),
+    "lines of another journal": (
+        lambda path, ls: set_lines(path, [*ls[:3], *another(path).read_bytes().splitlines(True)[3:]]),
+        "Line 4 .* does not follow",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_line_that_is_lost_or_changed_is_seen(tmp_path, damage):
+    """By who counts what was spent, and by who would append; then nothing is released."""
+    path = written(tmp_path / "journal.jsonl", *(line(step) for step in range(6)))
+    assert journal_ledger(path).num_steps == 6
+    harm, message = DAMAGE[damage]
+    harm(path, path.read_bytes().splitlines(keepends=True))
+    before = path.read_bytes() if path.exists() else b""
+    with pytest.raises(CheckpointError, match=message):
+        journal_ledger(path)
+    with pytest.raises(CheckpointError, match=message):
+        read_steps(path, missing="empty")
+    state, values, optimizer = start()
+    with pytest.raises(CheckpointError, match=message):
+        steps(state, values, optimizer, 1, Journal(path, PLAN))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_crash_between_a_line_and_its_head_loses_nothing(tmp_path, after):
+    """Nobody saw the gradients of that step; it counts, and the file can be appended to."""
+    path = written(tmp_path / "journal.jsonl", *(line(step) for step in range(after)))
+    kept = read_head(path) or Head()
+    written(path, line(after))
+    write_head(path, kept)
+    assert journal_ledger(path).num_steps == after + 1
+    state, values, optimizer = start()
+    steps(state, values, optimizer, 2, Journal(path, PLAN))
+    assert journal_ledger(path).num_steps == after + 3
+    assert read_head(path).lines == after + 3
+
+
+def test_a_head_comes_before_the_first_line(tmp_path, monkeypatch):
+    """A crash right after the first line must not look like a head that was lost."""
+
+    def killed(path, head):
+        if head.lines:
+            raise KeyboardInterrupt
+        write_head(path, head)
+
+    monkeypatch.setattr("dpfunc.checkpoint.chain.write_head", killed)
+    with pytest.raises(KeyboardInterrupt):
+        written(tmp_path / "journal.jsonl", line(0))
+    assert journal_ledger(tmp_path / "journal.jsonl").num_steps == 1
+
+
+def test_several_writers_of_one_journal(tmp_path):
+    path, runs = tmp_path / "journal.jsonl", []
+    for _ in range(2):
+        state, values, optimizer = start()
+        runs.append([state, values, optimizer, 1, Journal(path, PLAN)])
+    for _ in range(3):
+        for run in runs:
+            run[0] = steps(*run)
+    assert {run: len(taken) for run, taken in read_steps(path).items()} == {fingerprint(r[0].key): 3 for r in runs}
+
+
+def test_only_new_lines_are_read(tmp_path, monkeypatch):
+    """The cost of a step does not grow with the journal."""
+    counts = []
+
+    def counted(*arguments):
+        position, lines = follow(*arguments)
+        counts.append(len(lines))
+        return position, lines
+
+    path = written(tmp_path / "journal.jsonl", *(line(step) for step in range(20)))
+    monkeypatch.setattr(journal_module, "follow", counted)
+    state, values, optimizer = start()
+    steps(state, values, optimizer, 4, Journal(path, PLAN))
+    assert counts == [20, 1, 1, 1]
+
+
+def test_a_journal_that_is_not_there_is_not_free(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    for said in ("is no file", "is empty"):
+        with pytest.raises(CheckpointError, match=f"Expected a journal with at least one step.*which {said}. Name"):
+            journal_ledger(path)
+        with pytest.raises(CheckpointError, match="at least one step"):
+            read_steps(path)
+        assert read_steps(path, missing="empty") == {}
+        path.touch()
+
+
+def test_one_step_of_two_values_is_refused(tmp_path):
+    path = written(tmp_path / "same.jsonl", line(0), line(1), line(1))  # repeated after a crash
+    assert journal_ledger(path).num_steps == 2
+    for number, change in enumerate(({"release": "s"}, {"events": [[0.1, 5.0, 1]]})):
+        path = written(tmp_path / f"{number}.jsonl", line(0), line(0, **change))
+        with pytest.raises(CheckpointError, match="has step 0 of run a twice, with different values"):
+            journal_ledger(path)
+
+
+def whole(folder, path, state, values, optimizer):
+    store(folder / "c", state, values, optimizer, journal=path)
+    return lambda **options: load(folder / "c", plan=PLAN, params=values, data=DATA, **options)
+
+
+def sharded(folder, path, state, values, optimizer):
+    run = {"plan": PLAN, "params": values, "data": DATA, "ranks": None}
+    save_sharded(folder / "c", state=state, journal=path, **run)
+    return lambda **options: load_sharded(folder / "c", **run, **options)
+
+
+KINDS = pytest.mark.parametrize("kind", [whole, sharded])
+
+
+@KINDS
+@pytest.mark.parametrize("kept", [3, 4])
+def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kind, kept):
+    """Also when the journal and its head went back together, as from a backup."""
+    path = tmp_path / "journal.jsonl"
+    other, *rest = start()
+    other = steps(other, *rest, 1, Journal(path, PLAN))
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 3, Journal(path, PLAN))
+    steps(other, *rest, 1, Journal(path, PLAN))  # the last line is of another run
+    saved = kind(tmp_path, path, state, values, optimizer)
+    assert saved(journal=path).state.ledger == PLAN.ledger(3)
+    lines = path.read_bytes().splitlines()
+    path.unlink()
+    head_path(path).unlink()
+    written(path, *(json.loads(each) for each in lines[:kept]))
+    assert journal_ledger(path).num_steps == kept
+    with pytest.raises(
+        CheckpointError, match="Expected at least 5 lines in the journal .* when the checkpoint was saved"
+    ):
+        saved(journal=path)
+    written(path, *(line(step) for step in range(3)))
+    with pytest.raises(CheckpointError, match="Line 5 of the journal .* when the checkpoint was saved"):
+        saved(journal=path)
+
+
+@KINDS
+def test_a_journal_that_was_to_come_is_missed(tmp_path, kind):
+    """A checkpoint from before the first step: steps that were taken since are not forgotten with their journal."""
+    path = tmp_path / "journal.jsonl"
+    state, values, optimizer = start()
+    saved = kind(tmp_path, path, state, values, optimizer)
+    assert saved(journal=path).state.charged == 0
+    steps(state, values, optimizer, 2, Journal(path, PLAN))
+    path.unlink()
+    with pytest.raises(CheckpointError, match="Expected 2 lines"):
+        saved(journal=path)
+    head_path(path).unlink()
+    with pytest.raises(CheckpointError, match="journal.jsonl.head beside it, as when the checkpoint was saved"):
+        saved(journal=path)
+
+
+@KINDS
+def test_without_a_journal_no_noise_is_used_again(tmp_path, kind):
+    """Nobody knows what was released after the checkpoint."""
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 3)
+    saved = kind(tmp_path, None, state, values, optimizer)
+    with pytest.raises(CheckpointError, match='nobody knows which steps were released.*without_journal="new_key"'):
+        saved()
+    with pytest.raises(InvalidArgument, match="got both"):
+        saved(journal=tmp_path / "journal.jsonl", without_journal="new_key")
+    with pytest.raises(InvalidArgument, match="without_journal to be one of"):
+        saved(without_journal="old_key")
+    first, second = saved(without_journal="new_key").state, saved(without_journal="new_key").state
+    assert len({state.key.secret, first.key.secret, second.key.secret}) == 3
+    assert (first.step, first.charged, first.released, first.ledger) == (3, 3, (), PLAN.ledger(3))
+    final = steps(first, values, optimizer, 8)
+    assert final.ledger == PLAN.ledger()
+
+
+def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):
+    """A checkpoint of a resumed run that had not caught up: the steps in its ledger are not free for another key."""
+    plan = Plan(
+        sampling.Poisson(60, 0.3), clipping.Flat(1.0), 1.0, num_steps=8, delta=1e-3, epsilon=PLAN.guarantee().epsilon
+    )
+    state, values, _ = start()
+    dp_step = make_dp_step(linear_loss, plan)
+    state = first = dp_step.init(values, secure_key())
+    for indices in list(plan.batches(state))[:4]:
+        state = dp_step(values, take(DATA, indices), state).state
+    behind = replay(first)._replace(charged=4, ledger=state.ledger)
+    store(tmp_path, behind, values, torch.optim.Adam(values.values()), plan=plan)
+    found = load(tmp_path, plan=plan, params=values, data=DATA, without_journal="new_key").state
+    assert (found.step, found.charged, found.limit) == (0, 0, 4)  # 8 steps in all
+    for indices in plan.batches(found):
+        found = dp_step(values, take(DATA, indices), found).state
+    assert found.ledger == plan.ledger()
+    with pytest.raises(BudgetExhausted):
+        dp_step(values, take(DATA, torch.arange(3)), found)
+
+
+def test_an_epoch_gets_no_new_key_in_its_middle(tmp_path):
+    plan = Plan(
+        sampling.Shuffled(60, 20),
+        clipping.Flat(1.0),
+        noise_multiplier=1.0,
+        num_steps=6,
+        delta=1e-3,
+        adjacency="zero_out",
+    )
+    _, values, optimizer = start()
+    dp_step = make_dp_step(linear_loss, plan)
+    state = dp_step.init(values, secure_key())
+    for indices in list(plan.batches(state))[:4]:
+        state = dp_step(values, take(DATA, indices), state).state
+        store(tmp_path / f"{state.step}", state, values, optimizer, plan=plan)
+    for step, refused in ((2, True), (3, False), (4, True)):
+        options = {"plan": plan, "params": values, "data": DATA, "without_journal": "new_key"}
+        if refused:
+            with pytest.raises(CheckpointError, match="an epoch of 3 shuffled steps cannot be drawn anew"):
+                load(tmp_path / f"{step}", **options)
+        else:
+            assert load(tmp_path / f"{step}", **options).state.ledger == Ledger(plan.events(0, 3), "zero_out")
+
+
+@pytest.mark.parametrize("file", ["state.json", "plan.json"])
+def test_a_name_that_occurs_twice_is_refused(tmp_path, file):
+    """Readers would differ in which of the values counts; a manifest that fits does not help."""
+    from dpfunc.checkpoint.format import sha256
+
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    text = (path / file).read_text()
+    name = {"state.json": "charged", "plan.json": "delta"}[file]
+    (path / file).write_text(text.replace(f'"{name}":', f'"{name}": 0,\n "{name}":', 1))
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, file: sha256(path / file)}))
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read: the name '{name}' occurs twice"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+def test_two_kills_between_a_line_and_its_note(tmp_path, monkeypatch):
+    """Each leaves one line that the head does not know; the next process notes it before it writes another."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 1, journal)
+    real = chain.write_head
+
+    def killed(path, head):
+        if head.lines == lines:
+            raise KeyboardInterrupt
+        real(path, head)
+
+    monkeypatch.setattr(chain, "write_head", killed)
+    for lines in (2, 3, 4):  # noqa: B007  (read by `killed`)
+        before = state
+        with pytest.raises(KeyboardInterrupt):
+            steps(replay(before), values, optimizer, 1, Journal(journal.path, PLAN))
+        assert journal_ledger(journal.path).num_steps == 2
+    monkeypatch.undo()
+    assert steps(replay(state), values, optimizer, 1, Journal(journal.path, PLAN)).ledger == journal_ledger(
+        journal.path
+    )

@@ -1,0 +1,43 @@
+"""Killed runs: resumed bit for bit, or counted; see kills.py. `tools/kill_fuzz.py` is the long version."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import json, sys
+from pathlib import Path
+from kills import first_problems, fuzz, summary, warm
+folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
+warm(names, folder)
+tallies = {name: fuzz(name, points=60, folder=folder, seed=int(sys.argv[3]), seconds=float(sys.argv[4])) for name in names}
+print(json.dumps({**summary(tallies), "said": first_problems(tallies)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "seconds"), [("plain,sharded", 8), ("trainer,command", 6)], ids=["loops", "trainer"])
+def test_killed_runs_go_on_bit_for_bit_or_are_counted(tmp_path, names, seconds):
+    """A process of its own, which computes nothing itself: its forks are killed at any change of a file."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "_support")])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path), names, "1", str(seconds)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found.pop("said")
+    for name in names.split(","):
+        assert found[name]["kills"] >= 2
+        assert found[name]["resumed"] + found[name]["lost"] >= 1
+        assert found[name]["changes"] > 100
+    if "plain" in names:
+        assert sum(found[name]["kills"] for name in ("plain", "sharded")) >= 10
+        assert found["plain"]["lost"] == found["sharded"]["lost"] == 0

@@ -1,0 +1,555 @@
+"""Checkpoints and the journal: atomic, bit-identical on resume, and epsilon never shrinks."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import linear_loss, params
+from run_cases import DATA, PLAN, start, steps, store
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc._utils.locks import in_use
+from dpfunc.accounting import Ledger
+from dpfunc.batches import take
+from dpfunc.checkpoint import save_sharded
+from dpfunc.checkpoint.chain import head_path
+from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.checkpoint.local import load, save
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.plan import Plan
+from dpfunc.step import make_dp_step
+from dpfunc.types import Event
+
+
+def test_resume_is_bit_identical(tmp_path):
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 3, journal)
+    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
+    state = steps(state, values, optimizer, 5, journal)
+
+    fresh = {name: torch.zeros_like(p).requires_grad_() for name, p in values.items()}
+    saved = load(tmp_path / "c", plan=PLAN, params=fresh, data=DATA, journal=journal.path)
+    with torch.no_grad():
+        for name, p in fresh.items():
+            p.copy_(saved.params[name])
+    other = torch.optim.Adam(fresh.values(), lr=0.1)
+    other.load_state_dict(dict(saved.optimizer_state))
+    again = steps(saved.state, fresh, other, 5, journal)
+    assert all(torch.equal(values[name], fresh[name]) for name in values)
+    assert again == state
+
+
+def test_epsilon_never_shrinks(tmp_path):
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 2, journal)
+    store(tmp_path / "c", state, values, optimizer)
+    state = steps(state, values, optimizer, 4, journal)  # lost in the crash, but released
+    saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+    assert saved.state.step == 2
+    assert saved.state.charged == 6
+    assert saved.state.ledger == state.ledger == journal_ledger(journal.path)
+    resumed = steps(saved.state, values, optimizer, 5, journal)  # four repeated at no cost, one new
+    assert resumed.ledger == Ledger((Event(0.3, 1.0, 7),))
+    assert journal_ledger(journal.path) == resumed.ledger
+
+
+@pytest.mark.parametrize("lost", ["missing", "missing with its head", "empty", "short"])
+def test_a_journal_that_lacks_steps_is_refused(tmp_path, lost):
+    """It cannot say what was released after the checkpoint."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
+    assert load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path).state.step == 0
+    state = steps(state, values, optimizer, 3, journal)
+    store(tmp_path / "c", state, values, optimizer)
+    lines = journal.path.read_text().splitlines(keepends=True)
+    journal.path.unlink()
+    if not lost.startswith("missing"):
+        journal.path.write_text("" if lost == "empty" else "".join(lines[:2]))
+    if lost == "missing with its head":
+        head_path(journal.path).unlink()
+    messages = {
+        "missing": "Expected 3 lines in the journal .* got 0: line 1",
+        "missing with its head": "Expected a journal with at least one step, got .*, which is no file",
+        "empty": "Expected 3 lines in the journal .* got 0: line 1",
+        "short": "Expected 3 lines in the journal .* got 2: line 3",
+    }
+    with pytest.raises(CheckpointError, match=messages[lost]):
+        load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+
+
+def test_budget_holds_after_resume(tmp_path):
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 8)
+    store(tmp_path, state, values, optimizer)
+    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    with pytest.raises(BudgetExhausted):
+        make_dp_step(linear_loss, PLAN, verify_batch=False)(values, take(DATA, torch.arange(3)), saved.state)
+
+
+def changed_data():
+    data = {name: value.clone() for name, value in DATA.items()}
+    data["head.weight"][59, 3] += 1e-3
+    return data
+
+
+REFUSALS = {
+    "plan": (
+        {"plan": Plan(sampling.Poisson(60, 0.3), clipping.Flat(1.0), noise_multiplier=0.9, num_steps=8, delta=1e-3)},
+        r"another plan: plan.noise_multiplier: saved 1.0, now 0.9",
+    ),
+    "sampler": (
+        {"plan": Plan(sampling.Poisson(60, 0.2), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=8, delta=1e-3)},
+        r"plan.sampler.sampling_prob: saved 0.3, now 0.2",
+    ),
+    "data": ({"data": changed_data()}, r"another data set"),
+    "fewer data": ({"data": take(DATA, torch.arange(59))}, r"another data set"),
+    "parameters": (
+        {"params": {**params(), "head.weight": torch.zeros(5)}},
+        r"another parameter set: head.weight: saved float32 \(4,\), now float32 \(5,\)",
+    ),
+    "missing parameter": ({"params": {"head.weight": torch.zeros(4)}}, r"body.a.bias: saved float32 \(3,\), now absent"),
+    "dtype": ({"params": params(torch.float64)}, r"saved float32 \(3,\), now float64 \(3,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_another_run_is_refused_with_the_difference(tmp_path, name):
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer)
+    changes, message = REFUSALS[name]
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, **{"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key", **changes})
+
+
+@pytest.mark.parametrize("later", [0, 4])
+def test_the_directory_of_another_run_is_refused(tmp_path, later):
+    """The next load could resume that run, and a save would remove it; nothing is written or removed."""
+    state, values, optimizer = start()
+    kept = store(tmp_path, steps(state, values, optimizer, 3), values, optimizer)
+    other, values, optimizer = start()
+    other = steps(other, values, optimizer, later)
+    with pytest.raises(CheckpointError, match="found step-00000003.000 of another run"):
+        store(tmp_path, other, values, optimizer)
+    with pytest.raises(CheckpointError, match="found step-00000003.000 of another run"):
+        save_sharded(tmp_path, params=values, state=other, plan=PLAN, data=DATA, ranks=None)
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_saved_last_is_there(tmp_path, keep):
+    """Also when a step is saved again and again, and earlier names are free again."""
+    state, values, optimizer = start()
+    for number in range(6):
+        path = store(tmp_path, state, values, optimizer, keep=keep, extra={"number": number})
+        saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+        assert saved.path == path
+        assert saved.extra == {"number": number}
+    assert len(list(tmp_path.iterdir())) == keep
+
+
+def test_a_sharded_checkpoint_is_refused(tmp_path):
+    state, values, optimizer = start()
+    save_sharded(tmp_path, params=values, state=state, plan=PLAN, data=DATA, ranks=None)
+    with pytest.raises(CheckpointError, match="which save_sharded wrote"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    with pytest.raises(CheckpointError, match="of another kind"):
+        store(tmp_path, state, values, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": 0}, "integer keep >= 1"),
+        ({"keep": True}, "integer keep >= 1"),
+        ({"optimizer_state": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "Expected the result of optimizer.state_dict"),
+        ({"extra": {"a": torch.zeros(1)}}, "Expected extra to hold JSON values"),
+        ({"data": 5}, "Expected data to be a pytree of tensors"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, changes, message):
+    state, values, optimizer = start()
+    with pytest.raises(InvalidArgument, match=message):
+        store(tmp_path, state, values, optimizer, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="found none. Start a new run"):
+        load(tmp_path, plan=PLAN, params=params(), data=DATA, without_journal="new_key")
+
+
+@pytest.mark.parametrize("file", ["params.safetensors", "state.json", "optimizer.pt", "plan.json"])
+def test_a_damaged_file_is_found(tmp_path, file):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    content = bytearray((path / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{file} is missing or was changed"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+def test_unfinished_saves_are_ignored_and_old_ones_removed(tmp_path):
+    state, values, optimizer = start()
+    paths = []
+    for _ in range(4):
+        state = steps(state, values, optimizer, 1)
+        paths.append(store(tmp_path, state, values, optimizer, keep=2))
+    assert [path.exists() for path in paths] == [False, False, True, True]
+    (tmp_path / ".saving-abc").mkdir()
+    (tmp_path / "step-00000099.000").mkdir()  # no manifest: never finished
+    assert load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").path == paths[-1]
+
+
+def test_saving_a_step_twice_overwrites_nothing(tmp_path):
+    state, values, optimizer = start()
+    first = store(tmp_path, state, values, optimizer, extra={"n": 1})
+    second = store(tmp_path, state, values, optimizer, extra={"n": 2})
+    assert first != second
+    assert load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").extra == {"n": 2}
+
+
+def test_failed_save_leaves_nothing_behind(tmp_path):
+    state, values, optimizer = start()
+    with pytest.raises(AttributeError):
+        store(tmp_path, state, {**values, "late": object()}, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_key_file_is_for_the_owner_only(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    assert (path / "state.json").stat().st_mode & 0o077 == 0
+    public = "".join((path / name).read_text() for name in ("plan.json", "manifest.json"))
+    assert state.key.secret.hex() not in public
+
+
+def test_pickles_are_not_executed(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    torch.save({"evil": Path("x")}, path / "optimizer.pt")  # an object that a safe loader refuses
+    manifest = json.loads((path / "manifest.json").read_text())
+    import hashlib
+
+    manifest["optimizer.pt"] = hashlib.sha256((path / "optimizer.pt").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Exception, match="[Ww]eights"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+def test_torn_line_is_cut_off(tmp_path):
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 2, journal)
+    with open(journal.path, "a") as file:
+        file.write('{"run": "x", "ste')
+    assert journal_ledger(journal.path).num_steps == 2
+    state = steps(state, values, optimizer, 1, journal)
+    assert journal_ledger(journal.path).num_steps == 3
+    assert len(journal.path.read_text().splitlines()) == 3
+
+
+def test_each_step_is_synced_before_it_returns(tmp_path, monkeypatch):
+    """Not only written: a power failure must not lose it either."""
+    synced = []
+    kind = {True: "folder", False: "file"}
+    monkeypatch.setattr(
+        "dpfunc.checkpoint.chain.os.fsync", lambda handle: synced.append(kind[stat.S_ISDIR(os.fstat(handle).st_mode)])
+    )
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    begun, line, head = ["file", "folder"], ["file"], ["file", "folder"]
+    for expected in (begun + line + head, line + head, line + head):
+        synced.clear()
+        state = steps(state, values, optimizer, 1, journal)
+        assert synced == expected
+
+
+def test_unreadable_line_is_an_error(tmp_path):
+    path = tmp_path / "j.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(CheckpointError, match="Line 1 of the journal"):
+        read_steps(path)
+
+
+def test_journal_of_several_runs_adds_up(tmp_path):
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    for _ in range(2):
+        state, values, optimizer = start()
+        steps(state, values, optimizer, 3, journal)
+    assert journal_ledger(journal.path).num_steps == 6
+
+
+CHILD = """
+import sys
+sys.path[:0] = {paths!r}
+import torch, dpfunc
+from pathlib import Path
+from cases import linear_loss
+from run_cases import DATA, PLAN, start, store
+from dpfunc.checkpoint.journal import Journal
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
+from dpfunc.batches import take
+folder = Path({folder!r})
+state, values, optimizer = start()
+dp_step = make_dp_step(linear_loss, PLAN, journal=Journal(folder / "journal.jsonl", PLAN))
+store(folder / "c", state, values, optimizer, journal=folder / "journal.jsonl")
+for indices in PLAN.batches(state):
+    grads, state, _ = dp_step(values, take(DATA, indices), state)
+    print(state.step, flush=True)     # what the outside has seen
+    store(folder / "c", state, values, optimizer, keep=1, journal=folder / "journal.jsonl")
+"""
+
+
+def killed(action, calls, number):
+    """Run an action in a fork that kills itself before the call of this number; True if it came to that."""
+    child = os.fork()
+    if child == 0:
+        count = [0]
+
+        def counting(real):
+            def call(*args, **kwargs):
+                count[0] += 1
+                if count[0] > number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in calls:
+            setattr(os, name, counting(getattr(os, name)))
+        action()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def in_order(monkeypatch, reverse):
+    """Directories are listed in an order of ours, as a file system may."""
+    real = os.scandir
+
+    class Listed(list):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+    def scandir(path="."):
+        with real(path) as entries:
+            return Listed(sorted(entries, key=lambda entry: entry.name, reverse=reverse))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("number", range(6))
+def test_a_kill_while_an_old_checkpoint_is_removed(tmp_path, monkeypatch, number, reverse):
+    """Neither a later save nor a load meets the rest of it, whatever file went first."""
+    in_order(monkeypatch, reverse)
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer, keep=1)
+    assert killed(
+        lambda: store(tmp_path, state, values, optimizer, keep=1, extra={"n": 2}), ("unlink", "rmdir"), number
+    )
+    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    assert saved.extra == {"n": 2}
+    last = store(tmp_path, state, values, optimizer, keep=1)
+    assert list(tmp_path.iterdir()) == [last], "what the kill left is swept"
+
+
+@pytest.mark.parametrize("lost", ["state.json", "params.safetensors", "optimizer.pt", "plan.json"])
+def test_half_a_checkpoint_is_passed_over(tmp_path, caplog, lost):
+    """As versions before this one left them behind."""
+    state, values, optimizer = start()
+    whole = store(tmp_path, state, values, optimizer)
+    half = store(tmp_path, state, values, optimizer)
+    (half / lost).unlink()
+    again = {"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key"}
+    assert load(tmp_path, **again).path == whole
+    assert f"{half} is not whole and is passed over" in caplog.text
+    assert store(tmp_path, state, values, optimizer).name > half.name
+    for path in tmp_path.glob("step-*"):
+        (path / "state.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="found none. What is there is not whole: step-00000000.000, step-"):
+        load(tmp_path, **again)
+
+
+@pytest.mark.parametrize("number", [1, 4, 8])
+def test_what_killed_saves_left_is_swept(tmp_path, number):
+    """It can hold the key of a run, also of another one; what another process writes now stays."""
+    state, values, optimizer = start()
+    assert killed(lambda: store(tmp_path, state, values, optimizer), ("fsync", "rename"), number)
+    (left,) = tmp_path.glob(".saving-*")
+    other, values, optimizer = start()
+    busy = tmp_path / ".saving-busy"
+    busy.mkdir()
+    with in_use(busy):
+        saved = store(tmp_path, other, values, optimizer)
+    assert not left.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([busy, saved])
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+UNREADABLE = {
+    "rate of numpy": ({"param_groups": [{"lr": np.float64(0.1)}]}, r"\['param_groups'\]\[0\]\['lr'\] of type numpy.float64. Convert it: float\(x\)"),
+    "number of numpy": ({"step": np.int64(3)}, r"optimizer_state\['step'\] of type numpy.int64. Convert it: float\(x\) or int\(x\)"),
+    "array of numpy": ({"m": np.ones(2)}, r"numpy.ndarray. .*torch.from_numpy"),
+    "deque": ({"losses": collections.deque([1.0])}, r"optimizer_state\['losses'\] of type collections.deque. Convert it with list"),
+    "enum": ({"mode": Mode.FAST}, r"optimizer_state\['mode'\] of type test_checkpoint.Mode. Store its .value"),
+    "number that is an enum": ({"level": Level.LOW}, r"test_checkpoint.Level. Store its .value"),
+    "path": ({"where": Path("x")}, r"optimizer_state\['where'\] of type pathlib"),
+    "function": ({"rate": lambda step: 0.1}, r"optimizer_state\['rate'\] of type function"),
+    "key of numpy": ({np.int64(3): 1}, r"a key of optimizer_state of type numpy.int64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_optimizer_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, name):
+    content, message = UNREADABLE[name]
+    state, values, optimizer = start()
+    with pytest.raises(InvalidArgument, match=message):
+        store(tmp_path, state, values, optimizer, optimizer_state={"good": torch.ones(2), **content})
+    assert not list(tmp_path.iterdir())
+
+
+def test_schedules_with_rates_of_numpy(tmp_path):
+    """A schedule computed with numpy is refused when it is saved; converted, it can be read."""
+    state, values, optimizer = start()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.5) ** step)
+    both = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    with pytest.raises(InvalidArgument, match=r"numpy.float64. Convert it: float\(x\)"):
+        store(tmp_path, state, values, optimizer, optimizer_state=both)
+    optimizer = torch.optim.Adam(values.values(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(np.float64(0.5) ** step))
+    both = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    store(tmp_path, state, values, optimizer, optimizer_state=both)
+    again = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").optimizer_state
+    assert again["schedule"]["_last_lr"] == schedule.state_dict()["_last_lr"]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "Adafactor", "LBFGS", "RMSprop", "NAdam"])
+def test_states_of_the_optimizers_of_torch(tmp_path, kind):
+    state, values, _ = start()
+    values = {name: p for name, p in values.items() if p.ndim}
+    optimizer = getattr(torch.optim, kind)(values.values(), lr=0.1)
+    for p in values.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step(lambda: torch.zeros(()))
+    store(tmp_path, state, values, optimizer)
+    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    assert str(saved.optimizer_state) == str(optimizer.state_dict())
+
+
+DAMAGED = {
+    "truncated list": ("manifest.json", '{"params.safetensors": "ab', "manifest.json cannot be read: Unterminated"),
+    "empty list": ("manifest.json", "{}", "manifest.json was changed after it was saved"),
+    "list": ("manifest.json", "[1]", "manifest.json was changed after it was saved"),
+    "numbers": ("manifest.json", '{"state.json": 1, "plan.json": 2}', "manifest.json was changed"),
+    "elsewhere": ("manifest.json", '{"state.json": "", "plan.json": "", "../x": ""}', "manifest.json was changed"),
+    "no parameters": ("manifest.json", None, "manifest.json was changed after it was saved: it lacks params"),
+    "deep list": ("manifest.json", "[" * 100_000, "manifest.json cannot be read: its values are nested too deeply"),
+    "no text": ("manifest.json", "\udcff", "manifest.json cannot be read: "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_list_of_files_says_so(tmp_path, name):
+    file, text, message = DAMAGED[name]
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    if text is None:
+        known = json.loads((path / file).read_text())
+        text = json.dumps({n: d for n, d in known.items() if not n.startswith("params")})
+    (path / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=f"{message}.*"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+def test_an_optimizer_state_that_was_not_saved_is_not_read(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer, optimizer_state=None)
+    torch.save({"lr": 1.0}, path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is not in manifest.json: one of the two was changed"):
+        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+
+
+@pytest.mark.parametrize("stray", ["step-x", "step-00000003.backup", "step-9", "step-00000001.000.old", "step-."])
+def test_stray_folders_are_left_alone(tmp_path, stray):
+    state, values, optimizer = start()
+    shutil.copytree(store(tmp_path, state, values, optimizer), tmp_path / stray)
+    last = [store(tmp_path, state, values, optimizer, keep=1) for _ in range(3)][-1]
+    assert load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").path == last
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / stray, last])
+
+
+def test_a_state_without_a_key_says_so(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    for text in ("{}", "[]", '{"key": "zz"}', '{"key": "00"}'):
+        (path / "state.json").write_text(text)
+        with pytest.raises(CheckpointError, match="has no key of a run. Restore it; or move the whole folder"):
+            store(tmp_path, state, values, optimizer)
+
+
+def test_names_and_values_of_the_user_may_be_odd(tmp_path):
+    """Half a surrogate pair has no UTF-8, and deep values have no end."""
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"note": "\ud800"})
+    saved = load(tmp_path, plan=PLAN, params=values, data="mails \udcff", without_journal="new_key")
+    assert saved.extra == {"note": "\ud800"}
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidArgument, match="Expected extra to hold JSON values"):
+        store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"deep": deep})
+
+
+@pytest.mark.slow
+def test_kill_loses_no_accounting(tmp_path):
+    """kill -9 at any moment: every step that was seen is in the journal, and the run goes on from a whole checkpoint."""
+    code = CHILD.format(paths=sys.path, folder=str(tmp_path))
+    for delay in (0.0, 0.004, 0.015):
+        folder = tmp_path / f"{delay}"
+        folder.mkdir()
+        command = [sys.executable, "-c", code.replace(str(tmp_path), str(folder))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            child.stdout.readline()
+            time.sleep(delay)
+            os.kill(child.pid, signal.SIGKILL)
+            seen = 1 + len(child.stdout.read().splitlines())
+        assert journal_ledger(folder / "journal.jsonl").num_steps >= seen
+        saved = load(folder / "c", plan=PLAN, params=params(), data=DATA, journal=folder / "journal.jsonl")
+        assert saved.state.ledger.num_steps >= seen
+        _, values, optimizer = start()
+        final = steps(saved.state, values, optimizer, 8, Journal(folder / "journal.jsonl", PLAN))
+        assert final.ledger == PLAN.ledger()
+
+
+def test_public_names_are_the_same_functions():
+    assert dpfunc.save is save
+    assert dpfunc.load is load

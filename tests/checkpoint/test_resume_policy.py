@@ -1,0 +1,296 @@
+"""Noise is used again only where sums are the same: any order of steps, saves, crashes and changes of the layout."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint import load_sharded, save_sharded
+from dpfunc.checkpoint import sharded_load as loading
+from dpfunc.checkpoint import sharded_save as saving
+from dpfunc.checkpoint.journal import Journal, journal_ledger
+from dpfunc.checkpoint.resume_policy import NOTES, read_notes
+from dpfunc.checkpoint.run_layout import layout
+from dpfunc.errors import BudgetExhausted, CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import fingerprint, secure_key
+from dpfunc.step import make_dp_step
+
+DATA = torch.ones(50, 2)
+
+
+def poisson(**changes):
+    values = {"sampler": sampling.Poisson(50, 0.2), "noise_multiplier": 1.0, "num_steps": 30, "delta": 1e-3}
+    return Plan(**{**values, **changes}, clip=clipping.Flat(1.0))
+
+
+class Run:
+    """A run that can be saved, crashed and resumed in layouts that are only said to differ."""
+
+    def __init__(self, folder, plan=None, size=1, monkeypatch=None):
+        self.folder, self.plan, self.size = Path(folder), plan or poisson(), size
+        self.path = self.folder / "journal.jsonl"
+        self.params = {"w": torch.zeros(2)}
+        self.step_fn = make_dp_step(
+            lambda params, batch: (params["w"] * batch).sum(1), self.plan, engine="loop",
+            journal=Journal(self.path, self.plan),
+        )  # fmt: skip
+        self.state = self.step_fn.init(self.params, secure_key())
+        self.released = []  # (run, step, layout, value)
+
+    def layout(self, params, ranks):
+        return {**layout(params, ranks), "data processes": self.size}
+
+    def step(self, count=1):
+        for _ in range(count):
+            indices = self.plan.draw(self.state, self.state.step)
+            key, step = fingerprint(self.state.key), self.state.step
+            grads, self.state, _ = self.step_fn(self.params, DATA[indices], self.state)
+            self.released.append((key, step, self.size, grads["w"]))
+
+    def save(self, **changes):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "layout", self.layout)
+            options = {"params": self.params, "state": self.state, "plan": self.plan, "data": DATA, "ranks": None}
+            options["journal"] = self.path
+            return save_sharded(self.folder / "c", **{**options, **changes})
+
+    def load(self, size, **changes):
+        self.size = size
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loading, "layout", self.layout)
+            options = {"params": self.params, "plan": self.plan, "data": DATA, "ranks": None, "journal": self.path}
+            self.state = load_sharded(self.folder / "c", **{**options, **changes}).state
+
+    def check(self):
+        """No noise on two sums that may differ; and everything in the journal is in the ledger, once."""
+        seen = {}
+        for key, step, size, value in self.released:
+            before = seen.setdefault((key, step), (size, value))
+            assert before[0] == size
+            assert torch.equal(before[1], value)
+        assert self.state.ledger == (journal_ledger(self.path) if self.released else Ledger())
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("save"), st.integers(1, 3)),
+        st.tuples(st.just("load"), st.integers(1, 3)),
+        st.tuples(st.just("back"), st.integers(1, 3)),
+    ),
+    min_size=2,
+    max_size=10,
+)
+
+
+@settings(max_examples=25)
+@given(OPERATIONS)
+def test_any_history_keeps_both_promises(operations):
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(folder)
+        run.save()
+        for name, number in [*operations, ("load", 1), ("step", 1)]:
+            if name == "step":
+                run.step(min(number, run.state.limit - run.state.step))
+            elif name == "save":
+                run.save(keep=number)
+            else:
+                if name == "back":  # somebody goes back to the oldest checkpoint there is
+                    oldest = min(path.name for path in (run.folder / "c").glob("step-*"))
+                    (run.folder / "c" / "LATEST").write_text(oldest)
+                run.load(number, recharge=True)
+            if name != "save":
+                run.check()
+
+
+def test_nothing_beyond_the_checkpoint(tmp_path):
+    """Another layout goes on with the same key; then that layout is the one that can be repeated."""
+    run = Run(tmp_path)
+    run.step(2)
+    run.save()
+    key = run.state.key
+    run.load(2)
+    assert run.state.key == key
+    run.step(2)
+    with pytest.raises(CheckpointError, match="saved 2, now 1"):
+        run.load(1)
+    run.load(2)
+    assert (run.state.step, run.state.charged) == (2, 4)
+    run.step(3)
+    run.check()
+    assert run.state.ledger == run.plan.ledger(5)
+
+
+def test_steps_are_charged_again_each_time(tmp_path):
+    run = Run(tmp_path)
+    run.step(1)
+    run.save()
+    key = run.state.key
+    run.step(3)
+    run.load(2, recharge=True)
+    assert run.state.key != key
+    assert (run.state.step, run.state.charged, run.state.ledger) == (1, 1, run.plan.ledger(4))
+    run.step(2)
+    run.load(3, recharge=True)  # nothing was saved since
+    assert run.state.ledger == run.plan.ledger(6)
+    run.step(1)
+    run.load(1)  # as at first: repeats, and knows of what the others released
+    assert run.state.ledger == run.plan.ledger(7)
+    run.load(1)  # nothing was saved since: it has to be counted again
+    assert (run.state.key, run.state.charged, run.state.ledger) == (key, 4, run.plan.ledger(7))
+    run.step(4)
+    run.save()
+    run.load(1)
+    assert run.state.ledger == run.plan.ledger(8)  # nothing is counted twice
+    run.check()
+    assert [note.parent is None for note in read_notes(run.folder / "c" / NOTES)] == [False, False, True, True]
+
+
+def test_the_budget_covers_what_is_drawn_again(tmp_path):
+    plan = poisson(num_steps=10)
+    plan = poisson(num_steps=10, epsilon=plan.guarantee().epsilon * 1.0001)
+    run = Run(tmp_path, plan)
+    run.step(2)
+    run.save()
+    run.step(4)
+    run.load(2, recharge=True)
+    assert run.state.limit == 6  # six were taken: four are left
+    run.step(4)
+    assert run.state.ledger == plan.ledger(10)
+    with pytest.raises(BudgetExhausted):
+        run.step(1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_without_its_journal_a_run_takes_a_new_key(tmp_path, size):
+    """In its own layout too: nobody knows what was released after the checkpoint. The folder stays that of the run."""
+    run = Run(tmp_path)
+    run.step(2)
+    run.save()
+    run.step(1)
+    with pytest.raises(CheckpointError, match=r"Pass journal="):
+        run.load(size, journal=None)
+    run.load(size, journal=None, without_journal="new_key")
+    assert (run.state.step, run.state.ledger) == (2, run.plan.ledger(2))
+    run.step(1)
+    run.save()
+    run.load(size)  # with the journal again, which has what nobody had counted
+    assert (run.state.step, run.state.ledger) == (3, run.plan.ledger(4))
+    run.check()
+
+
+def test_the_journal_of_another_run_is_refused(tmp_path):
+    run = Run(tmp_path)
+    run.step(2)
+    run.save()
+    with pytest.raises(CheckpointError, match="lost.jsonl.head beside it, as when the checkpoint was saved"):
+        run.load(1, journal=tmp_path / "lost.jsonl")
+    run.save(journal=None)
+    with pytest.raises(CheckpointError, match="at least one step, got .*lost.jsonl, which is no file"):
+        run.load(1, journal=tmp_path / "lost.jsonl")
+    stranger = Run(tmp_path / "stranger")
+    stranger.step(2)
+    with pytest.raises(CheckpointError, match="Expected the journal to have step 1 of this run"):
+        run.load(1, journal=stranger.path)
+    run.step(1)
+    run.load(2, recharge=True)
+    run.save()
+    run.load(2)  # of the new run nothing is in the journal yet
+    run.step(1)
+    run.save()
+    run.path.write_text("\n".join(run.path.read_text().splitlines()[:-1]) + "\n")
+    with pytest.raises(CheckpointError, match="Expected 4 lines in the journal .* got 3"):
+        run.load(2)
+
+
+def test_notes_that_were_lost_are_not_read_as_never_resumed(tmp_path):
+    """Layout 2 and a new key are in the notes only: without them layout 1 would repeat what 2 released."""
+    run = Run(tmp_path)
+    notes = run.folder / "c" / NOTES
+    run.step(2)
+    run.save()
+    assert notes.read_bytes() == b""
+    run.step(2)
+    run.load(2, recharge=True)
+    run.step(1)
+    run.save()
+    kept = notes.read_bytes()
+    assert kept.count(b"\n") == 1
+    for lost in (None, b"", kept[:-1]):
+        notes.unlink()
+        if lost is not None:
+            notes.write_bytes(lost)
+        with pytest.raises(CheckpointError, match="with at least 1 notes.*restore it"):
+            run.load(2)
+        with pytest.raises(CheckpointError, match="with at least 1 notes.*restore it"):
+            run.save()
+        notes.touch()
+    # A checkpoint of before there was a note: the journal has a run that nobody explains.
+    oldest = min(path.name for path in (run.folder / "c").glob("step-*"))
+    (run.folder / "c" / "LATEST").write_text(oldest)
+    notes.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="another run that began after this one"):
+        run.load(1)
+    notes.write_bytes(kept)
+    run.load(1)
+    run.check()
+
+
+def test_a_missing_file_of_notes_is_refused_even_if_it_was_empty(tmp_path):
+    run = Run(tmp_path)
+    run.save()
+    (run.folder / "c" / NOTES).unlink()
+    with pytest.raises(CheckpointError, match="no such file"):
+        run.load(1)
+
+
+def test_earlier_runs_in_the_journal_are_no_business_of_this_one(tmp_path):
+    """They were there when this run was planned; one that began later is not in its ledger."""
+    earlier, run = Run(tmp_path / "a"), Run(tmp_path / "b")
+    earlier.step(2)
+    run.path = earlier.path
+    run.step_fn = Run(tmp_path / "a").step_fn
+    run.step(1)
+    run.save()
+    run.load(1)
+    assert run.state.ledger == run.plan.ledger(1)
+    later = Run(tmp_path / "a")
+    later.step(1)
+    with pytest.raises(CheckpointError, match="another run that began after this one"):
+        run.load(1)
+
+
+def test_an_epoch_is_not_drawn_anew_from_its_middle(tmp_path):
+    plan = poisson(sampler=sampling.Shuffled(50, 20), adjacency="zero_out", num_steps=9)
+    run = Run(tmp_path, plan)
+    run.step(2)
+    run.save()
+    run.step(2)
+    with pytest.raises(CheckpointError, match="an epoch of 3 shuffled steps"):
+        run.load(2, recharge=True)
+    run.load(1)
+    run.step(1)
+    run.save()
+    run.step(1)
+    run.load(2, recharge=True)
+    run.step(6)
+    run.check()
+    assert run.state.ledger == Ledger(plan.events(0, 6), "zero_out").compose(Ledger(plan.events(3, 9), "zero_out"))
+
+
+def test_notes_that_cannot_be_read_are_an_error(tmp_path):
+    run = Run(tmp_path)
+    run.save()
+    (run.folder / "c" / NOTES).write_text('{"run": 1}\n')
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run.load(1)
+    (run.folder / "c" / NOTES).write_text('{"run": "torn')
+    run.load(1)

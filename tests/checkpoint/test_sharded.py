@@ -1,0 +1,441 @@
+"""Checkpoints of several processes: any other number goes on as one would have, and no crash loses accounting."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import checkpoint_jobs
+import pytest
+import torch
+from checkpoint_jobs import PLAN, read, start, store, train
+from jobs import NUM_RECORDS, data, loss_fn, params, plan
+from workers import outcomes, run
+
+from dpfunc import sampling, state
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint import load_sharded, save_sharded
+from dpfunc.checkpoint import sharded_save as saving
+from dpfunc.checkpoint.format import sha256
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.checkpoint.local import save
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.rng import insecure_key
+from dpfunc.step import make_dp_step
+
+
+def close(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def another_process():
+    """What one process of a test released is not known to the next one."""
+    state._digests.clear()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), "alone", 8)
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(tmp_path_factory):
+    """Four steps of four processes that hold parts of all parameters (of one, the fourth process holds nothing)."""
+    folder = tmp_path_factory.mktemp("four")
+    run(4, "checkpoint_jobs:train", folder, "rows", 4, False, 4)
+    return folder
+
+
+def copied(source, target):
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    return target
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, "alone"), (2, "replicas"), (3, "rows"), (4, "rows")])
+def test_saved_by_four_and_loaded_by_any(saved_by_four, uninterrupted, tmp_path, size, kind):
+    """Parts become other parts, or whole; four noisy steps of Adam later all is as it would have been."""
+    folder = copied(saved_by_four, tmp_path)
+    job = (folder, kind, 8, True)
+    found = [train(*job)] if kind == "alone" else run(size, "checkpoint_jobs:train", *job)
+    for values, ledger, first, _ in found:
+        close(values, uninterrupted[0])
+        assert (ledger, first) == (uninterrupted[1], (4, 4))
+    assert journal_ledger(folder / "journal.jsonl").to_json() == uninterrupted[1]
+
+
+@pytest.mark.parametrize("kind", ["grid", "hybrid"])
+def test_two_dimensions(saved_by_four, tmp_path, kind):
+    """Four processes as two by two: everything comes back as its parameter is cut, moments too."""
+    folder = copied(saved_by_four, tmp_path)
+    values, moment, _ = read(copied(folder, tmp_path / "alone"), "alone")
+    for theirs, its_moment, alike in run(4, "checkpoint_jobs:read", folder, kind):
+        assert alike
+        assert torch.equal(its_moment, moment)
+        assert all(torch.equal(theirs[name], value) for name, value in values.items())
+
+
+def test_parts_of_fsdp_and_tensor_parallelism_together(tmp_path):
+    assert run(4, "checkpoint_jobs:strided", tmp_path) == [True] * 4
+    expected = {name: p for name, p in params().items() if name.startswith("in.")}
+    options = {"params": expected, "plan": PLAN, "data": "d", "ranks": None, "journal": tmp_path / "journal.jsonl"}
+    found = load_sharded(tmp_path, **options).params
+    assert all(torch.equal(found[name], p) for name, p in expected.items())
+
+
+def test_the_same_layout_repeats_bit_for_bit(tmp_path):
+    """Steps after the checkpoint are repeated, not paid again."""
+    first = run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)
+    again = run(2, "checkpoint_jobs:train", tmp_path, "rows", 8, True)
+    for (_, _, _, released), (_, ledger, at, repeated) in zip(first, again, strict=True):
+        assert at == (3, 6)
+        assert all(torch.equal(a, b) for a, b in zip(released[3:], repeated[:3], strict=True))
+        assert ledger == PLAN.ledger().to_json()
+
+
+def test_parts_of_all_processes_are_repeated(tmp_path):
+    """The digest of a release is that of all parts: what only the second process holds is seen by the first."""
+    run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)
+    before = journal_ledger(tmp_path / "journal.jsonl")
+    assert run(2, "checkpoint_jobs:odd_part", tmp_path) == [("StateReused", 1)] * 2
+    assert journal_ledger(tmp_path / "journal.jsonl") == before
+
+
+def test_other_layouts_pay_again(tmp_path):
+    """Two processes released more than they saved: one process gets new noise for those steps, and pays."""
+    first = run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)[0]
+    with pytest.raises(CheckpointError, match=r"data processes: saved 2, now 1.*Steps 3 to 5.*recharge=True"):
+        train(tmp_path, "alone", 8, True)
+    _, ledger, at, drawn = train(tmp_path, "alone", 8, True, None, True)
+    assert at == (3, 3)
+    assert (
+        Ledger.from_json(ledger) == PLAN.ledger(6).compose(PLAN.ledger(5)) == journal_ledger(tmp_path / "journal.jsonl")
+    )
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(first[3][3:], drawn, strict=False))
+
+
+def test_the_script_of_the_guide_runs(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "sharded_checkpoints.md").read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    assert [first for first, _, _ in run(2, "checkpoint_jobs:guide", code, tmp_path, 12)] == [0, 0]
+    found = run(2, "checkpoint_jobs:guide", code, tmp_path, 99)
+    for first, ledger, values in found:
+        assert first == 10
+        assert Ledger.from_json(ledger).num_steps == 20
+        assert all(torch.equal(value, found[0][2][name]) for name, value in values.items())
+
+
+ERRORS = [("tensors", 1, "fails"), ("part", 1, "fails"), ("part", 0, "fails"), ("commit", 0, "fails"), ("rename", 0, "fails")]  # fmt: skip
+
+
+def newest(folder):
+    values, ranks, _ = start("alone")
+    options = {"plan": PLAN, "data": data(), "params": values, "ranks": ranks, "journal": folder / "journal.jsonl"}
+    return load_sharded(folder / "c", **options)
+
+
+def test_an_error_while_saving(tmp_path):
+    """All processes hear of it, the old checkpoint stays the newest, and nothing is left behind."""
+    found = run(2, "checkpoint_jobs:trouble_while_saving", tmp_path, ERRORS)
+    for (moment, rank, _), *errors in zip(ERRORS, *found, strict=True):
+        assert "no space left" in errors[rank], moment
+        assert errors[1 - rank].startswith("CheckpointError: "), moment
+    assert newest(tmp_path).extra == {"number": 0}
+    assert sorted(path.name for path in (tmp_path / "c").glob("step-*")) == ["step-00000000.000"]
+
+
+@pytest.mark.parametrize("what", ["parameter", "copy", "moment", "step", "plan", "extra", "number", "unsupported"])
+def test_processes_that_differ_save_nothing(tmp_path, what):
+    found = run(2, "checkpoint_jobs:differing", tmp_path, what)
+    kinds = [text.partition(":")[0] for text in found]
+    named = {"parameter": "params/in.bias", "copy": "params/in.bias", "moment": "optimizer/0", "plan": "plan.json"}
+    named = {**named, "number": "keep"}.get(what, "state.json")
+    if what == "unsupported":
+        assert kinds == ["CheckpointError", "InvalidArgument"]
+    else:
+        assert kinds == ["RankMismatch", "RankMismatch"]
+        assert all(f"disagree about {named}" in text for text in found)
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_one_process_refuses_all_refuse(saved_by_four, tmp_path):
+    folder = copied(saved_by_four, tmp_path)
+    found = run(2, "checkpoint_jobs:refused", folder, "rows", {"data": {"x": torch.zeros(3)}})
+    assert found[0] == "CheckpointError: No checkpoint was loaded: another process failed; its own error says why."
+    assert "belongs to another data set" in found[1]
+    file = next((folder / "c").glob("step-*/__3_0.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    found = run(2, "checkpoint_jobs:refused", folder, "replicas", {})
+    assert sorted("is missing or was changed" in text for text in found) == [False, True]
+    assert all(text.startswith("CheckpointError") for text in found)
+
+
+# From here on one process, without a process group.
+
+
+@pytest.fixture
+def one(tmp_path):
+    train(tmp_path, "alone", 3, False, 3)
+    return tmp_path
+
+
+def load_one(folder, **changes):
+    options = {"plan": PLAN, "data": data(), "params": params(), "ranks": None, "journal": folder / "journal.jsonl"}
+    return load_sharded(folder / "c", **{**options, **changes})
+
+
+def test_nothing_is_overwritten(one):
+    (path,) = (one / "c").glob("step-*")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    second = store(one, values, ranks, optimizer, state)
+    assert second != path
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert load_one(one).path == second
+    third = store(one, values, ranks, optimizer, state, keep=1)
+    assert [each.name for each in (one / "c").glob("step-*")] == [third.name]
+
+
+def test_the_key_is_for_the_owner_only(one):
+    (path,) = (one / "c").glob("step-*")
+    assert path.stat().st_mode & 0o077 == 0
+    assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())
+    key = insecure_key(5).secret
+    having = [
+        file.name for file in path.iterdir() if key in file.read_bytes() or key.hex().encode() in file.read_bytes()
+    ]
+    assert having == ["state.json"]
+
+
+FILES = ["state.json", "plan.json", "manifest.json", ".metadata", "__0_0.distcp"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["changed", "short", "missing"])
+def test_damage_is_found(one, name, damage):
+    (path,) = (one / "c").glob(f"step-*/{name}")
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="changed after it was saved|Expected a whole checkpoint"):
+        load_one(one)
+
+
+@pytest.mark.parametrize("lost", FILES)
+def test_a_checkpoint_that_a_kill_left_half_removed_stops_nothing(one, lost):
+    """As versions before this one left it; the next save removes it."""
+    (old,) = (one / "c").glob("step-*")
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    newest_one = store(one, values, ranks, optimizer, state)
+    (old / lost).unlink()
+    assert load_one(one).path == newest_one
+    last = store(one, values, ranks, optimizer, state)
+    assert sorted((one / "c").glob("step-*")) == sorted([newest_one, last])
+    assert load_one(one).path == last
+
+
+def test_a_kill_while_the_list_of_files_is_written(one):
+    """It is whole or absent: half of it would stop all that comes later."""
+    (old,) = (one / "c").glob("step-*")
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    child = os.fork()
+    if not child:
+        real = os.fsync
+
+        def fsync(handle):
+            if Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith("manifest.json"):
+                os.ftruncate(handle, 5)  # what a kill leaves of a write
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(handle)
+
+        os.fsync = fsync
+        store(one, values, ranks, optimizer, state)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert load_one(one).path == old
+    last = store(one, values, ranks, optimizer, state, keep=1)
+    assert list((one / "c").glob("step-*")) == [last]
+
+
+@pytest.mark.parametrize("text", [b"", b"../elsewhere\n", b"\xff\xfe", b"step-00000003\n"])
+def test_a_damaged_name_of_the_newest_says_so(one, text):
+    (one / "c" / "LATEST").write_bytes(text)
+    values, ranks, optimizer = start("alone")
+    with pytest.raises(CheckpointError, match="Expected the name of a checkpoint in .*LATEST, got something else"):
+        load_one(one)
+    state = make_dp_step(loss_fn, PLAN).init(values, insecure_key(5))
+    with pytest.raises(CheckpointError, match="LATEST, got something else"):
+        store(one, values, ranks, optimizer, state)
+
+
+def test_what_was_never_finished_is_ignored(one):
+    (one / "c" / "step-00000099.000").mkdir()
+    assert load_one(one).state.step == 3
+    (one / "c" / "LATEST").unlink()
+    with pytest.raises(CheckpointError, match="LATEST is missing: write the name.*step-00000003.000"):
+        load_one(one)
+    shutil.rmtree(one / "c" / "step-00000003.000")
+    with pytest.raises(CheckpointError, match="found none. Start a new run"):
+        load_one(one)
+
+
+def test_a_folder_of_one_process_is_named_as_such(tmp_path):
+    """Whoever is told to start a new run pays for all of it again."""
+    state = make_dp_step(loss_fn, PLAN).init(params(), insecure_key(78))
+    save(tmp_path / "c", params=params(), state=state, plan=PLAN, data=data())
+    with pytest.raises(CheckpointError, match="step-00000000.000 is there, which dpfunc.save wrote.*dpfunc.load"):
+        load_one(tmp_path)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("evil", [Evil(), {"x": Path("y").exists}])
+def test_pickles_are_not_executed(one, evil):
+    (path,) = (one / "c").glob("step-*")
+    (path / ".metadata").write_bytes(pickle.dumps(evil))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest[".metadata"] = sha256(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="Expected a description of tensors"):
+        load_one(one)
+
+
+REFUSALS = {
+    "plan": ({"plan": plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3), noise_multiplier=0.9)}, r"another plan: .*now 0.9"),
+    "data": ({"data": {**data(), "y": data()["y"].roll(1)}}, "another data set"),
+    "shape": ({"params": {**params(), "in.bias": torch.zeros(8)}}, r"in.bias: saved float32 \(9,\), now float32 \(8,\)"),
+    "missing": ({"params": {"in.bias": torch.zeros(9)}}, "now absent"),
+    "type": ({"params": params(torch.float64)}, "now float64"),
+    "optimizer": ({"optimizer_state": {"state": {}, "param_groups": []}}, "Expected optimizer_state to have"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_another_run_is_refused(one, name):
+    changes, message = REFUSALS[name]
+    with pytest.raises(CheckpointError, match=message):
+        load_one(one, **changes)
+
+
+def test_bad_arguments(one):
+    values, ranks, optimizer = start("alone")
+    with pytest.raises(InvalidArgument, match="keep"):
+        store(one, values, ranks, optimizer, load_one(one).state, keep=0)
+    with pytest.raises(InvalidArgument, match="Expected extra to hold JSON values"):
+        store(one, values, ranks, optimizer, load_one(one).state, extra={"n": object()})
+    with pytest.raises(InvalidArgument, match="Expected optimizer_state"):
+        store(one, values, ranks, optimizer, load_one(one).state, optimizer_state={"f": len})
+
+
+def test_optimizer_states_of_all_kinds_come_back(tmp_path):
+    values, ranks, _ = start("alone")
+    state = make_dp_step(loss_fn, PLAN).init(values, insecure_key(77))
+    kinds = {
+        "a": [1, 2.5, None, True, "s"],
+        3: (torch.arange(3), torch.ones(2, 2, dtype=torch.bfloat16)),
+        "e": {},
+        "z": [],
+    }
+    save_sharded(
+        tmp_path / "c", params=values, state=state, plan=PLAN, data="d", ranks=ranks, optimizer_state=kinds,
+        journal=tmp_path / "journal.jsonl",
+    )  # fmt: skip
+    found = load_one(tmp_path, data="d").optimizer_state
+    assert list(found) == list(kinds)
+    assert (found["a"], found["e"], found["z"], type(found[3])) == (kinds["a"], {}, [], tuple)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[3], kinds[3], strict=True))
+
+
+SCRIPT = Path(checkpoint_jobs.__file__)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run of two processes of which nothing is left but its files, and how many steps were seen."""
+    place = tmp_path_factory.mktemp("killed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(place), str(rank), "2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for _ in range(3):
+            assert children[0].stdout.readline().strip().isdigit()
+        time.sleep(0.002)
+    finally:
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+    seen = 3 + len(children[0].communicate()[0].splitlines())
+    children[1].communicate()
+    assert journal_ledger(place / "journal.jsonl").num_steps >= seen
+    return place, seen
+
+
+@pytest.mark.parametrize("again", [2, 1])
+def test_kill_loses_no_accounting(killed, tmp_path, again):
+    """kill -9 of all processes in the middle of a run; then as many as before repeat, or fewer pay again."""
+    copied(killed[0], tmp_path)
+    spent = journal_ledger(tmp_path / "journal.jsonl")
+    if again == 2:
+        for _, ledger, (_, charged), _ in run(2, "checkpoint_jobs:train", tmp_path, "rows", 8, True):
+            assert charged >= killed[1]
+            assert ledger == PLAN.ledger().to_json()
+    else:
+        (_, ledger, (step, _), _) = train(tmp_path, "alone", 8, True, None, True)
+        assert Ledger.from_json(ledger) == spent.compose(Ledger(PLAN.events(step, 8), PLAN.adjacency))
+        assert Ledger.from_json(ledger).num_steps >= 8
+    assert journal_ledger(tmp_path / "journal.jsonl").to_json() == ledger
+
+
+def test_a_kill_before_the_name_is_changed(one):
+    """All is on disk, and LATEST names the old one: so it is the newest, and the next save removes the other."""
+    values, ranks, optimizer = start("alone")
+    state = load_one(one).state
+    child = os.fork()
+    if not child:
+        real = os.replace
+        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+        saving.os.replace = lambda old, new: kill() if Path(new).name == "LATEST" else real(old, new)
+        store(one, values, ranks, optimizer, state, extra={"number": 1})
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert len(list((one / "c").glob("step-*/manifest.json"))) == 2
+    assert load_one(one).extra == {}
+    last = store(one, values, ranks, optimizer, state, keep=1)
+    assert list((one / "c").glob("step-*")) == [last]
+
+
+def test_a_crash_while_saving(tmp_path):
+    """kill -9 of one process is an error of the other, and the old checkpoint stays the newest. (Last: ends workers.)"""
+    alive, dead = outcomes(2, "checkpoint_jobs:trouble_while_saving", tmp_path, [("tensors", 1, "killed")], seconds=10)
+    assert dead.died
+    assert alive.error or "Error" in alive.value[0]
+    assert newest(tmp_path).extra == {"number": 0}
+    (left,) = (tmp_path / "c").glob("step-*")  # process 0 cleaned up
+    assert left.name == "step-00000000.000"

@@ -1,0 +1,226 @@
+"""The command line: answers, JSON, exit codes, and errors that are no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+from journal_cases import line, written
+
+from dpfunc.accounting import Ledger
+from dpfunc.cli.main import main
+from dpfunc.types import Event
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_epsilon_in_json():
+    result = run("epsilon", "-q", 0.01, "--steps", 1000, "--sigma", 1, "--delta", 1e-5, "--json")
+    values = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert 1.828 < values["epsilon"] < 1.839
+    assert (values["method"], values["steps"]) == ("tilted", 1000)
+
+
+def test_two_ways_to_say_it_agree():
+    one = run("epsilon", "-q", 0.25, "--steps", 12, "--sigma", 2, "--delta", 1e-5, "--json").stdout
+    two = run("epsilon", "-n", 64, "-b", 16, "--epochs", 3, "--sigma", 2, "--delta", 1e-5, "--json").stdout
+    assert json.loads(one) == json.loads(two)
+
+
+def test_a_part_of_a_step_is_a_step():
+    result = run("epsilon", "-n", 1000, "-b", 32, "--epochs", 3, "--sigma", 0.8, "--delta", 1e-5, "--json")
+    assert json.loads(result.stdout)["steps"] == 94
+
+
+def test_epochs_that_fit_exactly_are_not_rounded_up():
+    result = run("epsilon", "-q", 0.07, "--epochs", 7, "--sigma", 1, "--delta", 1e-5, "--json")
+    assert json.loads(result.stdout)["steps"] == 100
+
+
+def test_sigma_is_the_inverse_of_epsilon():
+    sigma = json.loads(run("sigma", "-q", 0.1, "--steps", 50, "--epsilon", 2, "--delta", 1e-5, "--json").stdout)
+    back = run("epsilon", "-q", 0.1, "--steps", 50, "--sigma", sigma["noise_multiplier"], "--delta", 1e-5, "--json")
+    assert 1.95 < json.loads(back.stdout)["epsilon"] <= 2.0
+
+
+def test_tables_are_readable():
+    result = run("epsilon", "-q", 1, "--steps", 10, "--sigma", 5, "--delta", 1e-5)
+    assert result.exit_code == 0
+    assert "2.594" in result.stdout
+    assert "gaussian" in result.stdout
+
+
+def test_requirements():
+    arguments = ("requirements", "-n", 5000, "-b", 128, "--epochs", 5, "--epsilon", 3)
+    values = json.loads(run(*arguments, "--json").stdout)
+    assert values["total_steps"] == 196
+    assert values["delta"] < 1 / 5000
+    assert values["recommended_batch_size"] >= 128
+    text = run(*arguments).stdout
+    assert "clip norm" in text
+    assert "belief of 1/2" in text
+
+
+def test_ledger_show(tmp_path):
+    path = tmp_path / "ledger.json"
+    path.write_text(Ledger((Event(1.0, 5.0, 10),)).to_json())
+    text = run("ledger", "show", path, "--delta", 1e-5)
+    assert text.exit_code == 0
+    assert "2.594" in text.stdout
+    values = json.loads(run("ledger", "show", path, "--delta", 1e-5, "--json").stdout)
+    assert values["events"] == [{"sampling_prob": 1.0, "noise_multiplier": 5.0, "num_steps": 10}]
+
+
+def test_journal_show(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    written(path, *(line(step) for step in range(10)))
+    assert "2.594" in run("ledger", "show", path, "--delta", 1e-5).stdout
+
+
+def test_infinite_epsilon_is_valid_json_and_readable():
+    command = ("epsilon", "-q", 0.5, "--steps", 10, "--sigma", 0, "--delta", 1e-5)
+    assert json.loads(run(*command, "--json").stdout)["epsilon"] is None
+    table = run(*command).stdout
+    assert "infinite" in table
+    assert "None" not in table
+
+
+def test_large_delta_is_warned_about():
+    result = run("epsilon", "-n", 1000, "-b", 100, "--steps", 10, "--sigma", 1, "--delta", 0.01)
+    assert result.exit_code == 0
+    assert "Warning: delta=0.01 is not below 1 / dataset_size = 0.001" in result.stderr
+
+
+GOOD = ["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1, "--delta", 1e-5]
+BAD = {
+    "q > 1": (["epsilon", "-q", 1.5, "--steps", 10, "--sigma", 1, "--delta", 1e-5], 1, "0 < sampling_prob <= 1"),
+    "negative sigma": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", -1, "--delta", 1e-5], 1, "noise_multiplier=-1.0"),
+    "NaN sigma": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", "nan", "--delta", 1e-5], 1, "noise_multiplier=nan"),
+    "delta 1": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1, "--delta", 1], 1, "0 < delta < 1"),
+    "no steps": (["epsilon", "-q", 0.1, "--steps", 0, "--sigma", 1, "--delta", 1e-5], 1, "steps >= 1"),
+    "neither steps nor epochs": (["epsilon", "-q", 0.1, "--sigma", 1, "--delta", 1e-5], 1, "either --steps or --epochs"),
+    "both": ([*GOOD, "--epochs", 3], 1, "either --steps or --epochs"),
+    "no sampling": (["epsilon", "--steps", 3, "--sigma", 1, "--delta", 1e-5], 1, "either --sampling-prob, or"),
+    "batch above data": (
+        ["epsilon", "-n", 10, "-b", 11, "--steps", 3, "--sigma", 1, "--delta", 1e-5], 1, "expected_batch_size <= dataset_size",
+    ),
+    "endless epochs": (["epsilon", "-q", 0.1, "--epochs", "inf", "--sigma", 1, "--delta", 1e-5], 1, "0 < epochs < inf"),
+    "missing delta": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1], 2, "Missing option '--delta'"),
+    "misspelt option": ([*GOOD, "--adjacancy", "x"], 2, "No such option"),
+    "GDP": ([*GOOD, "--method", "gdp-approximation"], 2, "is not one of"),
+    "no such file": (["ledger", "show", "nowhere.json", "--delta", 1e-5], 2, "does not exist"),
+    "unreachable": (["sigma", "-q", 0.1, "--steps", 10, "--epsilon", -1, "--delta", 1e-5], 1, "epsilon=-1.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_are_messages_with_exit_codes(name):
+    arguments, code, message = BAD[name]
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.output
+
+
+NO_LEDGERS = {
+    "empty": b"{}",
+    "state of a checkpoint": json.dumps({"schema": 1, "ledger": json.loads(Ledger().to_json())}).encode(),
+    "list": b"[1]",
+    "text": b"hello",
+    "weights": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("name", NO_LEDGERS)
+def test_a_ledger_that_is_none(tmp_path, name):
+    path = tmp_path / "ledger.json"
+    path.write_bytes(NO_LEDGERS[name])
+    result = run("ledger", "show", path, "--delta", 1e-5)
+    assert result.exit_code == 1
+    assert "Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl)" in result.stderr
+    assert "version" not in result.stderr
+
+
+def test_a_ledger_of_another_version(tmp_path):
+    path = tmp_path / "ledger.json"
+    path.write_text('{"schema": "dpfunc.ledger/9"}')
+    assert "Use the version of dpfunc that wrote it" in run("ledger", "show", path, "--delta", 1e-5).stderr
+
+
+@pytest.mark.parametrize("command", [[], ["epsilon"], ["sigma"], ["requirements"], ["ledger"], ["ledger", "show"]])
+def test_help(command):
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+
+
+NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
+TABLES = {
+    "epsilon": ("epsilon", "-n", 60000, "-b", 256, "--epochs", 60, "--sigma", 1.1, "--delta", 1e-5),
+    "sigma": ("sigma", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3, "--delta", 1e-5),
+    "requirements": ("requirements", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3),
+}
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 100])
+@pytest.mark.parametrize("name", [*TABLES, "ledger"])
+def test_narrow_terminals_show_every_number(tmp_path, monkeypatch, name, width):
+    path = tmp_path / "journal.jsonl"
+    written(path, *(line(step) for step in range(10)))
+    command = TABLES.get(name, ("ledger", "show", path, "--delta", 1e-5))
+    monkeypatch.setenv("COLUMNS", "250")
+    wide = run(*command).stdout
+    monkeypatch.setenv("COLUMNS", str(width))
+    narrow = run(*command).stdout
+    assert sorted(NUMBERS.findall(narrow)) == sorted(NUMBERS.findall(wide))
+    assert len(NUMBERS.findall(wide)) > 3
+    assert "\u2026" not in narrow
+
+
+@pytest.mark.parametrize("name", [*TABLES, "ledger"])
+def test_every_accounting_command_has_json(tmp_path, name):
+    """One JSON value on stdout, whatever is said beside it."""
+    path = tmp_path / "journal.jsonl"
+    written(path, *(line(step) for step in range(10)))
+    result = run(*TABLES.get(name, ("ledger", "show", path, "--delta", 1e-5)), "--json")
+    assert result.exit_code == 0
+    values = json.loads(result.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert "delta" in values
+
+
+def test_exit_codes_are_as_the_help_says(monkeypatch):
+    text = " ".join(run("--help").stdout.split())
+    assert "Exit codes: 0, done; 1, refused or interrupted" in text
+    assert "2, an option, argument or file name that does not exist" in text
+    assert run(*GOOD).exit_code == 0
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpfunc.accounting.epsilon", stop)
+    stopped = run(*GOOD)
+    assert (stopped.exit_code, stopped.stdout) == (1, "")
+
+
+def test_damaged_ledgers_and_journals(tmp_path):
+    """An error in one line, never a traceback."""
+    texts = {
+        "twice.json": '{"schema": "dpfunc.ledger/1", "schema": "dpfunc.ledger/1"}',
+        "deep.json": "[" * 100_000,
+        "short.json": Ledger((Event(1.0, 5.0, 10),)).to_json()[:-4],
+        "pair.json": '{"schema": "dpfunc.ledger/1", "adjacency": "\\ud800", "events": []}',
+        "deep.jsonl": "[" * 100_000 + "\n",
+        "list.jsonl": "[1]\n",
+        "bytes.jsonl": "\udcff\udcfe\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        result = run("ledger", "show", tmp_path / name, "--delta", 1e-5)
+        assert result.exit_code == 1, name
+        assert isinstance(result.exception, SystemExit), (name, result.exception)
+        assert result.stderr.startswith("Error: "), name

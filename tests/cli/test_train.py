@@ -1,0 +1,748 @@
+"""`dpfunc train`: dry run, resume after a kill, the twin, refusals, and what is said at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from text_job import write_job, write_model, write_table
+from transformers import TrainerCallback
+
+from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.cli.main import main
+from dpfunc.cli.train import interruptible
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import secure_key
+from dpfunc.train import run as train_job
+from dpfunc.train.config import SECTIONS, STRATEGIES
+from dpfunc.train.config_file import read_job
+from dpfunc.train.dataset import PadRight, language_record, prompt_ids, read_records
+from dpfunc.train.model import choose_parameters, load_base, load_processing
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def train(*arguments):
+    return run("train", "job.yaml", *arguments)
+
+
+def files(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a job, and its finished run."""
+    place = tmp_path_factory.mktemp("job")
+    write_job(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        result = train()
+    assert result.exit_code == 0, result.output
+    return place, result.stdout
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder[0])
+    return folder[0]
+
+
+def test_T9_the_end_says_what_was_spent_and_what_is_not_covered(folder):
+    _, output = folder
+    assert "Spent: epsilon=7.99" in output
+    assert "at delta=0.001 (tilted; rdp says" in output
+    assert "Not covered by epsilon: metrics on the evaluation records, a choice between runs" in output
+    assert "Saved: run/model" in output
+
+
+def test_T12_the_run_folder_is_complete(here):
+    values = json.loads((here / "run" / "privacy_accounting.json").read_text())
+    assert values["epsilon"] <= 8.0
+    assert (values["target_epsilon"], values["global_step"], values["delta"]) == (8.0, 4, 1e-3)
+    assert json.loads((here / "run" / "job.json").read_text())["insecure_seed"] is None
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (here / "run" / "model").iterdir()
+    }
+
+
+def test_T8_the_adapter_opens_with_peft(here):
+    from peft import PeftModel
+
+    job = read_job("job.yaml")
+    base = load_base(job, load_processing(job))
+    before = base.state_dict()["model.layers.0.self_attn.q_proj.weight"].clone()
+    model = PeftModel.from_pretrained(base, here / "run" / "model")
+    trained = [value for name, value in model.named_parameters() if "lora_B" in name]
+    assert any(value.abs().max() > 0 for value in trained)
+    saved = load_file(here / "run" / "model" / "adapter_model.safetensors")
+    assert len(saved) == 2 * len(trained)
+    assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+def test_a_used_folder_is_refused(here, mode):
+    before = files(here)
+    result = train(*mode)
+    assert result.exit_code == 1
+    assert "Expected an empty output_dir, got 'run'" in result.stderr
+    assert "--resume" in result.stderr
+    assert files(here) == before
+
+
+def test_dry_run_writes_nothing(here):
+    before = files(here)
+    result = train("--dry-run", "--output_dir", "other")
+    assert result.exit_code == 0, result.output
+    assert files(here) == before
+    for line in (
+        "records: 120 to train on, 0 to evaluate on",
+        "steps: 4",
+        "logical batch: 32 expected, physical batch: 16",
+        "sampling probability: 0.2667 (Poisson)",
+        "noise multiplier: 0.5489, ",
+        "at delta = 0.001, add_remove",
+        "trained parameters: 512 of 3,504 (lora)",
+        "memory: about",
+        "one forward pass of 2 records",
+        "Nothing was trained, written or spent.",
+    ):
+        assert line in result.stdout
+    epsilon = result.stdout.split("epsilon: ")[1].split(" (tilted), ")
+    assert 7.9 < float(epsilon[0]) <= 8.0 < float(epsilon[1].split(" ")[0])
+    activations = float(result.stdout.split("activations ")[1].split(",")[0])
+    assert 0 < activations < 1
+
+
+def test_dp_dry_run_is_a_dry_run_too(here):
+    before = files(here)
+    for flags in (["--dp_dry_run"], ["--dry_run"]):
+        assert "Nothing was trained" in train(*flags, "--output_dir", "other").stdout
+    assert files(here) == before
+
+
+def test_memory_grows_with_the_physical_batch_only(here):
+    def activations(*flags):
+        output = train("--dry-run", "--output_dir", "other", *flags).stdout
+        return float(output.split("activations ")[1].split(",")[0])
+
+    small, large = activations("--physical_batch_size", 8), activations("--physical_batch_size", 32)
+    assert 3.8 < large / small < 4.2
+    assert activations("--physical_batch_size", 8, "--batch_size", 64) == small
+
+
+def test_T15_the_twin_has_a_folder_of_its_own(here):
+    result = train("--no-dp")
+    assert result.exit_code == 0, result.output
+    assert "epsilon=inf. This is the twin without privacy" in result.stdout
+    assert not (here / "run-no-dp" / "privacy_accounting.json").exists()
+    assert (here / "run-no-dp" / "model" / "adapter_model.safetensors").exists()
+    again = train("--no-dp")
+    assert again.exit_code == 1
+    assert "run-no-dp" in again.stderr
+
+
+def test_the_twin_needs_no_privacy_arguments(here):
+    text = Path("job.yaml").read_text().replace("dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0", "dp_clip: flat")
+    Path("bare.yaml").write_text(text)
+    assert run("train", "bare.yaml", "--dry-run").exit_code == 1
+    result = run("train", "bare.yaml", "--no-dp", "--dry-run", "--output_dir", "other")
+    assert "epsilon: inf (the twin without privacy)" in result.stdout
+
+
+@pytest.mark.slow
+def test_L21_killed_command_resumes_bit_for_bit(here):
+    flags = ["--steps", "40", "--save_steps", "5", "--physical_batch_size", "32", "--insecure-seed", "7"]
+    whole = train(*flags, "--output_dir", "whole")
+    assert whole.exit_code == 0, whole.output
+    assert "anybody can guess the noise" in whole.stdout
+    command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
+    process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(Path("killed").glob("checkpoint-*/trainer_state.json")):
+        assert process.poll() is None, "finished before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not Path("killed/model").exists()
+    taken = {run: len(steps) for run, steps in read_steps(Path("killed/privacy_journal.jsonl")).items()}
+    resumed = train(*flags, "--output_dir", "killed", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    one, two = (load_file(f"{name}/model/adapter_model.safetensors") for name in ("whole", "killed"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    after = {run: len(steps) for run, steps in read_steps(Path("killed/privacy_journal.jsonl")).items()}
+    assert sum(taken.values()) >= 5
+    assert list(after) == list(taken)
+    assert list(after.values()) == [40]
+    spent = [json.loads(Path(name, "privacy_accounting.json").read_text())["epsilon"] for name in ("whole", "killed")]
+    assert spent[0] == spent[1]
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
+    """The message says how, and the noise of the next run is for what is left."""
+    flags = ["--steps", "4", "--save_steps", "50"]
+    code = (
+        "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.hf import train_job\n"
+        "from dpfunc.cli.main import main\n"
+        "class Kill(TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n"
+        "        if state.global_step == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "make = train_job.make_trainer\n"
+        "def made(*args):\n    trainer = make(*args)\n    trainer.add_callback(Kill())\n    return trainer\n"
+        "train_job.make_trainer = made\n"
+        f"main(['train', 'job.yaml', *{flags!r}, '--output_dir', 'lost'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, check=False, env=environment)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    told = train(*flags, "--output_dir", "lost", "--resume")
+    assert told.exit_code == 1
+    assert train(*flags, "--output_dir", "lost", "--resume", "--dry-run").stderr == told.stderr
+    (path,) = re.findall(r"--spent (\S+)", told.stderr)
+    assert "The journal counts 2 steps" in told.stderr
+    dry = train(*flags, "--output_dir", "next", "--spent", path, "--dry-run").stdout
+    assert 7.9 < float(re.findall(r"with 2 steps of earlier runs: epsilon: (\S+) in all", dry)[0]) <= 8.0
+    assert not Path("next").exists()
+    result = train(*flags, "--output_dir", "next", "--spent", path)
+    assert result.exit_code == 0, result.output
+    spent = json.loads(Path("next/privacy_accounting.json").read_text())
+    first = json.loads(Path("run/privacy_accounting.json").read_text())
+    assert 7.9 < spent["epsilon"] <= 8.0
+    assert spent["noise_multiplier"] > 1.1 * first["noise_multiplier"]
+    assert sum(event[2] if isinstance(event, list) else event["num_steps"] for event in spent["ledger"]["events"]) == 6
+    again = train(*flags, "--output_dir", "third", "--spent", "next/privacy_accounting.json", "--dp_epsilon", 7)
+    assert again.exit_code == 1  # nothing is left of a smaller budget
+    assert not Path("third").exists()
+    assert train(*flags, "--output_dir", "next", "--resume").exit_code == 1  # without --spent it is another job
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(here):
+    """Before anything is prepared, and with nothing written; also when it is resumed."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom dpfunc._utils.locks import only_process\n"
+        "with only_process(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name, flags in (("busy", []), ("run", ["--resume"])):
+        command = [sys.executable, "-c", code, name]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=here, env=environment
+        ) as other:
+            assert other.stdout.readline() == b"held\n"
+            before = files(here)
+            result = train("--output_dir", name, *flags)
+            other.communicate(b"")
+        assert result.exit_code == 1
+        assert (
+            f"Expected no other process in '{name}', got process {other.pid}, which trains there now" in result.stderr
+        )
+        assert "Two runs in one folder would publish one ledger for the steps of both" in result.stderr
+        assert [path for path, _ in before if ".dpfunc.lock" in path]
+    assert not Path("busy").exists()
+    assert not (here / "run" / ".dpfunc.lock").exists()
+
+
+@pytest.mark.slow
+def test_two_commands_at_the_same_time(here):
+    """One of them trains, and its ledger has all that was taken."""
+    command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", "--output_dir"]
+    options = {"cwd": here, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    options["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    both = [subprocess.Popen([*command, "twice"], **options) for _ in range(2)]
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1]
+    refused = said[[process.returncode for process in both].index(1)]
+    assert "Expected no other process in" in refused or "Expected an empty output_dir" in refused
+    steps = json.loads((here / "twice/privacy_accounting.json").read_text())["global_step"]
+    assert journal_ledger(here / "twice/privacy_journal.jsonl").num_steps == steps == 4
+
+
+def test_a_model_is_saved_with_the_cost_of_its_whole_journal(here, monkeypatch):
+    """Where locks do nothing, as on some file systems, the end finds steps of others."""
+
+    class Other(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                trainer = self.trainer
+                another = trainer._run.dp_step.init(trainer._run.params, secure_key())
+                Journal(Path("mixed/privacy_journal.jsonl"), trainer.plan)(another._replace(step=1))
+
+    def made(*args):
+        callback = Other()
+        callback.trainer = make(*args)
+        callback.trainer.add_callback(callback)
+        return callback.trainer
+
+    make = train_job.make_trainer
+    monkeypatch.setattr(train_job, "make_trainer", made)
+    result = train("--output_dir", "mixed")
+    assert result.exit_code == 1
+    assert "to count the steps of mixed/privacy_journal.jsonl, Ledger(5 steps" in result.stderr
+    assert "--spent mixed/privacy_journal.jsonl" in result.stderr
+    assert not Path("mixed/model").exists()
+
+
+DAMAGED_JOBS = {
+    "short": ('{"job": {"task"', "Expecting"),
+    "empty": ("", "Expecting value"),
+    "list": ("[1]", "it does not hold a job"),
+    "no job": ("{}", "it does not hold a job"),
+    "text": ('{"job": "x", "insecure_seed": null}', "it does not hold a job"),
+    "deep": ("[" * 100_000, "its values are nested too deeply"),
+    "bytes": ("\udcff\udcfe", "cannot be read"),
+    "half a pair": ('{"job": {"task": "\\ud800"}, "insecure_seed": null}', "was started with"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_JOBS)
+def test_a_damaged_job_file_says_so(here, tmp_path, name):
+    text, message = DAMAGED_JOBS[name]
+    folder = tmp_path / "run"
+    shutil.copytree(here / "run", folder)
+    (folder / "job.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    for command in (
+        ["train", "job.yaml", "--output_dir", folder, "--resume"],
+        ["generate", folder, "-n", 1, "--out", "x.jsonl"],
+    ):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit), result.exception
+        if name != "half a pair" or "train" in command:
+            assert message in result.stderr
+        if name not in ("half a pair",):
+            assert f"--spent {folder}/privacy_journal.jsonl" in result.stderr
+
+
+RESUMES = {
+    "no run": (["--resume", "--output_dir", "nowhere"], "Expected a run in 'nowhere' to resume, found none"),
+    "another rate": (["--resume", "--learning_rate", "0.1"], "learning_rate was 0.01, now 0.1"),
+    "another budget": (["--resume", "--dp_epsilon", "9"], "dp_epsilon was 8.0, now 9.0"),
+    "another key": (["--resume", "--insecure-seed", "1"], "--insecure-seed was None, now 1"),
+    "without privacy": (["--resume", "--dp_enabled", "false"], "dp_enabled was True, now False"),
+}
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+@pytest.mark.parametrize("name", RESUMES)
+def test_what_cannot_be_resumed(here, name, mode):
+    flags, message = RESUMES[name]
+    before = files(here)
+    result = train(*flags, *mode)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert files(here) == before
+
+
+def test_a_finished_run_resumes_to_itself(here):
+    before = load_file("run/model/adapter_model.safetensors")
+    result = train("--resume", "--logging_steps", 1)
+    assert result.exit_code == 0, result.output
+    after = load_file("run/model/adapter_model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    dry = files(here)
+    assert "Nothing was trained" in train("--resume", "--dry-run").stdout
+    assert files(here) == dry
+
+
+REFUSED = {  # flags, exit code, message
+    "misspelt flag": (["--dp_epsilom", "3"], 2, "No such flag: --dp_epsilom. Did you mean 'dp_epsilon'?"),
+    "no value": (["--steps"], 2, "Expected a value after --steps"),
+    "bad value": (["--dp_delta", "2"], 1, "0 < dp_delta < 1"),
+    "text for a number": (["--steps", "ten"], 1, "Expected an integer, got --steps='ten'"),
+    "optimizer": (["--optimizer", "adamm"], 1, "adamm is not a valid OptimizerNames"),
+    "scheduler": (["--scheduler", "x"], 1, "x is not a valid SchedulerType"),
+    "no model": (["--model.path", "nowhere"], 1, "got model.path='nowhere': there is no such folder here"),
+    "no tokenizer": (["--model.tokenizer", "a/b/c"], 1, "got model.tokenizer='a/b/c': there is no such folder here"),
+    "misspelt logger": (["--report_to", "tensorbord"], 1, "Did you mean 'tensorboard'?"),
+    "unknown logger": (["--report_to", "x"], 1, "report_to to be one of 'azure_ml', 'clearml',"),
+    "logger not installed": (["--report_to", "none-such"], 1, "got report_to='none-such', which is not. Install it"),
+    "folder under a file": (["--output_dir", "mails.jsonl/x"], 1, "'mails.jsonl' is a file. Name another folder"),
+    "folder is a file": (["--output_dir", "mails.jsonl"], 1, "'mails.jsonl' is a file. Name another folder"),
+    "folder not ours": (["--output_dir", "locked/x"], 1, "'locked' may not be"),
+    "no weights": (["--init", "pretrained"], 1, "Expected a model for causal_lm in 'tiny'"),
+    "targets": (["--lora.targets", "nix"], 1, "Target modules {'nix'} not found"),
+    "no table": (["--data.train", "nowhere.jsonl"], 1, "nowhere.jsonl"),
+    "no journal": (["--spent", "nowhere.jsonl"], 1, "Expected a journal or ledger of a run, got 'nowhere.jsonl'"),
+    "no column": (["--text_column", "body"], 1, "Expected a text in the column 'body' in row 1 of mails.jsonl"),
+    "batch above the data": (["--batch_size", "500"], 1, "0 < batch_size <= dataset_size, got batch_size=500."),
+    "delta 1/n": (["--dp_delta", "0.01"], 1, "got dp_delta=0.01."),
+    "how to insist": (["--dp_delta", "0.01"], 1, "or pass dp_allow_large_delta: true and say so"),
+    "no labels": (["--task", "text_classification", "--prompt_template", "null"], 1, "Expected data.labels"),
+    "unknown label": (
+        ["--task", "text_classification", "--prompt_template", "null", "--labels", "sport,art"], 1,
+        "Expected one of data.labels (sport, art) in row 2 of mails.jsonl, got another",
+    ),
+    "no biases": (["--strategy", "bitfit"], 1, "Expected parameters for strategy='bitfit', LlamaForCausalLM has none"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def loggers(monkeypatch):
+    """One more logger that is known, and not installed wherever the tests run."""
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "none-such", object)
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """A folder that may not be written, also where the tests may do everything."""
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "locked" and may(path, mode))
+
+
+@pytest.mark.usefixtures("loggers", "locked")
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_dry_run_refuses_what_training_refuses(here, name, mode):
+    """With a message, and nothing is written."""
+    flags, code, message = REFUSED[name]
+    Path("locked").mkdir(exist_ok=True)
+    before = files(here)
+    given = [] if "--output_dir" in flags else ["--output_dir", "other"]
+    result = train(*given, *flags, *mode)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert code == 2 or result.stderr.rstrip().rpartition("\n")[2].startswith("Error: ")
+    assert "Traceback" not in result.output
+    assert files(here) == before
+
+
+@pytest.mark.parametrize("names", ["none", "all"])
+def test_words_for_all_loggers_are_no_names(here, names):
+    assert train("--output_dir", "other", "--report_to", names, "--dry-run").exit_code == 0
+
+
+def test_a_hub_name_with_downloads_is_not_a_missing_folder(here, monkeypatch):
+    from transformers import AutoTokenizer
+
+    def unreachable(path, **options):
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    result = train("--output_dir", "other", "--model.path", "some/model", "--local_files_only", "false")
+    assert "Expected a tokenizer in 'some/model': We couldn't connect" in result.stderr
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Ctrl-C after a step."""
+    from transformers import TrainerCallback
+
+    from dpfunc.train import run as train_job
+
+    make = train_job.make_trainer
+
+    def patch(step):
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == step:
+                    signal.raise_signal(signal.SIGINT)
+
+        def made(*arguments):
+            trainer = make(*arguments)
+            trainer.add_callback(Stop())
+            return trainer
+
+        monkeypatch.setattr(train_job, "make_trainer", made)
+        return lambda: monkeypatch.setattr(train_job, "make_trainer", make)
+
+    return patch
+
+
+def test_an_interrupt_says_what_was_spent(here, stop_at):
+    undo = stop_at(3)
+    result = train("--output_dir", "stopped")
+    assert result.exit_code == 1
+    said, aborted = [line for line in result.stderr.splitlines() if line][-2:]
+    assert aborted == "Aborted!"
+    journal = Path("stopped/privacy_journal.jsonl")
+    spent = journal_ledger(journal)
+    assert spent.num_steps == 3
+    epsilon = spent.epsilon(1e-3).epsilon
+    assert f"The journal has 3 steps, which spent epsilon={epsilon:.4g} at delta=0.001." in said
+    assert f"--spent {journal}." in said
+    assert said.endswith("--resume goes on with this run.")
+    undo()
+    assert train("--output_dir", "stopped", "--resume").exit_code == 0
+    dry = train("--output_dir", "other", "--spent", journal, "--dry-run")
+    assert "with 4 steps of earlier runs" in dry.stdout
+
+
+def test_an_interrupt_before_the_first_checkpoint_promises_no_resume(here, stop_at):
+    stop_at(1)
+    said = train("--output_dir", "early").stderr
+    assert "The journal has 1 steps" in said
+    assert "There is no checkpoint to resume." in said
+    twin = train("--output_dir", "early", "--no-dp").stderr
+    assert "The twin without privacy spends nothing. There is no checkpoint to resume." in twin
+    again = train("--output_dir", "early", "--no-dp", "--resume")
+    assert again.exit_code == 1
+    assert "Expected a checkpoint in early-no-dp, found none" in again.stderr
+
+
+def test_only_the_process_that_writes_speaks_of_an_interrupt(here, capsys):
+    job = read_job("job.yaml", ["--output_dir", "nowhere"])
+    said = []
+    for writes in (True, False):
+        with pytest.raises(KeyboardInterrupt), interruptible(job, SimpleNamespace(writes=writes)):
+            raise KeyboardInterrupt
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("\nInterrupted before the first step was released: nothing was spent.")
+    assert said[1] == ""
+
+
+def test_a_launcher_that_starts_one_process_only_is_refused(here, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    before = files(here)
+    for flags in ([], ["--no-dp"], ["--dry-run"]):
+        result = train("--output_dir", "other", *flags)
+        assert result.exit_code == 1
+        assert "`accelerate launch`" in result.stderr
+        assert "torchrun --nproc-per-node N" in result.stderr
+    assert files(here) == before
+
+
+@pytest.mark.slow
+def test_L9_T5_torchrun_with_one_process(here):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "dpfunc.cli.main", "train"]
+    options = ["job.yaml", "--output_dir", "launched", "--steps", "2", "--save_steps", "2", "--dp-epsilon", "3"]
+    result = subprocess.run([*command, *options], cwd=here, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Spent: epsilon=" in result.stdout
+    assert json.loads(Path("launched/privacy_accounting.json").read_text())["epsilon"] <= 3.0
+    assert Path("launched/model/adapter_model.safetensors").exists()
+
+
+def test_L18_bf16_with_gradient_checkpointing(here):
+    result = train("--bf16", "--gradient_checkpointing", "--steps", 2, "--output_dir", "narrow")
+    assert result.exit_code == 0, result.output
+    saved = load_file("narrow/model/adapter_model.safetensors")
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in saved.values())
+
+
+def test_text_classification(tmp_path, monkeypatch):
+    write_job(tmp_path, "text_classification", "gpt2")
+    monkeypatch.chdir(tmp_path)
+    result = train("--strategy", "head", "--eval_steps", 2)
+    assert result.exit_code == 0, result.output
+    assert "eval_accuracy: 0." in result.stdout
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained("run/model")
+    assert model.config.id2label == {0: "sport", 1: "money"}
+
+
+def test_L7_L8_vqa(tmp_path, monkeypatch):
+    from dpfunc.hf.vision_language.tiny_llava import write
+
+    write(tmp_path, 24)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(
+        "task: vqa\nstrategy: projector\noutput_dir: run\nmodel: {path: llava}\n"
+        "data: {train: data.jsonl, max_length: 24, eval_fraction: 0.2}\n"
+        "privacy: {dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0}\n"
+        "training: {learning_rate: 1e-2, batch_size: 8, steps: 2, physical_batch_size: 4}\n"
+    )
+    assert "(lora)" in train("--strategy", "lora", "--dry-run").stdout
+    result = train()
+    assert result.exit_code == 0, result.output
+    assert "eval_loss" in result.stdout
+    Path("images/003.png").unlink()
+    missing = train("--output_dir", "other")
+    assert missing.exit_code == 1
+    assert "Expected an image file for row 4 of data.jsonl" in missing.stderr
+
+
+# Parts
+
+
+TRAINED = {
+    ("text_classification", "head"): lambda name: name == "score.weight",
+    ("text_classification", "bitfit"): lambda name: name.endswith("bias") or name == "score.weight",
+    ("text_classification", "full"): lambda name: True,
+    ("text_classification", "lora"): lambda name: "lora_" in name or "score.modules_to_save" in name,
+    ("causal_lm", "lora"): lambda name: "lora_" in name,
+    ("causal_lm", "bitfit"): lambda name: name.endswith("bias"),
+    ("causal_lm", "full"): lambda name: True,
+}
+
+
+@pytest.mark.parametrize("case", TRAINED, ids="-".join)
+def test_strategies_train_what_they_say(tmp_path, monkeypatch, case):
+    task, strategy = case
+    write_job(tmp_path, task, "gpt2")
+    monkeypatch.chdir(tmp_path)
+    job = read_job("job.yaml", ["--strategy", strategy])
+    model = choose_parameters(load_base(job, load_processing(job)), job)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if TRAINED[case](name)}
+    assert trained
+
+
+def test_the_start_is_drawn_from_the_public_seed(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def start(seed):
+        job = read_job("job.yaml", ["--seed", str(seed)])
+        model = choose_parameters(load_base(job, load_processing(job)), job)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    torch.manual_seed(1)
+    one = start(0)
+    before = torch.get_rng_state()
+    assert torch.equal(one, start(0))
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(one, start(1))
+
+
+def test_prompts_are_not_learnt_and_ends_are(tmp_path):
+    tokenizer = load_tokenizer(write_model(tmp_path))
+    from dpfunc.train.config import DataSection
+
+    record = language_record(tokenizer, "label : sport", "the goal", DataSection("t.jsonl", max_length=16))
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert words == ["<s>", "label", ":", "sport", "the", "goal", "</s>"]
+    assert record["labels"] == [-100] * 4 + record["input_ids"][4:]
+    everything = language_record(tokenizer, "a", "b", DataSection("t.jsonl", loss_on="all"))
+    assert everything["labels"] == [-100, *everything["input_ids"][1:]]
+
+
+def test_long_prompts_leave_room_for_the_response(tmp_path):
+    tokenizer = load_tokenizer(write_model(tmp_path))
+    from dpfunc.train.config import DataSection
+
+    record = language_record(tokenizer, "a " * 50 + "sport", "goal " * 50, DataSection("t.jsonl", max_length=16))
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert len(words) == 16
+    assert words[7:9] == ["sport", "goal"]
+    assert prompt_ids(tokenizer, "a " * 50 + "sport", 8) == record["input_ids"][:8]
+
+
+def load_tokenizer(path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def test_batches_have_few_lengths():
+    collate = PadRight(pad=9, max_length=40, multiple=8)
+    batch = collate([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": list(range(9)), "labels": 0}])
+    assert batch["input_ids"].shape == (2, 16)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 9]
+    assert batch["labels"].tolist() == [1, 0]
+    assert batch["input_ids"][0, 3:].unique().tolist() == [9]
+    assert collate([{"input_ids": [1] * 39, "labels": 1}])["input_ids"].shape == (1, 40)
+
+
+def test_prompt_and_response_columns(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--prompt_template", "null", "--prompt_column", "label", "--response_column", "text"]
+    job = read_job("job.yaml", flags)
+    tokenizer = load_processing(job)
+    first = read_records(job, tokenizer).train[0]
+    assert tokenizer.convert_ids_to_tokens(first["input_ids"])[:2] == ["<s>", "sport"]
+    assert first["labels"][:2] == [-100, -100]
+    plain = read_job("job.yaml", ["--prompt_template", "null"])
+    assert read_records(plain, tokenizer).train[0]["labels"][0] == -100
+    assert read_records(plain, tokenizer).train[0]["labels"][1] != -100
+
+
+def test_evaluation_from_a_table_of_its_own(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_table(Path("more.jsonl"), 10, seed=1)
+    job = read_job("job.yaml", ["--data.eval", "more.jsonl"])
+    records = read_records(job, load_processing(job))
+    assert (len(records.train), len(records.evaluation)) == (120, 10)
+    both = read_job("job.yaml", ["--eval_fraction", "0.5"])
+    records = read_records(both, load_processing(both))
+    assert len(records.train) + len(records.evaluation) == 120
+    assert 30 < len(records.train) < 90
+    with pytest.raises(InvalidArgument, match="data.eval or data.eval_fraction"):
+        read_job("job.yaml", ["--eval_fraction", "0.5", "--eval", "more.jsonl"])
+
+
+def test_importing_the_commands_is_light():
+    code = "import sys, dpfunc.cli.main; print(sorted(m for m in ('opacus', 'transformers', 'peft', 'scipy', 'yaml') if m in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert result.stdout.strip() == "[]"
+
+
+# The guide
+
+GUIDE = ROOT / "docs" / "guides" / "train.md"
+
+
+def blocks(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+
+
+@pytest.mark.slow
+def test_T12_T13_commands_of_the_guide_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path)  # for its tokenizer and its configuration
+    job = read_job("job.yaml")
+    processing = load_processing(job)
+    load_base(job, processing).save_pretrained("my-model")
+    processing.save_pretrained("my-model")
+    write_table(Path("mails.jsonl"), 600)
+    Path("job.yaml").write_text(blocks("yaml")[0])
+    Path("prompts.jsonl").write_text(blocks("json")[0])
+    commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
+    assert [command[0] for command in commands].count("dpfunc") == 9
+    for command in commands:
+        if command[0] == "torchrun":  # tests/distributed/test_launch.py starts such commands
+            assert command[1:5] == ["--nproc-per-node", "2", "-m", "dpfunc.cli.main"]
+            command = command[4:]
+        result = run(*command[1:])
+        assert result.exit_code == 0, (command, result.output)
+    names = {path.name for path in Path("runs/mails").iterdir()}
+    assert {"model", "privacy_accounting.json", "privacy_journal.jsonl", "job.json"} <= names
+    assert {"mails", "mails-3", "mails-again", "mails-launched", "mails-no-dp"} == {
+        path.name for path in Path("runs").iterdir()
+    }
+    assert len(Path("texts.jsonl").read_text().splitlines()) == 20
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_is_in_the_guide_as_it_is(section):
+    guide = GUIDE.read_text()
+    for key in dataclasses.fields(SECTIONS[section]):
+        default = "required" if key.default is dataclasses.MISSING else key.default
+        shown = {None: "", True: "`true`", False: "`false`", "required": "required"}.get(default, f"`{default}`")
+        if default in (0, 1) and not isinstance(default, bool):
+            shown = f"`{default}`"
+        assert f"| `{key.name}` | {shown} | {key.metadata['help']} |" in guide, f"{section}.{key.name}"
+
+
+def test_every_flag_and_strategy_is_in_the_guide():
+    guide = GUIDE.read_text()
+    for flag in ("--dry-run", "--no-dp", "--resume", "--insecure-seed", "--allow-non-private", *STRATEGIES):
+        assert flag in guide
+    for strategies in STRATEGIES.values():
+        assert all(f"`{strategy}`" in guide for strategy in strategies)

@@ -1,0 +1,133 @@
+"""replace_batchnorm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize
+from dpfunc.functional.batchnorm import batchnorm_names, count_batchnorm, replace_batchnorm
+
+
+def model():
+    shared = nn.BatchNorm2d(12)
+    return nn.ModuleDict(
+        {
+            "a": nn.Sequential(nn.Conv2d(3, 12, 3), shared),
+            "b": nn.Sequential(nn.Conv2d(12, 12, 3), shared, nn.InstanceNorm2d(12)),
+            "c": nn.BatchNorm1d(7, affine=False),
+            "d": nn.SyncBatchNorm(8),
+        }
+    )
+
+
+def test_all_kinds_are_replaced_and_the_original_is_not():
+    before = model()
+    after = replace_batchnorm(before, max_groups=4)
+    assert (count_batchnorm(before), count_batchnorm(after)) == (3, 0)
+    assert after["a"][1].num_groups == 4
+    assert after["a"][1] is after["b"][1]  # sharing is kept
+    assert isinstance(after["b"][2], nn.InstanceNorm2d)
+    assert (after["c"].num_groups, after["c"].weight) == (1, None)
+    assert isinstance(after["d"], nn.GroupNorm)
+
+
+def test_weights_are_kept():
+    norm = nn.BatchNorm2d(6, eps=1e-3)
+    with torch.no_grad():
+        norm.weight.uniform_()
+        norm.bias.uniform_()
+    norm.weight.requires_grad_(False)
+    group = replace_batchnorm(norm)
+    assert torch.equal(group.weight, norm.weight)
+    assert torch.equal(group.bias, norm.bias)
+    assert group.eps == 1e-3
+    assert not group.weight.requires_grad
+    assert group.bias.requires_grad
+    assert group.weight is not norm.weight
+
+
+def test_samples_no_longer_mix():
+    net = replace_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))).train()
+    forward, params = functionalize(net)
+    x = torch.randn(4, 3, 8, 8)
+    alone = torch.cat([forward(params, row[None]) for row in x])
+    assert torch.allclose(forward(params, x), alone, atol=1e-5)
+
+
+def test_two_dimensional_input():
+    assert replace_batchnorm(nn.BatchNorm1d(6))(torch.randn(4, 6)).shape == (4, 6)
+
+
+def test_bad_groups():
+    with pytest.raises(InvalidArgument, match="max_groups=0"):
+        replace_batchnorm(nn.BatchNorm1d(4), max_groups=0)
+
+
+def test_one_group_where_a_group_could_be_one_channel():
+    """32 groups of one value each would give a constant."""
+    net = replace_batchnorm(nn.BatchNorm1d(32))
+    assert net.num_groups == 1
+    assert net(torch.randn(4, 32)).std() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("channels", "max_groups", "groups"),
+    [(32, 32, 16), (64, 32, 32), (16, 32, 8), (48, 32, 16), (24, 32, 8), (7, 7, 1), (31, 32, 1), (2, 32, 1), (1, 32, 1),
+     (12, 12, 6), (9, 9, 3), (15, 15, 5), (3, 3, 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_groups_have_two_channels_or_more(kind, channels, max_groups, groups):
+    norm = replace_batchnorm(kind(channels), max_groups)
+    assert norm.num_groups == groups
+    assert channels == 1 or channels // norm.num_groups >= 2
+
+
+@pytest.mark.parametrize("channels", [2, 7, 8, 32, 64])
+def test_one_by_one_inputs_are_not_lost(channels):
+    """As after global pooling: with one channel a group the result would not depend on the input."""
+    x = torch.randn(4, channels, 1, 1, generator=torch.Generator().manual_seed(0))
+    assert replace_batchnorm(nn.BatchNorm2d(channels))(x).std() > 0.5
+
+
+def test_options_of_the_layer_are_kept():
+    net = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(4, bias=False), nn.BatchNorm3d(4, dtype=torch.float64)).eval())
+    assert (net[0].bias, net[1].weight.dtype, net[1].training) == (None, torch.float64, False)
+
+
+def test_names():
+    before = model()
+    assert batchnorm_names(before) == ["a.1", "c", "d"]
+    assert batchnorm_names(nn.BatchNorm2d(3)) == ["BatchNorm2d"]
+    assert batchnorm_names(replace_batchnorm(before)) == []
+
+
+class NormAct(nn.BatchNorm2d):
+    """As in timm: normalise, drop, activate."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_activations_inside_of_the_norm_are_kept():
+    x = torch.randn(2, 8, 4, 4)
+    net = replace_batchnorm(nn.Sequential(NormAct(8)))
+    assert torch.allclose(net(x), torch.relu(nn.GroupNorm(4, 8)(x)), atol=1e-6)
+    assert net(x).min() == 0
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(("layer", "name"), [(Scaled(4), "Scaled"), (nn.LazyBatchNorm2d(), "LazyBatchNorm2d")])
+def test_other_kinds_are_refused(layer, name):
+    with pytest.raises(UnsupportedModel, match=rf"0 \({name}\)"):
+        replace_batchnorm(nn.Sequential(layer))

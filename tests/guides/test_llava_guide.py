@@ -1,0 +1,178 @@
+"""docs/guides/llava.md: every command and every block runs, in order, and the numbers beside them are theirs (row L20)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dpfunc.cli.main import main as cli
+from dpfunc.cli.main import train as cli_train
+from dpfunc.hf.vision_language import tiny_llava as tiny
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guides" / "llava.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+# Names of the table of options, and of the rows that the guide answers.
+COVERED = {
+    "L1": "dp_physical_batch_size", "L2": "dpfunc sigma", "L3": "dp_noise_multiplier", "L4": "Poisson sampling",
+    "L5": "secure mode", "L6": "Logical and physical", "L7": "image_text_collator", "L8": "projector",
+    "L9": "torchrun", "L10": "privacy/remaining_epsilon", "L11": "privacy_accounting.json", "L12": "**before** the step",
+    "L13": "dpfunc requirements", "L14": "Below 1/n", "L15": "count_batchnorm", "L16": "Several GPUs",
+    "L17": "group_by_length", "L18": "bf16", "L19": "DPTrainer", "L20": "When it does not work", "L21": "--resume",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What each block printed: runs the whole page once, in an empty folder."""
+    folder = tmp_path_factory.mktemp("guide")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        names = {"__name__": "guide"}
+        return [run_block(kind, text, names) for kind, text in BLOCKS]
+    finally:
+        os.chdir(before)
+
+
+def run_block(kind, text, names):
+    if kind == "yaml":
+        Path(re.match(r"# (\S+)\n", text).group(1)).write_text(text)
+        return text
+    if kind == "bash":
+        return "\n".join(run_command(line) for line in text.splitlines() if line.strip())
+    assert kind == "python", f"a block of kind {kind} that nobody runs"
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile(text, "llava.md", "exec"), names)
+    return printed.getvalue()
+
+
+def run_command(line):
+    """A command of the page, in this process where it can be: it must succeed, or be refused where the page says so."""
+    command, _, comment = line.partition("#")
+    words = shlex.split(command)
+    refused = "refused" in comment
+    if words[0] == "pip":
+        return check_extras(words)
+    if words[0] == "torchrun":
+        return torchrun(words[1:])
+    if "--resume" in words:
+        interrupt(Path("runs/shapes"))
+    if words[:3] == ["python", "-m", "dpfunc.hf.vision_language.tiny_llava"]:
+        result = CliRunner().invoke(tiny.main, words[3:])
+    else:
+        assert words[0] == "dpfunc", line
+        registered = words[1] in cli.main.commands
+        main = cli.main if registered else getattr(cli_train, words[1])
+        result = CliRunner().invoke(main, words[1:] if registered else words[2:])
+    assert (result.exit_code != 0) == refused, f"{line}: {result.output} {result.exception!r}"
+    if "steps:" in comment:
+        assert f"\n{comment.strip()}\n" in result.output
+    expected = re.search(r"(epsilon|noise_multiplier) ([\d.]+)", comment)
+    if expected:
+        check_number(result.output, *expected.groups())
+    return result.output
+
+
+def check_number(output, name, said):
+    """The table of the command has this value, rounded as the page has it."""
+    value = float(re.search(rf"^\W*{name.replace('_', ' ')}\W+([\d.]+)", output, re.MULTILINE).group(1))
+    decimals = len(said.partition(".")[2])
+    assert f"{value:.{decimals}f}" == said
+
+
+def check_extras(words):
+    """Nothing is installed here; what is named exists."""
+    assert words[:2] == ["pip", "install"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert re.fullmatch(r"dpfunc\[(\w+)\]", words[2]).group(1) in extras
+    return ""
+
+
+def torchrun(words):
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    scripts = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(command, capture_output=True, text=True, env=scripts, timeout=500)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def interrupt(run):
+    """Leave of a run what a kill after its fourth step leaves."""
+    shutil.rmtree(run / "model")
+    (run / "privacy_accounting.json").unlink()
+    shutil.rmtree(run / "checkpoint-6")
+
+
+def block_with(outputs, text):
+    found = [output for (_, block), output in zip(BLOCKS, outputs, strict=True) if text in block]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.slow
+def test_L20_the_whole_guide_runs(outputs):
+    assert len(outputs) == len(BLOCKS) >= 18
+
+
+@pytest.mark.slow
+def test_L8_the_table_is_that_of_the_command(outputs):
+    for line in block_with(outputs, "print(strategy_table(").splitlines():
+        assert f"\n{line}\n" in GUIDE
+
+
+@pytest.mark.slow
+def test_L9_dry_run_and_training(outputs):
+    printed = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
+    assert "Nothing was trained" in printed
+    assert "Spent: epsilon=" in printed
+
+
+@pytest.mark.slow
+def test_L11_what_was_spent(outputs):
+    printed = dict(line.split() for line in block_with(outputs, 'for name in ("epsilon", "delta"').splitlines())
+    assert 0 < float(printed["epsilon"]) <= float(printed["target_epsilon"]) == 8.0
+    assert printed["global_step"] == "6"
+    assert float(printed["max_grad_norm"]) == 0.1
+
+
+@pytest.mark.slow
+def test_L21_resume_spends_what_the_run_spends(outputs):
+    before = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
+    spent = re.compile(r"Spent: epsilon=([\d.]+)")
+    assert spent.search(block_with(outputs, "--resume")).group(1) == spent.search(before).group(1)
+
+
+@pytest.mark.slow
+def test_L10_metrics_of_the_trainer(outputs):
+    printed = block_with(outputs, "trainer.train()")
+    for name in ("epsilon", "delta", "max_grad_norm", "remaining_epsilon"):
+        assert f"'privacy/{name}'" in printed
+
+
+@pytest.mark.slow
+def test_L17_length_grouping(outputs):
+    assert "train_sampling_strategy" in block_with(outputs, "group_by_length")
+
+
+@pytest.mark.slow
+def test_a_loop_of_your_own(outputs):
+    assert block_with(outputs, "dp_step.decision.engine").startswith("bookkeeping ")
+
+
+@pytest.mark.parametrize("row", COVERED)
+def test_the_guide_answers_every_row(row):
+    assert COVERED[row] in GUIDE

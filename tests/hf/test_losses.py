@@ -1,0 +1,141 @@
+"""Losses: one value a sample, whatever stands beside it; equal to torch's own means over single samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F  # noqa: N812
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf import losses
+
+VOCAB = 5
+shapes = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 10_000))
+
+
+def draw(shape, dtype=torch.float32):
+    """Logits and labels, about a third of them ignored; the first row has none."""
+    samples, length, seed = shape
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(samples, length, VOCAB, generator=generator)
+    labels = torch.randint(VOCAB, (samples, length), generator=generator)
+    labels = torch.where(torch.rand(labels.shape, generator=generator) < 0.35, losses.IGNORED, labels)
+    labels[0] = losses.IGNORED
+    return logits.to(dtype).requires_grad_(), labels
+
+
+def single(logits_TV, labels_T):
+    """torch's own mean cross entropy of one sample; 0 where it has no labels."""
+    if not (labels_T != losses.IGNORED).any():
+        return logits_TV.float().sum() * 0
+    return F.cross_entropy(logits_TV.float(), labels_T, ignore_index=losses.IGNORED)
+
+
+def gradients(losses_B, logits):
+    return torch.stack([torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in losses_B])
+
+
+@given(shapes, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_causal_lm_equals_single_samples(shape, dtype):
+    """L7, T8: the mean over the sample's own tokens, in float32, with its gradient."""
+    logits, labels = draw(shape, dtype)
+    found = losses.causal_lm(logits, labels)
+    expected = torch.stack([single(row[:-1], y[1:]) for row, y in zip(logits, labels, strict=True)])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, logits), gradients(expected, logits), rtol=1e-2, atol=1e-3)
+    assert found[0] == 0
+    assert not gradients(found, logits)[0].any()
+
+
+@given(shapes)
+@pytest.mark.parametrize("loss", [losses.seq2seq, losses.token_classification])
+def test_losses_without_shift_equal_single_samples(loss, shape):
+    logits, labels = draw(shape)
+    expected = torch.stack([single(row, y) for row, y in zip(logits, labels, strict=True)])
+    torch.testing.assert_close(loss(logits, labels), expected)
+
+
+@given(shapes, st.integers(1, 4))
+def test_the_length_of_the_batch_does_not_matter(shape, more):
+    logits, labels = draw(shape)
+    longer = F.pad(logits, (0, 0, 0, more), value=7.0), F.pad(labels, (0, more), value=losses.IGNORED)
+    for loss in (losses.causal_lm, losses.seq2seq):
+        torch.testing.assert_close(loss(*longer), loss(logits, labels))
+
+
+@given(shapes)
+def test_other_samples_do_not_matter(shape):
+    """Museum 7: a mean over the batch's tokens makes one sample's gradient depend on the others; here it does not."""
+    logits, labels = draw(shape)
+    together = losses.causal_lm(logits, labels)
+    alone = torch.cat([losses.causal_lm(logits[i : i + 1], labels[i : i + 1]) for i in range(len(logits))])
+    torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(gradients(together, logits), gradients(alone, logits))
+
+
+def test_the_mean_over_the_batch_is_another_loss():
+    """That the property above can fail: transformers' own loss, row by row beside others, is not it."""
+    logits, labels = torch.zeros(2, 4, VOCAB), torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]])
+    flat = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none").view(2, 3)
+    of_batch = flat.sum(1) / (labels[:, 1:] != -100).sum()
+    assert not torch.allclose(of_batch, losses.causal_lm(logits, labels))
+
+
+@given(shapes)
+def test_classification_equals_torch(shape):
+    logits, labels = draw(shape)
+    flat, classes = logits[:, 0], labels[:, 0]
+    expected = torch.stack([single(row[None], y[None]) for row, y in zip(flat, classes, strict=True)])
+    torch.testing.assert_close(losses.classification(flat, classes), expected)
+
+
+@given(shapes)
+def test_regression_and_several_labels_equal_torch(shape):
+    outputs = draw(shape)[0][:, 0]
+    targets = (outputs.detach() > 0).float().roll(1, 1)
+    expected = torch.stack([F.mse_loss(row, y) for row, y in zip(outputs, targets, strict=True)])
+    torch.testing.assert_close(losses.regression(outputs, targets), expected)
+    torch.testing.assert_close(
+        losses.regression(outputs[:, :1], targets[:, 0]), losses.regression(outputs[:, :1], targets[:, :1])
+    )
+    several = torch.stack([F.binary_cross_entropy_with_logits(row, y) for row, y in zip(outputs, targets, strict=True)])
+    torch.testing.assert_close(losses.multi_label(outputs, targets), several)
+
+
+def test_answers_outside_of_the_text_are_ignored():
+    start, end = torch.randn(3, 4), torch.randn(3, 4)
+    first, last = torch.tensor([0, 1, 9]), torch.tensor([2, 7, -1])
+    found = losses.question_answering(start, end, first, last)
+    expected = (F.cross_entropy(start[:1], first[:1]) + F.cross_entropy(end[:1], last[:1])) / 2
+    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(found[1], F.cross_entropy(start[1:2], first[1:2]) / 2)
+    assert found[2] == 0
+
+
+def test_float64_stays():
+    logits, labels = draw((2, 3, 0), torch.float64)
+    assert losses.causal_lm(logits, labels).dtype == torch.float64
+
+
+@pytest.mark.parametrize("loss", [losses.causal_lm, losses.seq2seq, losses.token_classification])
+def test_empty_batches_and_no_positions(loss):
+    assert loss(torch.zeros(0, 3, VOCAB), torch.zeros(0, 3, dtype=torch.long)).shape == (0,)
+    assert losses.causal_lm(torch.zeros(2, 1, VOCAB), torch.zeros(2, 1, dtype=torch.long)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: losses.causal_lm(torch.zeros(2, 3, 4), torch.zeros(2, 2).long()), r"\(2, 3, 4\) and \(2, 2\)"),
+        (lambda: losses.causal_lm(torch.zeros(2, 3, 4), torch.zeros(2, 3)), "whole numbers"),
+        (lambda: losses.classification(torch.zeros(2, 4), torch.zeros(2, 4).long()), "fit"),
+        (lambda: losses.regression(torch.zeros(2, 2), torch.zeros(2)), "fit"),
+        (lambda: losses.multi_label(torch.zeros(2, 2), torch.zeros(2)), "fit"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(call, said):
+    with pytest.raises(InvalidArgument, match=said):
+        call()

@@ -1,0 +1,134 @@
+"""A look at models before training, causal attention, and a base in 4 bits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from zoo import language as zoo
+from zoo.parity import roughen
+
+from dpfunc import engines
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize
+from dpfunc.hf.models import causal_mask, check_model, four_bit, is_causal, with_causal_attention
+from dpfunc.hf.tasks import make_loss_fn
+
+IDS = torch.tensor([[4, 9, 7, 5], [6, 8, 11, 12]])
+MASK = torch.ones_like(IDS)
+
+
+def test_L15_a_model_that_can_be_trained():
+    model = zoo.gpt2()
+    found = check_model(model)
+    assert (found.task, found.problems, found.advice, found.batchnorms) == ("causal_lm", (), (), 0)
+    assert found.trained == found.total == sum(p.numel() for p in model.parameters())
+    assert str(found).startswith(f"{found.trained} of {found.total} parameters")
+
+
+def test_L15_batchnorms_are_counted():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
+    found = check_model(model)
+    assert found.batchnorms == 2
+    assert "replace_batchnorm" in found.problems[0]
+    assert "2 BatchNorm layers" in found.advice[0]
+    assert not check_model(model.eval()).problems
+    assert found.task is None
+
+
+def test_problems_are_named():
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, pad_token_id=None, bos_token_id=1, eos_token_id=2)
+    model = GPT2ForSequenceClassification(config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    said = "\n".join(check_model(model).problems)
+    assert "pad_token_id" in said
+    assert "No parameter requires gradients" in said
+    assert "must be changed: " in str(check_model(model))
+
+
+def test_reentrant_checkpointing_is_a_problem():
+    model = zoo.llama()
+    switch = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    switch({"use_reentrant": False})
+    assert not check_model(model).problems
+    switch({"use_reentrant": True})
+    assert "reentrant" in check_model(model).problems[0]
+
+
+def test_losses_of_experts_are_mentioned():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(MixtralConfig(**zoo.SIZES, num_key_value_heads=1, num_local_experts=2))
+    assert "load-balancing" in check_model(model).advice[0]
+
+
+def test_causal_mask_sees_what_came_before_and_is_no_padding():
+    mask = causal_mask(torch.tensor([[1, 1, 0], [0, 1, 1]]), torch.bfloat16)
+    assert mask.dtype == torch.bfloat16
+    assert mask.shape == (2, 1, 3, 3)
+    assert torch.isfinite(mask).all()
+    assert (mask[:, 0] == 0).tolist() == [
+        [[True, False, False], [True, True, False], [True, True, True]],
+        [[True, False, False], [False, True, False], [False, True, True]],
+    ]
+    with pytest.raises(InvalidArgument, match="attention mask"):
+        causal_mask(torch.ones(3), torch.float32)
+
+
+@pytest.mark.parametrize("make", [zoo.roberta, zoo.gpt2, zoo.llama])
+def test_T14_causal_attention(make):
+    """An encoder sees what it is to predict; as a causal function it does not. A decoder stays what it is."""
+    torch.manual_seed(0)
+    model = roughen(make()).eval()
+    forward, params = functionalize(model)
+    batch = {"input_ids": IDS, "attention_mask": MASK}
+    assert is_causal(forward, params, batch) is (make is not zoo.roberta)
+    causal = with_causal_attention(forward)
+    assert is_causal(causal, params, batch)
+    if make is not zoo.roberta:
+        torch.testing.assert_close(causal(params, **batch).logits, forward(params, **batch).logits)
+
+
+def test_T14_causal_attention_is_trained_by_every_engine():
+    torch.manual_seed(0)
+    forward, params = functionalize(roughen(zoo.roberta()).eval(), r"query|value")
+    loss_fn = make_loss_fn(with_causal_attention(forward), "causal_lm")
+    rows = zoo.text(torch.float32)
+    labels = torch.where(rows["mask"] == 1, rows["ids"], -100)
+    batch = {"input_ids": rows["ids"], "attention_mask": rows["mask"], "labels": labels}
+    engine = engines.auto()
+    found, expected = engine(loss_fn, params, batch).sq_norms(), engines.loop()(loss_fn, params, batch).sq_norms()
+    assert engine.decision(loss_fn).engine == "bookkeeping"
+    for name in params:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_causal_attention_needs_a_mask():
+    forward, params = functionalize(zoo.roberta().eval())
+    with pytest.raises(InvalidArgument, match="attention_mask"):
+        with_causal_attention(forward)(params, input_ids=IDS)
+    with pytest.raises(InvalidArgument, match="T >= 2"):
+        is_causal(forward, params, {"input_ids": IDS[:, :1]})
+
+
+def test_L8_four_bits_without_bitsandbytes_are_refused(monkeypatch):
+    """The refusal says what to install, on what it runs, and what to do without."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModel, match="pip install.*CPUs.*bfloat16"):
+        four_bit(torch.float32)
+
+
+def test_L8_four_bits(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.50" if name == "bitsandbytes" else version(name))
+    config = four_bit(torch.bfloat16)
+    assert config.load_in_4bit
+    assert config.bnb_4bit_quant_type == "nf4"
+    assert config.bnb_4bit_compute_dtype == torch.bfloat16

@@ -1,0 +1,185 @@
+"""Tasks: what the model is called with, which loss is taken, and what is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from zoo import language as zoo
+
+from dpfunc import engines
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize
+from dpfunc.hf import losses, tasks
+from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
+
+
+def recorded(logits=None, **more):
+    """A forward function that notes what it is called with."""
+    calls = []
+
+    def forward(params, **inputs):
+        calls.append(inputs)
+        return SimpleNamespace(logits=torch.zeros(2, 3, 4) if logits is None else logits, **more)
+
+    return forward, calls
+
+
+IDS = torch.tensor([[1, 2, 3], [3, 2, 0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+LABELS = torch.tensor([[1, 2, 3], [3, 2, -100]])
+BATCH = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "token_classification", "masked_lm"])
+def test_labels_stay_and_all_else_goes_to_the_model(task):
+    """Museum 7: with labels the model would compute its own mean over the batch's tokens."""
+    forward, calls = recorded()
+    losses_B = make_loss_fn(forward, task)({}, {**BATCH, "token_type_ids": IDS})
+    assert losses_B.shape == (2,)
+    assert set(calls[0]) == {"input_ids", "attention_mask", "token_type_ids"}
+
+
+def test_T3_position_ids_are_not_needed_and_are_passed_on():
+    forward, calls = recorded()
+    make_loss_fn(forward, "causal_lm")({}, BATCH)
+    make_loss_fn(forward, "causal_lm")({}, {**BATCH, "position_ids": IDS})
+    assert ["position_ids" in call for call in calls] == [False, True]
+
+
+def test_no_cache_where_the_model_could_keep_one():
+    facts = {make: tasks.facts_of(functionalize(make())[0]).options for make in (zoo.gpt2, zoo.llama, zoo.bert, zoo.t5)}
+    assert [dict(options) for options in facts.values()] == [{"use_cache": False}] * 2 + [{}] + [{"use_cache": False}]
+
+
+def test_L7_vqa_needs_images():
+    forward, calls = recorded()
+    loss_fn = make_loss_fn(forward, "vqa")
+    loss_fn({}, {**BATCH, "pixel_values": torch.zeros(2, 3, 8, 8)})
+    assert "pixel_values" in calls[0]
+    with pytest.raises(InvalidArgument, match="pixel_values"):
+        loss_fn({}, BATCH)
+
+
+def test_decoder_inputs_are_the_labels_shifted():
+    """As T5 makes them itself."""
+    model = zoo.t5().eval()
+    forward, params = functionalize(model)
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
+    found = make_loss_fn(forward, infer_task(model))(params, batch)
+    alone = [
+        model(input_ids=IDS[i : i + 1], attention_mask=MASK[i : i + 1], labels=LABELS[i : i + 1]).loss for i in (0, 1)
+    ]
+    torch.testing.assert_close(found, torch.stack(alone))
+    given = {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(LABELS)}
+    torch.testing.assert_close(make_loss_fn(forward, "seq2seq")(params, given), found)
+    with pytest.raises(InvalidArgument, match="decoder_input_ids"):
+        make_loss_fn(recorded()[0], "seq2seq")({}, batch)
+
+
+def test_sequence_classification_follows_the_labels():
+    logits = torch.randn(2, 3)
+    cases = [
+        (logits, torch.tensor([1, 2]), losses.classification),
+        (logits, torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]), losses.multi_label),
+        (logits[:, :1], torch.tensor([0.5, 1.0]), losses.regression),
+    ]
+    for outputs, labels, loss in cases:
+        forward, _ = recorded(outputs)
+        batch = {"input_ids": IDS, "labels": labels}
+        torch.testing.assert_close(TASKS["sequence_classification"](forward, {}, batch), loss(outputs, labels))
+
+
+def test_problem_type_of_the_configuration_decides():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(BertConfig(**zoo.SIZES, num_labels=3, problem_type="regression")).eval()
+    forward, params = functionalize(model)
+    targets = torch.randn(2, 3)
+    found = make_loss_fn(forward, "sequence_classification")(params, {"input_ids": IDS, "labels": targets})
+    torch.testing.assert_close(found, F.mse_loss(model(IDS).logits, targets, reduction="none").mean(1))
+
+
+def test_question_answering():
+    start, end = torch.randn(2, 3), torch.randn(2, 3)
+    forward, calls = recorded(start_logits=start, end_logits=end)
+    first, last = torch.tensor([0, 1]), torch.tensor([2, 2])
+    expected = losses.question_answering(start, end, first, last)
+    loss_fn = make_loss_fn(forward, "question_answering")
+    assert torch.equal(loss_fn({}, {"input_ids": IDS, "start_positions": first, "end_positions": last}), expected)
+    assert torch.equal(loss_fn({}, {"input_ids": IDS, "labels": torch.stack((first, last), 1)}), expected)
+    assert all(set(call) == {"input_ids"} for call in calls)
+
+
+def test_a_task_of_your_own():
+    loss_fn = make_loss_fn(recorded()[0], lambda forward, params, batch: batch["labels"].float().sum(1))
+    assert loss_fn({}, BATCH).tolist() == [6, -95]
+
+
+MADE = {
+    "causal_lm": (zoo.gpt2, zoo.gpt_neox, zoo.opt, zoo.llama, zoo.qwen2), "masked_lm": (zoo.roberta,), "seq2seq": (zoo.t5,),
+    "sequence_classification": (zoo.bert,), "image_classification": (zoo.vit,), "vqa": (zoo.llava,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", MADE)
+def test_the_task_of_a_model(task):
+    for make in MADE[task]:
+        model = make()
+        assert infer_task(model) == task
+        subclass = type("MyModel", (type(model),), {})
+        assert infer_task(subclass(model.config)) == task
+
+
+def test_the_task_of_a_model_with_an_adapter():
+    from peft import LoraConfig, get_peft_model
+
+    assert (
+        infer_task(get_peft_model(zoo.gpt2(), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)))
+        == "causal_lm"
+    )
+
+
+@pytest.mark.parametrize("model", [nn.Linear(1, 1), zoo.clip])
+def test_models_whose_class_does_not_tell_are_refused(model):
+    with pytest.raises(UnsupportedModel, match="Name the task"):
+        infer_task(model if isinstance(model, nn.Module) else model())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: make_loss_fn(recorded()[0], "causal_ml"), "'causal_lm'.*task='causal_ml'"),
+        (lambda: make_loss_fn(recorded()[0], 3), "expected task|Expected task"),
+        (lambda: make_loss_fn(3, "causal_lm"), "Expected forward"),
+        (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, {"input_ids": IDS}), "batch with 'labels'"),
+        (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, IDS), "batch with 'labels'"),
+        (lambda: make_loss_fn(lambda params, **inputs: SimpleNamespace(), "causal_lm")({}, BATCH), ".logits"),
+        (lambda: make_loss_fn(recorded(torch.zeros(2, 4, 4))[0], "causal_lm")({}, BATCH), "that fit"),
+    ],
+)
+def test_refused(call, said):
+    with pytest.raises(InvalidArgument, match=said):
+        call()
+
+
+def test_museum_7_the_loss_of_the_model_itself_is_refused():
+    """Transformers' loss is a mean over the batch's tokens: one sample's gradient would depend on the others' lengths."""
+    torch.manual_seed(0)  # the weights are drawn: the same ones in whatever order tests run
+    model = zoo.gpt2().eval()
+    forward, params = functionalize(model)
+
+    def own_loss(params, batch):
+        output = forward(params, **batch)
+        return output.loss.expand(len(batch["labels"]))
+
+    batch = {name: torch.cat((value, value)) for name, value in BATCH.items()}
+    with pytest.raises(UnsupportedModel, match="depends on the other samples"):
+        engines.auto()(own_loss, params, batch)
+    engine, loss_fn = engines.auto(), make_loss_fn(forward, "causal_lm")
+    together = engine(loss_fn, params, batch).sq_norms()["transformer.wte.weight"]
+    alone = engine(loss_fn, params, {name: value[:1] for name, value in batch.items()}).sq_norms()
+    torch.testing.assert_close(together[:1], alone["transformer.wte.weight"], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,484 @@
+"""A killed or stopped Trainer run goes on bit for bit, pays for each step once, and only with what it was started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from journal_cases import written
+from trainer_cases import (
+    again,
+    labelled,
+    language_model,
+    pad,
+    same,
+    texts,
+    trained,
+    training_arguments,
+)
+from trainer_runs import KEY, run
+from transformers import TrainerCallback
+
+import dpfunc
+from dpfunc.checkpoint.chain import head_path
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.checkpoint.prior_ledgers import read_spent
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf.trainer import files as trainer_state
+from dpfunc.hf.trainer import trainer as trainer_module
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.rng import fingerprint
+
+DATA = labelled()
+CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+class Spent(TrainerCallback):
+    """The ledger after each step."""
+
+    def __init__(self):
+        self.ledgers = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ledgers[state.global_step] = self.trainer.ledger
+
+
+def masked(records):
+    """`pad` with tokens masked at random, by torch's generator."""
+    batch = pad(records)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 39)}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    again(KEY)
+    trainer = run(tmp_path_factory.mktemp("uninterrupted"), key=KEY)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A folder that a process left when it was killed in its step 7 (from 0), after checkpoint 6."""
+    folder = tmp_path_factory.mktemp("killed")
+    code = f"from trainer_runs import KEY, KillAt, run\nrun({str(folder)!r}, key=KEY, callbacks=[KillAt(7)]).train()\n"
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    return folder
+
+
+def copy_of(folder, target):
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    return target
+
+
+@pytest.mark.slow
+def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
+    """Step 7 was journalled and may have been seen: it is repeated with the same noise, and paid for once."""
+    folder = copy_of(killed, tmp_path)
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-6"]  # save_total_limit
+    plan = uninterrupted.plan
+    assert journal_ledger(folder / "privacy_journal.jsonl") == plan.ledger(8)  # all that was released, and no less
+    spent = Spent()
+    trainer = spent.trainer = run(folder, callbacks=[spent])
+    output = trainer.train(resume_from_checkpoint=True)
+    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert output.global_step == 10
+    assert trainer.ledger == plan.ledger()
+    assert journal_ledger(folder / "privacy_journal.jsonl") == plan.ledger()
+    assert spent.ledgers[7] == spent.ledgers[8] == plan.ledger(8)  # step 8 was taken in the killed process
+    assert json.loads((folder / "privacy_accounting.json").read_text())["epsilon"] == plan.guarantee().epsilon
+
+
+def test_L21_epochs_and_logs_go_on_where_they_were(uninterrupted, killed, tmp_path):
+    trainer = run(copy_of(killed, tmp_path))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    epochs = [[logs["epoch"] for logs in one.state.log_history] for one in (trainer, uninterrupted)]
+    rates = [[logs.get("learning_rate") for logs in one.state.log_history] for one in (trainer, uninterrupted)]
+    assert epochs[0] == epochs[1]
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path, workers):
+    """Dropout, random masking in the collator, workers, and an epoch that is resumed in its middle."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        base = language_model()
+        torch.manual_seed(5)
+        config = LoraConfig(
+            r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True, lora_dropout=0.2
+        )
+        model = get_peft_model(base, config)
+        model.get_base_model().transformer.ln_f.weight.requires_grad_(True)  # PEFT does not save it
+        return model
+
+    def start(folder, **options):
+        arguments = training_arguments(
+            folder, **CHANGES, max_steps=7, dataloader_num_workers=workers, adam_beta1=0.5, learning_rate=0.1
+        )
+        privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+        return DPTrainer(adapted(), arguments, privacy=privacy, train_dataset=texts(), data_collator=masked, **options)
+
+    key = dpfunc.insecure_key(12 + workers)
+    whole = start(tmp_path / "whole", key=key)
+    whole.train()
+    again(key)
+    start(tmp_path / "parts", key=key, callbacks=[StopAt(4)]).train()
+    resumed = start(tmp_path / "parts")
+    torch.manual_seed(99)  # nothing may depend on it
+    resumed.train(resume_from_checkpoint=True)
+    assert same(trained(resumed.model), trained(whole.model))
+    assert not same(trained(resumed.model), trained(adapted()))
+    assert resumed.ledger == whole.ledger
+
+
+def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_path):
+    class InterruptAt(StopAt):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == self.step:
+                self.step = None
+                raise KeyboardInterrupt
+
+    again(KEY)
+    trainer = run(tmp_path, key=KEY, callbacks=[InterruptAt(5)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert json.loads((tmp_path / "privacy_accounting.json").read_text())["global_step"] == 5
+    trainer.train(resume_from_checkpoint=True)
+    assert same(trained(trainer.model), trained(uninterrupted.model))
+
+
+def test_looking_at_batches_changes_nothing(killed, tmp_path):
+    """After a run, after an error, and inside of a run: nothing begins again, and the ledger never falls."""
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            self.trainer.get_train_dataloader()
+            assert self.trainer.ledger.num_steps >= state.global_step
+
+    class Fail(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    look = Look()
+    trainer = look.trainer = run(copy_of(killed, tmp_path / "resumed"), callbacks=[look])
+    trainer.train(resume_from_checkpoint=True)
+    after, spent = {name: p.clone() for name, p in trained(trainer.model).items()}, trainer.ledger
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == 5
+    assert trainer.ledger == spent == trainer.plan.ledger()
+    assert same(trained(trainer.model), after)
+    failed = run(tmp_path / "failed", callbacks=[Fail()])
+    with pytest.raises(KeyboardInterrupt):
+        failed.train()
+    before = failed._run
+    failed.get_train_dataloader()
+    assert failed._run is before
+
+
+def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
+    class InterruptAt(StopAt):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == self.step:
+                raise KeyboardInterrupt
+
+    trainer = run(tmp_path / "one", callbacks=[InterruptAt(5)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    journal = tmp_path / "one" / "privacy_journal.jsonl"
+    lines = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join(lines[:4]) + b"\n")
+    with pytest.raises(CheckpointError, match="Expected 5 lines in the journal .* got 4"):
+        trainer.train(resume_from_checkpoint=True)
+    journal.unlink()
+    head_path(journal).unlink()
+    written(journal, *(json.loads(line) for line in lines[:4]))  # as from a backup, which fits together
+    with pytest.raises(CheckpointError, match="have all 5 steps that this trainer took, got 4"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.ledger == trainer.plan.ledger(5)
+    run(tmp_path / "two", callbacks=[StopAt(4)]).train()
+    copy_journal(tmp_path / "two", tmp_path / "one")
+    with pytest.raises(CheckpointError, match="another run than this trainer's"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+
+
+FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_files_of_the_trainer_that_are_missing_or_changed_are_refused(killed, tmp_path, name, damage):
+    """The Trainer would start the optimizer anew: other parameters, and later steps, with the same noise."""
+    file = copy_of(killed, tmp_path) / "checkpoint-6" / name
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes() + b" ")
+    journal = (tmp_path / "privacy_journal.jsonl").read_bytes()
+    whole = (name, damage) != ("trainer_state.json", "missing")  # which counts as half-written
+    with pytest.raises(CheckpointError, match=f"{name} is missing or was changed" if whole else "found none"):
+        run(tmp_path).train(resume_from_checkpoint=True)
+    assert (tmp_path / "privacy_journal.jsonl").read_bytes() == journal
+
+
+def test_no_checkpoint_is_removed_before_the_next_one_is_whole(killed, tmp_path, monkeypatch):
+    """A kill after the Trainer's own files: the old checkpoint is there, and the other is passed over."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    folder = copy_of(killed, tmp_path)
+    monkeypatch.setattr(trainer_state, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder).train(resume_from_checkpoint=True)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-9"}
+    assert trainer_state.newest(folder).name == "checkpoint-6"
+
+
+def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterrupted, tmp_path):
+    class SaveInside(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                self.trainer._save_checkpoint(self.trainer.model, trial=None)
+                raise KeyboardInterrupt
+
+    again(KEY)
+    callback = SaveInside()
+    trainer = run(tmp_path, key=KEY, callbacks=[callback])
+    callback.trainer = trainer
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert same(trained(resumed.model), trained(uninterrupted.model))
+    assert resumed.ledger == uninterrupted.plan.ledger()
+
+
+def other_records():
+    return [{**record, "labels": 1 - record["labels"]} for record in DATA]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": dpfunc.insecure_key(999)}, "another key"),
+        ({"data": other_records()}, "another data set"),
+        ({"data": list(reversed(DATA))}, "another data set"),
+        ({"data_name": "mails-2026-02"}, "another data set"),
+        ({"changes": {"num_train_epochs": 3}}, "another plan.*num_steps"),
+        ({"changes": {"per_device_train_batch_size": 8}}, "another plan.*sampling_prob"),
+        ({"privacy": PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=0.5)}, "another plan.*clip_norm"),
+    ],
+    ids=["key", "labels", "order", "name", "steps", "batch", "bound"],
+)
+def test_L21_another_run_is_refused(killed, tmp_path, options, message):
+    folder = copy_of(killed, tmp_path)
+    before = (folder / "privacy_journal.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=message):
+        run(folder, **options).train(resume_from_checkpoint=True)
+    assert (folder / "privacy_journal.jsonl").read_bytes() == before
+
+
+def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_path, caplog):
+    folder = copy_of(killed, tmp_path)
+    for name in ("checkpoint-7", "checkpoint-8"):
+        shutil.copytree(folder / "checkpoint-6", folder / name)
+    (folder / "checkpoint-7" / "trainer_state.json").unlink()
+    (folder / "checkpoint-8" / "trainer_state.json").write_text('{"global')
+    trainer = run(folder)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-8 is not whole" in caplog.text
+    assert same(trained(trainer.model), trained(uninterrupted.model))
+    with pytest.raises(CheckpointError, match="Expected a whole checkpoint"):
+        run(folder).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+
+
+def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog):
+    """A higher number is not a newer run: the second run here was killed in its second step, or at its first."""
+    folder = copy_of(killed, tmp_path)
+    options = {"privacy": PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)}
+    run(folder, changes={"save_strategy": "no"}, callbacks=[StopAt(2)], **options).train()
+    with pytest.raises(
+        CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
+    ):
+        run(folder).train(resume_from_checkpoint=True)
+    caplog.clear()
+    run(folder).train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    assert "has 2 steps of other runs" in caplog.text
+    run(folder, changes={"save_steps": 1, "save_total_limit": 9}, callbacks=[StopAt(2)], **options).train()
+    with pytest.raises(
+        CheckpointError,
+        match=r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-10 of run",
+    ):
+        run(folder, **options).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_is_of_the_run_that_wrote_it_last(tmp_path):
+    """Runs that use a folder one after the other leave no mixture of their files."""
+    changes = {"save_steps": 1, "save_total_limit": 9}
+    for _ in range(3):
+        last = run(tmp_path, changes=changes, callbacks=[StopAt(2)])
+        last.train()
+    for path in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
+        (state,) = (path / "dpfunc").glob("step-*/state.json")
+        assert json.loads(state.read_text())["key"] == last._run.state.key.secret.hex()
+    resumed = run(tmp_path, changes=changes, callbacks=[StopAt(4)])
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger.num_steps == 4
+
+
+def copy_journal(source, folder):
+    for name in ("privacy_journal.jsonl", "privacy_journal.jsonl.head"):
+        shutil.copy(source / name, folder)
+
+
+def test_nothing_to_resume(killed, tmp_path):
+    copy_journal(killed, tmp_path)
+    with pytest.raises(CheckpointError, match="found none.*The journal counts 8 steps"):
+        run(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_new_run_beside_an_old_journal_is_told(killed, tmp_path, caplog):
+    """An earlier run whose model may have been kept is not forgotten: it is named, and can be counted."""
+    copy_journal(killed, tmp_path)
+    earlier = journal_ledger(tmp_path / "privacy_journal.jsonl")
+    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+    trainer = run(tmp_path, privacy=privacy, ledger=earlier, changes={"max_steps": 1, "save_strategy": "no"})
+    trainer.train()
+    assert "has 8 steps of earlier runs" in caplog.text
+    assert trainer.ledger.num_steps == 9
+
+
+def test_a_resumed_run_is_given_no_other_ledger(tmp_path):
+    """What another run has spent since cannot be slipped in: the plan was made without it, and it would be lost."""
+    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+    earlier, more = (dpfunc.Ledger((dpfunc.Event(0.5, 2.0, steps),)) for steps in (3, 5))
+    run(tmp_path, privacy=privacy, ledger=earlier, callbacks=[StopAt(4)]).train()
+    with pytest.raises(CheckpointError, match="Expected the ledger that the run was started with"):
+        run(tmp_path, privacy=privacy, ledger=more).train(resume_from_checkpoint=True)
+    for known in (earlier, None):
+        trainer = run(tmp_path, privacy=privacy, ledger=known, callbacks=[StopAt(6)])
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.ledger == earlier.compose(trainer.plan.ledger(trainer.ledger.num_steps - 3))
+
+
+def test_a_killed_run_leaves_no_accounting_of_an_earlier_end(killed, tmp_path):
+    """Of an interruption before: it would count fewer steps than were taken."""
+
+    class Seen(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((tmp_path / "privacy_accounting.json").exists())
+
+    seen = []
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "privacy_accounting.json").write_text(
+        json.dumps({"global_step": 4, "ledger": json.loads(dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),)).to_json())})
+    )
+    with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
+        read_spent([tmp_path / "privacy_accounting.json"])
+    run(tmp_path, callbacks=[Seen()]).train(resume_from_checkpoint=True)
+    assert seen
+    assert not any(seen)
+    assert read_spent([tmp_path / "privacy_accounting.json"]).num_steps == 10
+
+
+def test_the_key_is_readable_by_its_owner_alone(killed):
+    (state,) = (killed / "checkpoint-6" / "dpfunc").glob("step-*/state.json")
+    assert state.stat().st_mode & 0o077 == 0
+    assert KEY.secret.hex() in state.read_text()
+    told = [path for path in killed.rglob("*") if path.is_file() and path != state]
+    assert not any(KEY.secret.hex().encode() in path.read_bytes() for path in told)
+    assert fingerprint(KEY) in (killed / "privacy_journal.jsonl").read_text()
+
+
+def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
+    """Ctrl-C between the release of a step and the assignment of its result: the accounting has the step."""
+    trainer = run(tmp_path, key=dpfunc.secure_key())
+    real = trainer_module.replace
+
+    def stopping(run, **changes):
+        if changes["state"].step == 5:
+            raise KeyboardInterrupt
+        return real(run, **changes)
+
+    monkeypatch.setattr(trainer_module, "replace", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.ledger.num_steps == 4
+    journal = tmp_path / trainer_state.JOURNAL
+    said = json.loads((tmp_path / trainer_state.ACCOUNTING).read_text())
+    assert journal_ledger(journal).num_steps == said["global_step"] == 5
+    assert read_spent([tmp_path / trainer_state.ACCOUNTING]) == journal_ledger(journal) == trainer.plan.ledger(5)
+    monkeypatch.undo()
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger == resumed.plan.ledger()
+    assert journal_ledger(journal) == resumed.plan.ledger()
+
+
+def test_a_journal_that_lost_steps_is_no_accounting(tmp_path, monkeypatch):
+    trainer = run(tmp_path, key=dpfunc.secure_key())
+    monkeypatch.setattr(trainer_state, "read_steps", lambda *args, **options: {})
+    with pytest.raises(CheckpointError, match=r"Expected the \d+ steps of this run in the journal .*, got 0"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("part", ["dpfunc", "."])
+def test_a_checkpoint_that_a_kill_left_half_removed_is_passed_over(killed, tmp_path, part):
+    """As versions before this one left it: with any of its files gone."""
+    folder = copy_of(killed, tmp_path)
+    old = folder / "checkpoint-3"
+    shutil.copytree(folder / "checkpoint-6", old)
+    (gone,) = (old / "dpfunc").glob("step-*/state.json") if part == "dpfunc" else [old / "trainer_state.json"]
+    gone.unlink()
+    assert trainer_state.newest(folder).name == "checkpoint-6"
+    again(KEY)
+    resumed = run(folder)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger == resumed.plan.ledger()
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-10"]
+
+
+def test_a_half_written_checkpoint_is_no_reason_to_remove_a_whole_one(killed, tmp_path):
+    """Its number can be higher than those to come, if checkpoints are made at other steps now."""
+    folder = copy_of(killed, tmp_path)
+    shutil.copytree(folder / "checkpoint-6", folder / "checkpoint-9")
+    (folder / "checkpoint-9" / "trainer_state.json").write_text("{")
+    assert [path.name for path in trainer_state.outdated(folder, 1, None)] == ["checkpoint-9"]
+    assert trainer_state.outdated(folder, 2, None) == trainer_state.outdated(folder, None, None) == []
+    assert [path.name for path in trainer_state.outdated(folder, 1, str(folder / "checkpoint-9"))] == []
+
+
+def test_what_kills_left_in_the_folder_is_swept(killed, tmp_path):
+    folder = copy_of(killed, tmp_path)
+    left = [folder / ".removing-checkpoint-3-ab", folder / "checkpoint-6" / "dpfunc" / ".saving-xyz"]
+    for path in left:
+        path.mkdir()
+        (path / "state.json").write_text("the key")
+    again(KEY)
+    run(folder).train(resume_from_checkpoint=True)
+    assert not any(path.exists() for path in left)

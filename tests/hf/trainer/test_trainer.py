@@ -1,0 +1,539 @@
+"""DPTrainer: the steps of a plain loop inside the Trainer, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, default_collate
+from trainer_cases import (
+    PRIVACY,
+    Seen,
+    again,
+    classifier,
+    labelled,
+    language_model,
+    pad,
+    plain_loop,
+    same,
+    texts,
+    trained,
+    training_arguments,
+)
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
+
+import dpfunc
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.checks import changed
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.sampling import Shuffled
+
+DATA = labelled()
+TEXTS = texts()
+# One engine, named: to find out which is best takes a second for each run.
+VALUES = {"dp_noise_multiplier": 1.0, "dp_delta": 1e-3, "dp_max_grad_norm": 1.0, "dp_engine": "bookkeeping"}
+AUTO = {**VALUES, "dp_engine": "auto"}
+NOISY = PrivacyArguments(**VALUES)
+KEY = dpfunc.insecure_key
+
+
+def private(model, folder, *, key=None, privacy=NOISY, data=DATA, changes=None, **options):
+    arguments = training_arguments(folder, **(changes or {}))
+    if key is not None:
+        again(key)
+    return DPTrainer(model, arguments, privacy=privacy, key=key, train_dataset=data, **options)
+
+
+def columns(records):
+    return default_collate([{n: v for n, v in record.items() if n != "age"} for record in records])
+
+
+@pytest.mark.filterwarnings("default::dpfunc.errors.InsecureKeyWarning")
+def test_a_key_that_everybody_knows_is_told(tmp_path):
+    with pytest.warns(dpfunc.errors.InsecureKeyWarning, match="known to everybody"):
+        private(classifier(), tmp_path, key=KEY(1), changes={"max_steps": 1}).train()
+
+
+# The run is the plain loop
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run over a budget with checkpoints, evaluation and a logger."""
+    folder, seen = tmp_path_factory.mktemp("finished"), Seen()
+    changes = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "epoch"}
+    trainer = private(
+        classifier(), folder, key=KEY(1), privacy=PRIVACY, changes=changes, callbacks=[seen], eval_dataset=DATA[:10]
+    )
+    return trainer, trainer.train(), seen, folder
+
+
+def test_L19_trainer_equals_a_plain_loop(finished):
+    """The Trainer's AdamW, schedule and dropout, over records that are collated as usual: bit for bit."""
+    trainer, output, _, _ = finished
+
+    def adamw(params):
+        optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0, fused=True)
+        return optimizer, get_linear_schedule_with_warmup(optimizer, 0, 10)
+
+    by_hand = plain_loop(classifier(), DATA, columns, trainer.plan, KEY(1), adamw)
+    assert output.global_step == 10
+    assert same(trained(trainer.model), by_hand)
+    assert not same(trained(trainer.model), trained(classifier()))
+
+
+def test_T1_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_path):
+    """One record is expected in a batch: some draws are empty, and are steps like others. Optimizer and schedule given."""
+
+    def sgd(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    model = language_model()
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 12}
+    optimizers = sgd(model.parameters())
+    trainer = private(
+        model, tmp_path, key=KEY(2), data=TEXTS, changes=changes, data_collator=pad, optimizers=optimizers,
+        privacy=PrivacyArguments(**AUTO),
+    )  # fmt: skip
+    trainer.train()
+    sizes = [len(trainer.plan.sampler.indices(KEY(2), step)) for step in range(12)]
+    assert 0 in sizes
+    assert max(sizes) > 1
+    by_hand = plain_loop(language_model(), TEXTS, pad, trainer.plan, KEY(2), sgd, microbatch_size=1)
+    assert same(trained(trainer.model), by_hand)
+
+
+def test_peft_adapters_alone_are_trained_and_saved(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def adapted():
+        base = language_model()
+        torch.manual_seed(5)
+        config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+        return get_peft_model(base, config)
+
+    def sgd(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+    model = adapted()
+    trainer = private(
+        model, tmp_path, key=KEY(3), data=TEXTS, data_collator=pad, optimizers=sgd(model.parameters()),
+        privacy=PrivacyArguments(**AUTO),
+        changes={"max_steps": 3, "save_strategy": "steps", "save_steps": 3},
+    )  # fmt: skip
+    trainer.train()
+    ours = trained(model)
+    assert all("lora" in name for name in ours)
+    assert same(ours, plain_loop(adapted(), TEXTS, pad, trainer.plan, KEY(3), sgd))
+    opened = PeftModel.from_pretrained(language_model(), tmp_path / "checkpoint-3")
+    assert all(torch.equal(p, ours[name]) for name, p in opened.named_parameters() if "lora" in name)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "changes"),
+    [
+        ({"dp_physical_batch_size": 3}, {}),
+        ({}, {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}),
+        ({"dp_engine": "loop"}, {}),
+        ({}, {"activation_checkpointing": True}),
+        ({}, {"dataloader_num_workers": 2}),
+    ],
+    ids=["physical", "accumulation", "engine", "checkpointing", "workers"],
+)
+def test_L6_T6_memory_and_speed_change_no_result(finished_short, tmp_path, privacy, changes):
+    """Physical batches, accumulation, engine, checkpointing, workers: the same draws, noise and mean."""
+    trainer = private(
+        language_model(dropout=0.0), tmp_path, key=KEY(4), data=TEXTS, data_collator=pad,
+        privacy=PrivacyArguments(**{**VALUES, **privacy}), changes={"max_steps": 3, "optim": "sgd", **changes},
+    )  # fmt: skip
+    assert trainer.logical_batch_size == 12
+    trainer.train()
+    for name, value in trained(trainer.model).items():
+        assert torch.allclose(value, finished_short[name], atol=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def finished_short(tmp_path_factory):
+    trainer = private(
+        language_model(dropout=0.0), tmp_path_factory.mktemp("short"), key=KEY(4), data=TEXTS, data_collator=pad,
+        changes={"max_steps": 3, "optim": "sgd"},
+    )  # fmt: skip
+    trainer.train()
+    return trained(trainer.model)
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_L18_bfloat16(tmp_path, finished_short, how):
+    model = language_model(dropout=0.0)
+    changes = {"max_steps": 3, "optim": "sgd", "bf16": how == "autocast"}
+    if how == "weights":
+        model = model.to(torch.bfloat16)
+    trainer = private(model, tmp_path, key=KEY(4), data=TEXTS, data_collator=pad, changes=changes)
+    trainer.train()
+    for name, value in trained(model).items():
+        assert value.dtype == (torch.float32 if how == "autocast" else torch.bfloat16)
+        assert torch.allclose(value.float(), finished_short[name], atol=2e-2), name
+
+
+def test_L4_shuffled_batches(tmp_path):
+    trainer = private(classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_poisson_sampling=False))
+    output = trainer.train()
+    assert trainer.plan.sampler == Shuffled(60, 12)
+    assert trainer.ledger == Ledger((dpfunc.Event(1.0, 1.0, 2),), "zero_out")
+    assert output.metrics["privacy/epsilon"] == trainer.plan.guarantee().epsilon
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_L5_secure_mode_runs(tmp_path, secure):
+    """Without a CUDA device there is one source of noise, the secure one."""
+    trainer = private(
+        classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_secure_mode=secure), changes={"max_steps": 1}
+    )
+    trainer.train()
+    assert trainer._run.dp_step.noise_source == "secure"
+
+
+# What is said and written
+
+
+def test_L10_T9_metrics_reach_every_logger(finished):
+    from transformers.integrations.integration_utils import rewrite_logs
+
+    trainer, output, seen, _ = finished
+    steps = [logs for logs in seen.logs if "learning_rate" in logs]
+    assert [logs["privacy/steps_left"] for logs in steps] == [8, 6, 4, 2, 0]
+    for taken, logs in zip((2, 4, 6, 8, 10), steps, strict=True):
+        assert logs["privacy/epsilon"] == trainer.plan.guarantee(taken).epsilon
+        assert logs["privacy/epsilon_rdp"] == trainer.plan.ledger(taken).epsilon(1e-3, "rdp").epsilon
+        assert logs["privacy/remaining_epsilon"] == 8.0 - logs["privacy/epsilon"]
+        assert (logs["privacy/delta"], logs["privacy/max_grad_norm"]) == (1e-3, 1.0)
+        assert logs["privacy/noise_multiplier"] == trainer.plan.noise_multiplier
+    assert "train/privacy/epsilon" in rewrite_logs(steps[0])  # what tensorboard is given
+    assert 7.9 < output.metrics["privacy/epsilon"] <= 8.0
+    assert seen.logs[-1]["privacy/epsilon"] == output.metrics["privacy/epsilon"]
+
+
+def test_the_training_loss_and_counts_of_drawn_records_are_not_told(finished):
+    _, output, seen, folder = finished
+    assert math.isnan(output.training_loss)
+    for logs in [*seen.logs, output.metrics]:
+        assert not {"loss", "train_loss"} & logs.keys()
+        assert logs.get("total_flos", 0) == 0
+    assert any("eval_loss" in logs for logs in seen.logs)
+    told = json.loads((folder / "checkpoint-10" / "trainer_state.json").read_text())
+    assert told["total_flos"] == 0
+    assert '"loss"' not in json.dumps(told)
+
+
+def test_an_unreleased_loss_is_named_so(tmp_path):
+    seen = Seen()
+    trainer = private(
+        classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_log_unreleased=True), callbacks=[seen],
+        changes={"max_steps": 2},
+    )  # fmt: skip
+    trainer.train()
+    assert 0.3 < seen.logs[0]["unreleased/loss"] < 1.5
+    assert 0.3 < seen.logs[-1]["unreleased/train_loss"] < 1.5
+    assert not {"loss", "train_loss"} & (seen.logs[0].keys() | seen.logs[-1].keys())
+
+
+def test_L11_accounting_in_each_checkpoint_and_at_the_end(finished):
+    trainer, _, _, folder = finished
+    for where, taken in (("checkpoint-4", 4), ("checkpoint-8", 8), ("checkpoint-10", 10), (".", 10)):
+        record = json.loads((folder / where / "privacy_accounting.json").read_text())
+        assert record["epsilon"] == trainer.plan.guarantee(taken).epsilon
+        assert (record["global_step"], record["epoch"]) == (taken, taken / 5)
+        assert (record["delta"], record["target_epsilon"], record["max_grad_norm"]) == (1e-3, 8.0, 1.0)
+        assert record["noise_multiplier"] == trainer.plan.noise_multiplier
+        assert Ledger.from_json(json.dumps(record["ledger"])) == trainer.plan.ledger(taken)
+    assert journal_ledger(folder / "privacy_journal.jsonl") == trainer.plan.ledger()
+
+
+def test_a_checkpoint_to_publish_holds_no_key(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "save_only_model": True}
+    private(classifier(), tmp_path, key=KEY(6), changes=changes).train()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert tmp_path / "checkpoint-1" / "privacy_accounting.json" in files
+    assert not any(KEY(6).secret.hex().encode() in path.read_bytes() for path in files)
+
+
+def test_L12_warning_near_exhaustion_once(tmp_path, caplog):
+    privacy = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_warn_at=0.8)
+    trainer = private(classifier(), tmp_path, privacy=privacy)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    warned = [record.getMessage() for record in caplog.records if "Privacy budget" in record.getMessage()]
+    first = next(step for step in range(1, 11) if trainer.plan.guarantee(step).epsilon > 0.8 * 8.0)
+    assert len(warned) == 1
+    assert f"after step {first}. {10 - first} steps are left" in warned[0]
+
+
+def test_L12_T10_training_stops_before_the_breach(tmp_path, caplog):
+    """An earlier phase has spent a part of the budget: fewer steps fit, and training ends after them in good order."""
+    earlier = Ledger((dpfunc.Event(0.2, 1.0, 6),))
+    ceiling = earlier.compose(Ledger((dpfunc.Event(0.2, 1.0, 4),))).epsilon(1e-3).epsilon + 0.01
+    privacy = PrivacyArguments(**VALUES, dp_max_epsilon=ceiling)
+    trainer = private(classifier(), tmp_path, privacy=privacy, ledger=earlier)
+    with caplog.at_level(logging.WARNING):
+        output = trainer.train()
+    assert output.global_step == 4
+    assert output.metrics["privacy/epsilon"] <= ceiling
+    assert trainer.ledger == Ledger((dpfunc.Event(0.2, 1.0, 10),))
+    assert "The budget allows 4 steps" in caplog.text
+    assert trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]  # the schedule knew it
+    with pytest.raises(UnreachableBudget):
+        private(classifier(), tmp_path, privacy=privacy, ledger=trainer.ledger).train()
+
+
+def test_final_epsilon_also_when_training_is_stopped(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    trainer = private(classifier(), tmp_path, callbacks=[Stop()])
+    output = trainer.train()
+    record = json.loads((tmp_path / "privacy_accounting.json").read_text())
+    assert output.global_step == record["global_step"] == 3
+    assert output.metrics["privacy/epsilon"] == record["epsilon"] == trainer.plan.guarantee(3).epsilon
+
+
+def test_accounting_is_written_when_a_callback_fails(tmp_path):
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        private(classifier(), tmp_path, callbacks=[Fail()]).train()
+    assert json.loads((tmp_path / "privacy_accounting.json").read_text())["global_step"] == 1
+
+
+def test_evaluation_is_the_trainers_own(finished, tmp_path):
+    trainer, _, _, _ = finished
+    plain = Trainer(trainer.model, training_arguments(tmp_path), eval_dataset=DATA[:10])
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+
+
+# Without privacy, and without training
+
+
+def test_T15_twin_is_an_ordinary_trainer(tmp_path):
+    """One label a sample: the mean over samples is the Trainer's own loss, with the same batches and dropout."""
+    changes = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
+    twin = private(classifier(), tmp_path / "twin", privacy=PrivacyArguments(dp_enabled=False), changes=changes)
+    output = twin.train()
+    plain = Trainer(classifier(), training_arguments(tmp_path / "plain", **changes), train_dataset=DATA)
+    plain.train()
+    assert output.training_loss == pytest.approx(plain.state.log_history[-1]["train_loss"])
+    ours = trained(twin.model)
+    assert all(torch.allclose(ours[name], value, atol=1e-6) for name, value in trained(plain.model).items())
+    assert not (tmp_path / "twin" / "privacy_journal.jsonl").exists()
+
+
+def test_T15_twin_takes_the_mean_over_samples_over_accumulated_batches(tmp_path):
+    model = language_model(dropout=0.0)
+    changes = {
+        "per_device_train_batch_size": 20,
+        "max_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "max_grad_norm": 0,
+    }
+    twin = private(
+        model, tmp_path, data=TEXTS, privacy=PrivacyArguments(dp_enabled=False), changes=changes, data_collator=pad
+    )
+    twin.train()
+    by_hand = language_model(dropout=0.0)
+    losses = [by_hand(**pad([record])).loss for record in TEXTS]  # 3 batches of 20: all records
+    torch.stack(losses).mean().backward()
+    ours = trained(model)
+    for name, param in by_hand.named_parameters():
+        assert torch.allclose(ours[name], param.detach() - param.grad, atol=1e-5), name
+
+
+def test_T2_dry_run_trains_nothing(tmp_path, capsys):
+    model = classifier()
+    trainer = private(model, tmp_path, privacy=PrivacyArguments(**VALUES, dp_dry_run=True))
+    output = trainer.train()
+    assert "10 steps, expected batch 12 of 60 records" in capsys.readouterr().out
+    assert output.metrics["privacy/planned_epsilon"] == trainer.plan.guarantee().epsilon
+    assert same(trained(model), trained(classifier()))
+    assert list(tmp_path.iterdir()) == []
+
+
+# What is refused, before anything is spent
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy"),
+    ],
+)
+def test_L17_length_grouping_is_refused(tmp_path, values, named):
+    with pytest.raises(InvalidArgument, match=named):
+        private(classifier(), tmp_path, changes=values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dataloader_drop_last", True),
+        ("auto_find_batch_size", True),
+        ("label_smoothing_factor", 0.1),
+        ("neftune_noise_alpha", 5.0),
+        ("use_liger_kernel", True),
+        ("max_grad_norm", 0.5),
+        ("optim", "galore_adamw_layerwise"),
+        ("optim", "lomo"),
+        ("fp16", True),
+        ("torch_compile", True),
+        ("activation_checkpointing_kwargs", {"use_reentrant": True}),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": True}),
+        ("_n_gpu", 2),
+        ("deepspeed", "config.json"),
+        ("fsdp", "full_shard"),
+        ("include_num_input_tokens_seen", "all"),
+    ],
+)
+def test_arguments_that_break_privacy_are_refused(tmp_path, name, value):
+    arguments = changed(training_arguments(tmp_path), {name: value})
+    with pytest.raises(InvalidArgument, match=name.removeprefix("_")):
+        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
+
+
+def test_checkpoints_with_the_key_are_not_pushed(tmp_path):
+    arguments = changed(training_arguments(tmp_path), {"push_to_hub": True, "hub_strategy": "checkpoint"})
+    with pytest.raises(InvalidArgument, match="hub_strategy"):
+        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
+
+
+@pytest.mark.parametrize("privacy", [NOISY, PrivacyArguments(dp_enabled=False)], ids=["private", "twin"])
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "Expected 2 processes, as WORLD_SIZE says, got 1.*use_cpu=True"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "Expected 4 processes, as SLURM_STEP_NUM_TASKS says"),
+        ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "`accelerate launch`.*got one process"),
+    ],
+    ids=["torchrun", "srun", "accelerate"],
+)
+def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch, environment, message, privacy):
+    """Each would be a run of its own, with its own noise."""
+    arguments = training_arguments(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=message):
+        DPTrainer(classifier(), arguments, privacy=privacy, train_dataset=DATA)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_sharding_by_the_launcher_is_refused(tmp_path, monkeypatch, name):
+    arguments = training_arguments(tmp_path)
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    with pytest.raises(InvalidArgument, match=rf"got {name}=.*distributed.sharded\(mesh\)"):
+        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
+
+
+def test_the_trainers_arguments_are_left_alone(tmp_path):
+    arguments = training_arguments(tmp_path, max_steps=1)
+    trainer = DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
+    trainer.train()
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (4, 3)
+    assert arguments.max_grad_norm == 1.0
+    assert trainer.args.max_grad_norm == 0.0
+
+
+@pytest.mark.parametrize(
+    "method", ["compute_loss", "training_step", "get_train_dataloader", "get_batch_samples", "_get_train_sampler"]
+)
+def test_overrides_that_replace_private_parts_are_refused(tmp_path, method):
+    override = type("Override", (DPTrainer,), {method: lambda self, *args, **kwargs: None})
+    with pytest.raises(InvalidArgument, match=f"{method}.*Override"):
+        override(classifier(), training_arguments(tmp_path), privacy=NOISY, train_dataset=DATA)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from DATA
+
+
+def draw_elsewhere(records):
+    return {**columns(records), "attention_mask": torch.tensor([[random.randint(0, 1)] * 6 for _ in records])}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compute_loss_func": lambda *args, **kwargs: None}, "compute_loss_func"),
+        ({"model_init": classifier}, "model_init"),
+        ({"train_dataset": Stream()}, "a length and an index"),
+        ({"train_dataset": None}, "train_dataset to be given"),
+        ({"data_collator": draw_elsewhere}, "generator"),
+        ({"privacy": {"dp_epsilon": 8.0}}, "privacy to be PrivacyArguments"),
+        ({"key": 7}, "key to be a dpfunc Key"),
+    ],
+)
+def test_what_is_no_private_run_is_refused(tmp_path, options, message):
+    values = {"privacy": NOISY, "train_dataset": DATA, **options}
+    arguments = training_arguments(tmp_path, max_steps=2)
+    with pytest.raises(InvalidArgument, match=message):
+        DPTrainer(classifier(), arguments, **values).train()
+    assert not (tmp_path / "privacy_journal.jsonl").exists()
+
+
+def test_batch_norm_is_refused(tmp_path):
+    class Mixes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(6)
+
+        def forward(self, input_ids):
+            return self.norm(input_ids.float())
+
+    with pytest.raises(UnsupportedModel, match="BatchNorm"):
+        private(
+            Mixes(), tmp_path, loss=lambda forward, params, batch: forward(params, batch["input_ids"]).sum(1)
+        ).train()
+
+
+def test_a_trainer_trains_once(finished):
+    trainer, _, _, _ = finished
+    with pytest.raises(InvalidArgument, match="one run for each DPTrainer"):
+        trainer.train()
+
+
+def test_searches_are_refused(finished):
+    trainer, _, _, _ = finished
+    with pytest.raises(InvalidArgument, match="search"):
+        trainer.hyperparameter_search()
+    with pytest.raises(InvalidArgument, match="trial"):
+        trainer.train(trial={"lr": 1})
+
+
+def test_a_loss_of_ones_own_and_a_task_by_name(tmp_path):
+    def squares(forward, params, batch):
+        return forward(params, batch["input_ids"], batch["attention_mask"]).logits.square().sum(1)
+
+    private(classifier(), tmp_path / "own", loss=squares, changes={"max_steps": 1}).train()
+    private(classifier(), tmp_path / "name", loss="sequence_classification", changes={"max_steps": 1}).train()
+    with pytest.raises(InvalidArgument, match="task to be one of"):
+        private(classifier(), tmp_path / "no", loss="sequence_clasification", changes={"max_steps": 1}).train()
+
+
+def test_batches_can_be_looked_at_without_a_run(tmp_path):
+    trainer = private(classifier(), tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert not (tmp_path / "privacy_journal.jsonl").exists()
+    assert isinstance(trainer.args, TrainingArguments)

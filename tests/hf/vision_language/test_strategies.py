@@ -1,0 +1,561 @@
+"""Rows L7, L8, L18: image + text batches, what each strategy trains, and its agreement with single samples."""
+
+from __future__ import annotations
+
+import copy
+import struct
+import zlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Case
+from reference import loop_gradients
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from zoo.parity import differences, nonzero_b, roughen, truth_of, without_gradient
+
+import dpfunc
+from dpfunc import clipping, engines, sampling
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize
+from dpfunc.hf.tasks import make_loss_fn
+from dpfunc.hf.vision_language import strategies as vision_language
+from dpfunc.hf.vision_language.images import IGNORED, image_text_collator
+from dpfunc.hf.vision_language.strategies import STRATEGIES, prepare, strategy, trained_parameters, unused_parameters
+from dpfunc.hf.vision_language.submodules import language_layers, parts, quantised_layers
+from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
+from dpfunc.rng import insecure_key
+from dpfunc.sampling.loader import without_rows
+from dpfunc.train.dataset import _check_image
+from dpfunc.train.strategy_costs import strategy_costs, strategy_table
+
+FLOAT = ("full", "lora", "projector")
+COLOURS = ("red", "green", "blue", "yellow")
+# images of each of four samples, of at most I
+LAYOUTS = {"one": (1, (1, 1, 1, 1)), "one or none": (1, (1, 0, 1, 0)), "up to two": (2, (1, 2, 0, 2))}
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor()
+
+
+def model_of(dtype=torch.float32):
+    return roughen(tiny_llava()).to(dtype)
+
+
+def samples_of(counts, words=("what", "is", "the", "colour", "?")):
+    """Samples with several lengths of question and answer."""
+    return [
+        {
+            "images": [draw(COLOURS[(i + j) % 4], "circle", 20 + 4 * j, 10 * i + j) for j in range(count)],
+            "prompt": " ".join(words[: 1 + i % 5]),
+            "answer": " ".join(["red", "is", "blue"][: 1 + i % 3]),
+        }
+        for i, count in enumerate(counts)
+    ]
+
+
+def batch_of(processor, images, counts, side="right", dtype=torch.float32, **options):
+    collate = image_text_collator(processor, max_length=26, max_images=images, padding_side=side, **options)
+    batch = collate(samples_of(counts))
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def answer_loss(forward):
+    return make_loss_fn(forward, vision_language.image_text_loss)
+
+
+def built(name, model):
+    options = {"key": insecure_key(0), "rank": 2, "alpha": 4.0} if name in ("lora", "qlora") else {}
+    return strategy(model, name, **options)
+
+
+def case_of(processor, name, layout, side, dtype=torch.float32, **options):
+    result = built(name, model_of(dtype))
+    images, counts = LAYOUTS[layout]
+    return Case(
+        answer_loss(result.forward),
+        nonzero_b(result.params),
+        batch_of(processor, images, counts, side, dtype, **options),
+    )
+
+
+@pytest.mark.parametrize(("layout", "side"), [("one", "right"), ("one or none", "left"), ("up to two", "left")])
+@pytest.mark.parametrize("name", FLOAT)
+def test_L8_parity(processor, name, layout, side):
+    """Every engine gives what single samples give, and the default one does not fall back."""
+    case = case_of(processor, name, layout, side)
+    truth = truth_of(case)
+    assert not without_gradient(truth)
+    for engine in (engines.bookkeeping(), engines.ghost(), auto := engines.auto()):
+        assert max(differences(engine, case, truth).values()) < 1e-5
+    assert auto.decision(case.loss_fn).engine == "bookkeeping"
+
+
+def test_L8_all_parameters_and_several_images(processor):
+    """All parameters, those without a gradient included, and several images a sample."""
+    forward, params = functionalize(model_of())
+    images, counts = LAYOUTS["up to two"]
+    case = Case(answer_loss(forward), params, batch_of(processor, images, counts))
+    auto = engines.auto()
+    assert max(differences(auto, case, truth_of(case)).values()) < 1e-5
+    assert auto.decision(case.loss_fn).engine == "bookkeeping"
+    assert auto.decision(case.loss_fn).proven
+
+
+def test_L8_vmap_refuses_clearly(processor):
+    case = case_of(processor, "projector", "one", "right")
+    with pytest.raises(UnsupportedModel, match="branches on the values"):
+        engines.vmap()(case.loss_fn, case.params, case.batch).sq_norms()
+
+
+def test_L8_images_of_another_count_are_never_silently_wrong(processor):
+    """Without blank images the features of one sample would move into the next one's text: refused."""
+    forward, params = functionalize(model_of(), "projector")
+    loss_fn = answer_loss(forward)
+    batch = batch_of(processor, 2, (1, 2, 2, 2))
+    tokens = image_text_collator(processor, max_length=26).tokens_per_image
+    image = processor.image_token_id
+    first = (batch["input_ids"][0] == image).nonzero()[-tokens:, 0]
+    batch["input_ids"][0, first] = processor.tokenizer.pad_token_id  # the blank image has no tokens now
+    with pytest.raises((ValueError, RuntimeError)):
+        engines.bookkeeping()(loss_fn, params, batch).sq_norms()
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "ghost", "auto"])
+def test_L8_images_that_cross_into_the_next_sample_are_refused(processor, engine):
+    """As many tokens as images in all, but three images' tokens in one sample and one's in the next."""
+    forward, params = functionalize(model_of(), "projector")
+    collate = image_text_collator(processor, max_length=26, max_images=2)
+    batch = collate(samples_of((2, 2)))
+    image, tokens = processor.image_token_id, collate.tokens_per_image
+    first = (batch["input_ids"][0] == image).nonzero()[-tokens:, 0]
+    last = (batch["input_ids"][1] == processor.tokenizer.pad_token_id).nonzero()[:tokens, 0]
+    batch["input_ids"][0, first], batch["input_ids"][1, last] = processor.tokenizer.pad_token_id, image
+    with pytest.raises((UnsupportedModel, ValueError, RuntimeError)):
+        getattr(engines, engine)()(answer_loss(forward), params, batch).sq_norms()
+
+
+def test_L8_peft_parity(processor):
+    adapted = prepare(model_of(), "lora", rank=2, alpha=4.0, train_projector=True).eval()
+    forward, params = functionalize(adapted)
+    assert sum("multi_modal_projector" in name for name in params) == 4
+    images, counts = LAYOUTS["up to two"]
+    case = Case(answer_loss(forward), nonzero_b(params), batch_of(processor, images, counts))
+    assert max(differences(engines.bookkeeping(), case, truth_of(case)).values()) < 1e-5
+
+
+def test_L8_unused_parameters_have_no_gradient(processor):
+    """Found without values, confirmed with them; all others have one."""
+    model = model_of()
+    forward, params = functionalize(model)
+    truth = truth_of(Case(answer_loss(forward), params, batch_of(processor, 1, (1, 1, 1, 1))))
+    assert set(without_gradient(truth)) == set(unused_parameters(model))
+    assert set(trained_parameters(model, "full")) == set(params) - set(unused_parameters(model))
+    assert len(unused_parameters(model)) == 18  # the last of two layers, and the norm after it
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_L8_the_model_is_not_changed(processor, name):
+    model = model_of()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    wanted = [p.requires_grad for p in model.parameters()]
+    result = built(name, model)
+    loss_fn = answer_loss(result.forward)
+    engines.bookkeeping()(loss_fn, result.params, batch_of(processor, 1, (1, 1, 1))).sq_norms()
+    assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    merged = result.merge({n: p + 0.1 for n, p in result.params.items()})
+    changed = {n for n, value in merged.state_dict().items() if not torch.equal(value, before[n])}
+    expected = {f"{n}.weight" for n in language_layers(model)} if name == "lora" else set(result.params)
+    assert changed == expected
+    assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_L8_merged_is_what_was_trained(processor, name):
+    result = built(name, model_of())
+    params = {n: p + 0.05 for n, p in nonzero_b(result.params).items()}
+    batch = batch_of(processor, 1, (1, 1))
+    inputs = {n: v for n, v in batch.items() if n != "labels"}
+    ours = result.forward(params, **inputs).logits
+    assert torch.allclose(result.merge(params)(**inputs).logits, ours, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_L8_prepare_trains_what_the_strategy_trains(name):
+    options = {"rank": 2, "alpha": 4.0} if name == "lora" else {}
+    model = prepare(tiny_llava(), name, **options)
+    trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    ours = built(name, tiny_llava()).params
+    assert sum(trained.values()) == sum(p.numel() for p in ours.values())
+    if name == "lora":
+        assert all("language_model" in n and "lora_" in n for n in trained)
+    else:
+        assert set(trained) == set(ours)
+
+
+def test_L8_projector_beside_the_adapters():
+    result = strategy(tiny_llava(), "lora", key=insecure_key(0), rank=2, alpha=4.0, train_projector=True)
+    whole = [name for name in result.params if "lora_" not in name]
+    assert whole == list(trained_parameters(tiny_llava(), "projector"))
+
+
+class PackedLinear(nn.Linear):
+    """A stand-in for a layer in 4 bits: two weights a byte, unpacked in every forward pass."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.scale = float(layer.weight.detach().abs().max()) / 7
+        levels = (layer.weight.detach() / self.scale).round().clamp(-7, 7).to(torch.int64) + 7
+        self.weight = nn.Parameter((levels[:, ::2] * 16 + levels[:, 1::2]).to(torch.uint8), requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x):
+        packed = self.weight.to(torch.int64)
+        weight = torch.stack([packed // 16, packed % 16], -1).flatten(1).to(x.dtype) - 7
+        return F.linear(x, weight * self.scale, self.bias)
+
+
+def packed_model(projector=False):
+    model = model_of()
+    chosen = list(language_layers(model))
+    chosen += ["model.multi_modal_projector.linear_1"] if projector else []
+    for name in chosen:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, PackedLinear(model.get_submodule(name)))
+    return model
+
+
+def test_L8_qlora_parity_over_packed_weights(processor):
+    model = packed_model()
+    assert quantised_layers(model) == language_layers(model)
+    result = built("qlora", model)
+    assert all(p.dtype == torch.float32 for p in result.params.values())
+    case = Case(answer_loss(result.forward), nonzero_b(result.params), batch_of(processor, 1, (1, 0, 1, 1)))
+    truth = truth_of(case)
+    assert not without_gradient(truth)
+    assert max(differences(engines.auto(), case, truth).values()) < 1e-5
+    with pytest.raises(UnsupportedModel, match="merge it into a base that was loaded in float"):
+        result.merge(result.params)
+
+
+def test_L8_qlora_is_refused_over_float_weights():
+    with pytest.raises(UnsupportedModel, match="pip install bitsandbytes") as error:
+        built("qlora", tiny_llava())
+    assert "take 'lora'" in str(error.value)
+    with pytest.raises(UnsupportedModel, match="in 4 bits"):
+        prepare(tiny_llava(), "qlora", rank=2, alpha=4.0)
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_L8_a_packed_base_is_refused_elsewhere(name):
+    with pytest.raises(UnsupportedModel, match="Take 'qlora'"):
+        built(name, packed_model())
+
+
+def test_L8_a_packed_projector_is_not_trained():
+    with pytest.raises(UnsupportedModel, match="llm_int8_skip_modules"):
+        built("projector", packed_model(projector=True))
+    with pytest.raises(UnsupportedModel, match="llm_int8_skip_modules"):
+        strategy(packed_model(True), "qlora", key=insecure_key(0), rank=2, alpha=4.0, train_projector=True)
+    assert built("projector", packed_model()).params
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("head", {}, "one of 'full'"),
+        ("lora", {"key": insecure_key(0), "alpha": 4.0}, "rank"),
+        ("lora", {"rank": 2, "alpha": 4.0}, "key"),
+        ("full", {"rank": 2}, "no rank"),
+        ("projector", {"train_projector": True}, "no train_projector"),
+        ("projector", {"key": insecure_key(0)}, "no key"),
+    ],
+)
+def test_L8_options_that_do_not_fit_are_refused(name, options, said):
+    with pytest.raises(InvalidArgument, match=said):
+        strategy(tiny_llava(), name, **options)
+
+
+def test_L8_other_models_are_refused():
+    with pytest.raises(UnsupportedModel, match="without vision, projector, language"):
+        parts(nn.Linear(2, 2))
+
+
+def test_L8_table():
+    costs = {cost.name: cost for cost in strategy_costs(tiny_llava(), rank=2)}
+    assert tuple(costs) == STRATEGIES
+    for name in FLOAT:
+        assert costs[name].trained == sum(p.numel() for p in built(name, tiny_llava()).params.values())
+        assert costs[name].noise_norm ** 2 == pytest.approx(costs[name].trained)
+    assert costs["qlora"].trained == costs["lora"].trained
+    assert costs["qlora"].base_bytes < costs["lora"].base_bytes
+    table = strategy_table(tiny_llava(), rank=2, noise_multiplier=2.0, expected_batch_size=10)
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(STRATEGIES)
+
+
+@pytest.mark.parametrize(("name", "engine"), [("full", "bookkeeping"), ("lora", "ghost"), ("projector", "loop")])
+def test_L8_gradient_checkpointing(processor, name, engine):
+    def norms(checkpointed):
+        model = model_of()
+        if checkpointed:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        result = built(name, model)
+        model.train()
+        case = Case(answer_loss(result.forward), nonzero_b(result.params), batch_of(processor, 2, (2, 1, 0)))
+        return getattr(engines, engine)()(case.loss_fn, case.params, case.batch).sq_norms()
+
+    plain, checkpointed = norms(False), norms(True)
+    for name_, expected in plain.items():
+        assert torch.allclose(checkpointed[name_], expected, rtol=1e-5), name_
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_L18_bf16(processor, name):
+    """Weights in bf16: sums in float32, and as far from the loop as bf16 is from itself."""
+    case = case_of(processor, name, "up to two", "right", torch.bfloat16)
+    clip = clipping.Flat(1.0)
+    sums, _ = dpfunc.clipped_grad(case.loss_fn, case.params, case.batch, clip, engine=engines.bookkeeping())
+    loop, _ = dpfunc.clipped_grad(case.loss_fn, case.params, case.batch, clip, engine=engines.loop())
+    exact = case_of(processor, name, "up to two", "right")
+    float32, _ = dpfunc.clipped_grad(exact.loss_fn, exact.params, exact.batch, clip, engine=engines.loop())
+
+    def flat(clipped):
+        return torch.cat([value.flatten() for value in clipped.sums.values()])
+
+    assert all(value.dtype == torch.float32 for value in sums.sums.values())
+    assert flat(sums).norm() <= 4.0
+    own_error = (flat(loop) - flat(float32)).norm()
+    assert (flat(sums) - flat(float32)).norm() < 1.5 * own_error + 1e-3
+
+
+def test_L7_keys_shapes_and_labels(processor):
+    """Labels are the answer and its end; everything else is ignored; the attention mask is what is not padding."""
+    batch = batch_of(processor, 2, (1, 2, 0))
+    words = processor.tokenizer.convert_ids_to_tokens
+    assert batch["pixel_values"].shape == (3, 2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    image = processor.image_token_id
+    assert (batch["input_ids"] == image).sum(1).tolist() == [8, 8, 8]
+    assert ((batch["input_ids"] == image) * batch["attention_mask"]).sum(1).tolist() == [4, 8, 0]
+    for row, labels, answer in zip(
+        batch["input_ids"], batch["labels"], (["red"], ["red", "is"], ["red", "is", "blue"]), strict=True
+    ):
+        assert words(row[labels != IGNORED].tolist()) == [*answer, "</s>"]
+    first = words(batch["input_ids"][0][batch["attention_mask"][0] == 1].tolist())
+    assert first == ["<s>", "USER:", *["<image>"] * 4, "what", "ASSISTANT:", "red", "</s>"]
+
+
+def test_L7_prompts_as_they_are(processor, tmp_path):
+    """Without the template the prompt holds the image tokens itself; images may be paths."""
+    draw("red", "circle", 24, 0).save(tmp_path / "a.png")
+    collate = image_text_collator(processor, max_length=16, chat=False)
+    sample = {"prompt": "USER: <image> colour ? ASSISTANT:", "answer": "red"}
+    batch = collate([{**sample, "image": tmp_path / "a.png"}])
+    drawn = collate([{**sample, "image": draw("red", "circle", 24, 0)}])
+    assert torch.equal(batch["pixel_values"], drawn["pixel_values"])
+    with pytest.raises(InvalidArgument, match="Expected one <image> in the prompt"):
+        collate([{**sample, "prompt": "colour ?", "image": tmp_path / "a.png"}])
+
+
+def large_png(width, height):
+    """A valid PNG of very many pixels, and few bytes."""
+
+    def chunk(kind, content):
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    rows = zlib.compressobj(9)
+    packed = b"".join(rows.compress(bytes(1 + -(-width // 8))) for _ in range(height)) + rows.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+IMAGES = {
+    "large": (lambda: large_png(9000, 9000), "at most 67108864 pixels, got 9000 x 9000"),
+    "larger, PIL would warn": (lambda: large_png(10_000, 10_000), "at most 67108864 pixels, got one with more"),
+    "so large that PIL refuses": (lambda: large_png(20_000, 20_000), "at most 67108864 pixels, got one with more"),
+    "text": (lambda: b"my secret", "it is of no format that is known"),
+    "nothing": (lambda: b"", "it is of no format that is known"),
+    "half": (lambda: large_png(64, 4000)[:60], "it is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_that_take_all_memory_are_refused(processor, tmp_path, name):
+    """And those that cannot be read: by the collator, and mostly before training from their headers."""
+    make, message = IMAGES[name]
+    path = tmp_path / "secret.png"
+    path.write_bytes(make())
+    collate = image_text_collator(processor, max_length=16)
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        collate([{"prompt": "colour ?", "answer": "red", "image": path}])
+    assert "secret" not in str(caught.value)
+    if name != "half":
+        with pytest.raises(InvalidArgument, match=f"The image of row 7 of data.jsonl cannot be used. .*{message}"):
+            _check_image(path, 7, tmp_path / "data.jsonl")
+
+
+def alone(processor, sample):
+    """A sample without padding and without blank images."""
+    count = len(sample["images"])
+    collate = image_text_collator(processor, max_length=40, max_images=count, pad_to_multiple_of=1)
+    return collate([sample])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_L7_padding_and_blank_images_change_nothing(processor, side):
+    forward, params = functionalize(model_of(torch.float64))
+    loss_fn = answer_loss(forward)
+    images, counts = LAYOUTS["up to two"]
+    padded_B = loss_fn(params, batch_of(processor, images, counts, side, torch.float64))
+    for loss, sample in zip(padded_B, samples_of(counts), strict=True):
+        single = alone(processor, sample)
+        if "pixel_values" in single:
+            single["pixel_values"] = single["pixel_values"].double()
+        # rotary positions are float32 whatever the weights are: what is shifted to the right is rounded otherwise
+        tolerance = 1e-9 if side == "right" else 1e-6
+        assert loss.item() == pytest.approx(loss_fn(params, single).item(), rel=tolerance)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_L7_rows_do_not_depend_on_each_other(processor, side):
+    """The row of a sample is the same in every batch, and so is its loss."""
+    collate = image_text_collator(processor, max_length=26, max_images=2, padding_side=side)
+    samples = samples_of((1, 2, 0, 2))
+    every, changed = collate(samples), collate([samples[0], *samples_of((0, 2, 1, 1))[1:]])
+    forward, params = functionalize(model_of())
+    losses = [answer_loss(forward)(params, batch)[0].item() for batch in (every, changed, collate(samples[:1]))]
+    assert all(torch.equal(every[name][0], changed[name][0]) for name in every)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+@given(
+    st.integers(0, 2), st.integers(0, 30), st.integers(0, 30), st.integers(0, 12), st.sampled_from(["left", "right"])
+)
+def test_L7_long_texts_are_cut_and_images_never(images, words, answer, room, side):
+    collate = image_text_collator(tiny_processor_once(), max_length=10 + room, max_images=2, padding_side=side)
+    pictures = [draw("red", "circle", 16, i) for i in range(images)]
+    sample = {"images": pictures, "prompt": "the " * words, "answer": "red " * answer}
+    batch = collate([sample])
+    assert batch["input_ids"].shape == (1, 10 + room)
+    assert int((batch["input_ids"] == collate.processor.image_token_id).sum()) == 8
+    assert int((batch["labels"] != IGNORED).sum()) >= 1  # something of the answer is always learnt
+    kept = batch["input_ids"][0][batch["attention_mask"][0] == 1]
+    assert kept[0] == 1  # the beginning stays
+    if 5 + 4 * images + words + answer + 4 * (2 - images) <= 10 + room:
+        assert len(kept) == 4 + 4 * images + words + answer
+
+
+def tiny_processor_once(cache=[]):  # noqa: B006  (a cache)
+    if not cache:
+        cache.append(tiny_processor())
+    return cache[0]
+
+
+@pytest.mark.parametrize("step", [None, 8])
+def test_L7_an_empty_draw(processor, step):
+    collate = image_text_collator(processor, max_length=26, max_images=2, pad_to_multiple_of=step)
+    example = samples_of((1,))[0]
+    for empty in (collate([]), without_rows(collate([example]))):
+        assert {name: tuple(value.shape[:1]) for name, value in empty.items()} == dict.fromkeys(
+            collate([example]), (0,)
+        )
+        assert {n: v.dtype for n, v in empty.items()} == {n: v.dtype for n, v in collate([example]).items()}
+    assert collate([])["pixel_values"].shape == (0, 2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    result = built("projector", model_of())
+    plan = dpfunc.Plan(sampling.Poisson(10, 0.1), clipping.Flat(1.0), 1.0, 1, delta=1e-3)
+    grads, _, _ = dpfunc.make_dp_step(answer_loss(result.forward), plan, verify_batch=False)(result.params, collate([]))
+    assert all(float(grad.norm()) > 0 for grad in grads.values())  # noise alone
+
+
+def test_L7_padding_to_multiples(processor):
+    collate = image_text_collator(processor, max_length=14, pad_to_multiple_of=4)
+    assert collate(samples_of((1,)))["input_ids"].shape == (1, 12)
+    assert collate(samples_of((1, 1, 1, 1, 1)))["input_ids"].shape == (5, 14)  # max_length is the most
+
+
+def test_L7_text_alone(processor):
+    batch = batch_of(processor, 0, (0, 0))
+    assert "pixel_values" not in batch
+    forward, params = functionalize(model_of(), "language_model")
+    assert answer_loss(forward)(params, batch).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_length": 5}, "max_length >= 6"),
+        ({"max_length": 9, "max_images": 2}, "max_length >= 10"),
+        ({"max_length": 20, "padding_side": "up"}, "padding_side"),
+    ],
+)
+def test_L7_a_collator_that_cannot_work_is_refused(processor, options, said):
+    with pytest.raises(InvalidArgument, match=said):
+        image_text_collator(processor, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"text": "?"}, "Rename the columns"),
+        ({"images": ["a", "b"]}, "at most max_images=1"),
+        ({"image": "a", "images": []}, "got both"),
+    ],
+)
+def test_L7_samples_that_do_not_fit_are_refused(processor, changes, said):
+    collate = image_text_collator(processor, max_length=20)
+    with pytest.raises(InvalidArgument, match=said):
+        collate([{"prompt": "what ?", "answer": "red", **changes}])
+
+
+def test_L7_images_of_any_size_are_refused(processor):
+    """A processor that keeps the aspect ratio gives every image another number of tokens."""
+    wide = copy.deepcopy(processor)
+    wide.image_processor.do_center_crop = False
+    with pytest.raises(UnsupportedModel, match="same number of tokens"):
+        image_text_collator(wide, max_length=200)
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_L7_private_training_learns(processor, name):
+    """A short run with little noise on drawn images: the loss falls."""
+    result = built(name, model_of())
+    loss_fn = answer_loss(result.forward)
+    collate = image_text_collator(processor, max_length=16)
+    data = collate(
+        [
+            {"image": draw(c, "circle", 24, i), "prompt": "what is the colour ?", "answer": c}
+            for i, c in enumerate(COLOURS * 4)
+        ]
+    )
+    plan = dpfunc.Plan(sampling.Poisson(16, 0.5), clipping.Automatic(), 0.05, 12, delta=1e-3)
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="bookkeeping")
+    params = result.params
+    state = dp_step.init(params, insecure_key(30 + FLOAT.index(name)))
+    before = loss_fn(params, data).mean().item()
+    optimizer_params = {n: p.clone().requires_grad_() for n, p in params.items()}
+    optimizer = torch.optim.Adam(optimizer_params.values(), lr=0.02)
+    for indices in plan.batches(state):
+        current = {n: p.detach() for n, p in optimizer_params.items()}
+        grads, state, _ = dp_step(current, dpfunc.take(data, indices), state)
+        for n, p in optimizer_params.items():
+            p.grad = grads[n]
+        optimizer.step()
+    after = loss_fn({n: p.detach() for n, p in optimizer_params.items()}, data).mean().item()
+    assert after < 0.8 * before
+
+
+def test_the_loss_of_single_samples_is_the_reference(processor):
+    """`truth_of` runs samples one by one through autograd: the losses of a batch are theirs."""
+    case = case_of(processor, "projector", "up to two", "left")
+    singles = [loss for loss, _ in loop_gradients(case.loss_fn, case.params, case.batch)]
+    assert torch.allclose(torch.stack(singles), case.loss_fn(case.params, case.batch), atol=1e-5)
+
+
+def test_public_names_have_a_doctest():
+    for function in (vision_language.strategy, vision_language.prepare, image_text_collator, strategy_table):
+        assert ">>>" in function.__doc__

@@ -1,0 +1,204 @@
+"""Streams of normal numbers: their law, their tails, that nothing is shared and everything can be drawn again."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpfunc._utils.dtensor import Window
+from dpfunc.errors import InvalidArgument
+from dpfunc.noise import streams
+from dpfunc.noise.streams import TILE, TILE_COLS, philox_normal, secure_normal, standard_normal, tile
+from dpfunc.rng import fold_in, insecure_key
+
+KEY = insecure_key(0)
+LEAVES = {"a": torch.zeros(3 * TILE + 17), "b.weight": torch.zeros(40, 50), "c": torch.zeros(()), "d": torch.zeros(0)}
+
+
+def numbers(key, name="w", tiles=4):
+    return np.concatenate([tile(key, name, i) for i in range(tiles)])
+
+
+def looks_normal(values, level=1e-5):
+    """Kolmogorov-Smirnov and the variance, both two-sided."""
+    spread = stats.chi2.cdf(float(np.square(values).sum()), values.size)
+    return bool(stats.kstest(values, "norm").pvalue > level and level < spread < 1 - level)
+
+
+def uncorrelated(one, other, bound=5.0):
+    return abs(float(np.corrcoef(one, other)[0, 1])) * np.sqrt(one.size) < bound
+
+
+@pytest.mark.parametrize("key", [KEY, fold_in(KEY, "step", 1), insecure_key(2**200)], ids=["root", "folded", "large"])
+def test_is_standard_normal(key):
+    values = numbers(key)
+    assert looks_normal(values)
+    assert not looks_normal(0.99 * values)
+    assert not looks_normal(1.01 * values)
+    assert not looks_normal(values + 0.02)
+    assert not looks_normal(stats.t(30).ppf(stats.norm.cdf(values)))  # the right middle with the wrong tails
+
+
+def test_tails():
+    """Beyond 5 sigma there is as much as there should be; noise of 0.9 or 1.1 sigma fails."""
+    draws = 700 * TILE
+    peaks = np.concatenate([values[np.abs(values) > 4] for values in (tile(KEY, "tails", i) for i in range(700))])
+
+    def accepted(cut, scale):
+        expected = 2 * stats.norm.sf(cut) * draws
+        low, high = stats.poisson.interval(0.9999, expected)
+        return low <= int((np.abs(peaks * scale) > cut).sum()) <= high
+
+    for cut in (4.5, 5.0):
+        assert accepted(cut, 1.0)
+        assert not accepted(cut, 0.9)
+        assert not accepted(cut, 1.1)
+    assert (peaks > 5).any()
+    assert (peaks < -5).any()
+
+
+@pytest.mark.parametrize(("number", "index", "value"), [(800, 13261, -6.6147), (2811, 37476, 5.9450)])
+def test_tails_are_not_cut(number, index, value):
+    """Numbers that a 24-bit Box-Muller transform cannot give: it ends at sqrt(48 ln 2) = 5.768."""
+    found = tile(KEY, "w", number)[index]
+    assert found == pytest.approx(value, abs=1e-4)
+    assert abs(np.float32(found)) > np.sqrt(48 * np.log(2))
+
+
+def test_known_numbers():
+    """The noise of a key is the same in every version, so an interrupted run can be resumed with a newer one."""
+    found = [float(value).hex() for value in tile(KEY, "w", 0, 3)]
+    assert found == ["0x1.a9c265fe62715p-1", "-0x1.25e112ad153c8p-1", "0x1.62e19b71a3adbp-1"]
+
+
+STREAMS = {
+    "steps": ((fold_in(KEY, "step", 0), "w"), (fold_in(KEY, "step", 1), "w")),
+    "leaves": ((KEY, "layer.1.weight"), (KEY, "layer.2.weight")),
+    "leaves of equal text": ((KEY, "w1"), (KEY, "w")),
+    "keys": ((insecure_key(1), "w"), (insecure_key(2), "w")),
+    "high bits of a seed": ((insecure_key(1), "w"), (insecure_key(1 + 2**32), "w")),
+    "higher bits of a seed": ((insecure_key(1), "w"), (insecure_key(1 + 2**64), "w")),
+    "purposes": ((fold_in(KEY, "release"), "w"), (fold_in(KEY, "dropout"), "w")),
+}
+
+
+@pytest.mark.parametrize("pair", STREAMS)
+def test_no_correlation(pair):
+    """Different steps, leaves, keys: uncorrelated, at every offset of less than a tile, and no number twice."""
+    one, other = (numbers(*which) for which in STREAMS[pair])
+    assert uncorrelated(one, other)
+    assert not uncorrelated(one, other + 0.02 * one)
+    assert np.intersect1d(one, other).size == 0
+    lagged = np.fft.irfft(np.fft.rfft(one) * np.conj(np.fft.rfft(other)))
+    assert np.abs(lagged).max() < 6.5 * np.sqrt(one.size)
+
+
+def test_tiles_do_not_repeat():
+    """Not within a leaf either: tile 1 of `w` is neither tile 0 nor tile 11 of it, nor a tile of `w1`."""
+    tiles = [tile(KEY, "w", i) for i in range(12)] + [tile(KEY, "w1", i) for i in range(2)]
+    assert np.unique(np.concatenate(tiles)).size == len(tiles) * TILE
+    for one, other in itertools.pairwise(tiles):
+        assert uncorrelated(one, other)
+    flat = np.concatenate(tiles)
+    assert uncorrelated(flat[:-1], flat[1:])
+
+
+@given(
+    st.tuples(st.integers(1, 700), st.integers(1, 700)),
+    st.tuples(*[st.floats(0, 1)] * 4),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+@example((700, 600), (0.5, 0.9, 0.0, 1.0), torch.float32)  # begins in a later row of tiles
+@example((300, 700), (0.0, 1.0, 0.6, 1.0), torch.float64)  # and in a later column
+def test_a_part_is_a_part_of_the_whole(shape, cuts, dtype):
+    """Who holds some rows and columns of a leaf draws what is there in the noise of the whole, with both sources."""
+    rows, cols = (
+        tuple(sorted(round(share * size) for share in pair))
+        for size, pair in zip(shape, (cuts[:2], cuts[2:]), strict=True)
+    )
+    leaf = torch.zeros(shape, dtype=dtype)
+    part = torch.zeros(rows[1] - rows[0], cols[1] - cols[0], dtype=dtype)
+    held = Window(*shape, rows, cols)
+    for draw in (lambda leaf: secure_normal(KEY, {"w": leaf})["w"], lambda leaf: philox_normal(KEY, "w", leaf)):
+        whole = draw(leaf)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "window", lambda leaf, name: held)
+            assert torch.equal(draw(part), whole[slice(*rows), slice(*cols)])
+
+
+def test_no_more_is_drawn_than_touched():
+    """A half of the columns, or of the rows, is half of the tiles."""
+    size = 4 * TILE_COLS
+    whole = list(streams.tiles(Window(size, size, (0, size), (0, size))))
+    assert len({cut.number for cut in whole}) == len(whole) == size**2 // TILE
+    for half in (Window(size, size, (0, size // 2), (0, size)), Window(size, size, (0, size), (0, size // 2))):
+        assert 2 * len(list(streams.tiles(half))) == len(whole)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_stateless(threads):
+    """The same key gives the same bits: again, with any number of threads, in any order, in any company."""
+    expected = secure_normal(KEY, LEAVES, threads=1)
+    backwards = secure_normal(KEY, dict(reversed(LEAVES.items())), threads=threads)
+    for name, leaf in LEAVES.items():
+        assert expected[name].shape == leaf.shape
+        assert torch.equal(backwards[name], expected[name])
+        assert torch.equal(secure_normal(KEY, {name: leaf}, threads=threads)[name], expected[name])
+        assert torch.equal(standard_normal(KEY, {name: leaf})[name], expected[name])
+
+
+def test_an_owner_of_tiles_draws_its_own():
+    """Tile i is the slice of the whole, so noise does not depend on who holds which part."""
+    whole = secure_normal(KEY, {"a": LEAVES["a"].double()})["a"]
+    for number in range(4):
+        part = whole[number * TILE : (number + 1) * TILE]
+        assert np.array_equal(tile(KEY, "a", number, len(part)), part.numpy())
+
+
+@given(size=st.integers(0, 3 * TILE), more=st.integers(0, 10))
+def test_a_longer_leaf_begins_with_the_shorter_one(size, more):
+    """The noise of a leaf is cut from one sequence; its shape and layout only arrange it."""
+    long = secure_normal(KEY, {"w": torch.zeros(size + more)})["w"]
+    assert torch.equal(long[:size], secure_normal(KEY, {"w": torch.zeros(size)})["w"])
+
+
+def test_layout_does_not_matter():
+    straight, crossed = torch.zeros(30, 20), torch.zeros(20, 30).T
+    assert torch.equal(secure_normal(KEY, {"w": straight})["w"], secure_normal(KEY, {"w": crossed})["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_noise_is_refused(dtype):
+    with pytest.raises(InvalidArgument, match=f"noise in float32 or float64, got {dtype} for w"):
+        standard_normal(KEY, {"w": torch.zeros(3, dtype=dtype)})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_generator_of_a_device(device, dtype):
+    """What CUDA uses, run on every device there is: normal, stateless, a stream of its own for each leaf and key."""
+    leaf = torch.zeros(512, 512, dtype=dtype, device=device)
+    values = philox_normal(KEY, "w", leaf)
+    assert (values.shape, values.dtype, values.device) == (leaf.shape, leaf.dtype, leaf.device)
+    assert torch.equal(values, philox_normal(KEY, "w", leaf))
+    flat = values.cpu().double().numpy().ravel()
+    assert looks_normal(flat)
+    assert not looks_normal(1.01 * flat)
+    for other in (philox_normal(KEY, "v", leaf), philox_normal(insecure_key(2**32), "w", leaf)):
+        assert uncorrelated(flat, other.cpu().double().numpy().ravel())
+    wide = philox_normal(KEY, "w", leaf.double())
+    assert torch.equal(values, wide.to(dtype))  # drawn in float64, whatever the dtype of the leaf
+    assert not torch.equal(wide, wide.float().double())
+    if device == "cuda":
+        assert torch.equal(standard_normal(KEY, {"w": leaf}, "device")["w"], values)
+
+
+def test_the_weak_generator_of_the_cpu_is_refused():
+    with pytest.raises(InvalidArgument, match=r"32 bits of its seed.*5\.77 sigma"):
+        standard_normal(KEY, {"w": torch.zeros(3)}, "device")

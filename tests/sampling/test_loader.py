@@ -1,0 +1,308 @@
+"""Draws through torch's DataLoader: the batches of each step, the empty ones too, whatever the workers do."""
+
+from __future__ import annotations
+
+import pickle
+from collections import UserDict
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
+from dpfunc.batches import batch_size
+from dpfunc.errors import InvalidArgument, SamplingMismatch
+from dpfunc.rng import insecure_key
+from dpfunc.sampling.loader import Collate, Drawn, Draws, Once, Records, without_rows
+from dpfunc.sampling.records import batches_name
+from dpfunc.state import StepState, replay
+
+N = 40
+KEY = insecure_key(0)
+SAMPLERS = {
+    "poisson": sampling.Poisson(N, 0.05),
+    "fixed size": sampling.FixedSize(N, 7),
+    "shuffled": sampling.Shuffled(N, 7),
+    "in order": sampling.InOrder(N, 7),
+}
+
+
+def plan_of(kind="poisson", **changes):
+    values = {
+        "sampler": SAMPLERS[kind], "clip": clipping.Flat(1.0), "noise_multiplier": 1.0, "num_steps": 15, "delta": 1e-3,
+        "adjacency": "add_remove" if kind == "poisson" else "zero_out",
+    }  # fmt: skip
+    return dpfunc.Plan(**{**values, **changes})
+
+
+def at(step, limit=15):
+    return StepState(step, limit, 0, KEY, (), Ledger())
+
+
+class Dicts:
+    """Records of a dictionary of tensors and a number; record i holds i."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return {"inputs": (torch.full((3,), float(index)), torch.full((2, 2), index)), "label": index}
+
+
+class AtOnce(Dicts):
+    """A data set that reads several records at once, as those of Hugging Face do, and no single one."""
+
+    def __getitems__(self, indices):
+        assert indices
+        return [Dicts.__getitem__(self, index) for index in indices]
+
+    def __getitem__(self, index):
+        raise AssertionError("one by one")
+
+
+class Augmented(Dicts):
+    """Records with noise of torch's global generator."""
+
+    def __getitem__(self, index):
+        return {"label": index, "noisy": index + torch.rand(3)}
+
+
+def augmented_collate(records):
+    batch = default_collate(records)
+    return {**batch, "masked": torch.rand(len(records), 5)}
+
+
+DATASETS = {
+    "dictionaries": Dicts(),
+    "at once": AtOnce(),
+    "subset": Subset(Dicts(), range(N)),
+    "list": [Dicts()[i] for i in range(N)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dataset", "num_workers"),
+    [
+        ("poisson", "dictionaries", 0),
+        ("poisson", "at once", 2),
+        ("poisson", "subset", 0),
+        ("poisson", "list", 0),
+        ("fixed size", "dictionaries", 0),
+        ("shuffled", "dictionaries", 1),
+        ("in order", "at once", 0),
+    ],
+)
+def test_batches_are_the_draws(kind, dataset, num_workers):
+    """Of each step, in order, from the step of the state; the empty ones have the structure of the others."""
+    plan = plan_of(kind)
+    loader = plan.loader(DATASETS[dataset], at(3), num_workers=num_workers)
+    expected = [plan.sampler.indices(KEY, step).tolist() for step in range(3, 15)]
+    assert len(loader) == 12
+    assert ([] in expected) == (kind == "poisson")
+    batches = list(loader)
+    assert [batch["label"].tolist() for batch in batches] == expected
+    for batch, drawn in zip(batches, expected, strict=True):
+        assert batch_size(batch) == len(drawn)
+        assert batch["inputs"][0].shape == (len(drawn), 3)
+        assert batch["inputs"][1].shape == (len(drawn), 2, 2)
+        assert [leaf.dtype for leaf in batch["inputs"]] == [torch.float32, torch.int64]
+        assert batch["label"].dtype == torch.int64
+
+
+def test_a_resumed_run_reads_the_same():
+    """Also random augmentation and masking, with any number of workers, whatever the state of torch's generator."""
+    plan = plan_of()
+
+    def batches(step, workers):
+        torch.manual_seed(step + workers)
+        loader = plan.loader(
+            Augmented(), at(step), collate_fn=augmented_collate, num_workers=workers, prefetch_factor=workers or None
+        )
+        return list(loader)
+
+    whole = batches(0, 0)
+    assert len(whole) == 15
+    assert any(not len(batch["label"]) for batch in whole)
+    assert len({float(batch["masked"].sum()) for batch in whole if len(batch["label"])}) > 5  # not one number for all
+    for step, workers in ((0, 2), (6, 0), (6, 1)):
+        for ours, theirs in zip(batches(step, workers), whole[step:], strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_randomness_of_the_caller_is_left_alone():
+    before = torch.random.get_rng_state()
+    list(plan_of().loader(Augmented(), at(0)))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_second_iteration_is_refused(num_workers):
+    """Its first batch would be that of the first step, while the run is at a later one."""
+    plan = plan_of()
+    loader = plan.loader(Dicts(), at(3), num_workers=num_workers)
+    iterator = iter(loader)
+    first = next(iterator)
+    with pytest.raises(InvalidArgument, match=r"batch of step 3\. Make a loader from the present state"):
+        next(iter(loader))
+    assert torch.equal(next(iter(plan.loader(Dicts(), at(3))))["label"], first["label"])
+    assert len(list(iterator)) == 11
+
+
+def test_nothing_is_left_at_the_end():
+    assert list(plan_of().loader(Dicts(), at(15))) == []
+    assert len(plan_of().loader(Dicts(), at(15))) == 0
+
+
+def pad_collate(records):
+    longest = max(len(record) for record in records)
+    return UserDict(ids=torch.tensor([[*record, *[0] * (longest - len(record))] for record in records]))
+
+
+def test_dictionaries_of_tokenizers_become_plain_ones():
+    """BatchEncoding is a mapping that no pytree knows."""
+    plan = plan_of()
+    records = [[i] * (i + 1) for i in range(N)]
+    batches = list(plan.loader(records, at(3), collate_fn=pad_collate))
+    assert all(type(batch) is dict and batch["ids"].dtype == torch.int64 for batch in batches)
+    assert {batch["ids"].shape for batch in batches if not len(batch["ids"])} == {(0, 1)}
+
+
+def test_nothing_of_a_record_is_in_an_empty_batch():
+    """Not even in memory behind a view; and taking one apart does not spoil the next."""
+    empty = without_rows({"x": torch.ones(1, 1000)})["x"]
+    assert empty.untyped_storage().nbytes() == 0
+    assert b"\x00\x00\x80?" * 10 not in pickle.dumps(empty)
+    loader = plan_of(sampler=sampling.Poisson(N, 1e-9)).loader(Dicts(), at(0))
+    for batch in loader:
+        assert batch.pop("label").shape == (0,)
+        batch["inputs"][0].resize_(5, 3)
+
+
+def test_workers_do_not_get_the_key():
+    draws = Draws(SAMPLERS["poisson"], KEY, Once(3, 15), 12)
+    sent = pickle.dumps((Records([1]), Collate(default_collate), list(draws)))
+    assert KEY.secret not in sent
+    assert KEY.secret not in pickle.dumps(plan_of().loader(Dicts(), at(0)).generator.get_state())
+    assert KEY.secret.hex()[:8] not in repr(draws)
+    assert "hidden" in repr(Drawn(KEY, 0))
+
+
+def loss_fn(params, batch):
+    return ((batch["noisy"] @ params["w"]) - batch["label"]).square()
+
+
+def run(folder, stop, saved=None, workers=0, num_steps=15):
+    """A run with a journal until step `stop`; from a checkpoint, if there is one."""
+    plan = plan_of(sampler=sampling.Poisson(N, 0.1), num_steps=num_steps)
+    journal = dpfunc.Journal(folder / "journal.jsonl", plan)
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=journal)
+    params = {"w": torch.zeros(3)} if saved is None else dict(saved.params)
+    state = dp_step.init(params, insecure_key(20)) if saved is None else saved.state
+    for batch in plan.loader(Augmented(), state, collate_fn=augmented_collate, num_workers=workers):
+        grads, state, _ = dp_step(params, batch, state)
+        params = {"w": params["w"] - 0.1 * grads["w"]}
+        if state.step == 6:
+            dpfunc.save(folder / "saved", params=params, state=state, plan=plan, data="40", journal=journal.path)
+        if state.step == stop:
+            break
+    return plan, params, state
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
+    """Two steps after the checkpoint are repeated with the same augmentation, and cost nothing."""
+    _, whole, state = run(tmp_path / "whole", 15, workers=1)
+    replay(StepState(0, 15, 0, insecure_key(20), (), Ledger()))
+    plan, _, _ = run(tmp_path / "cut", 8)
+    saved = dpfunc.load(
+        tmp_path / "cut" / "saved", plan=plan, params={"w": torch.zeros(3)}, data="40",
+        journal=tmp_path / "cut" / "journal.jsonl",
+    )  # fmt: skip
+    assert saved.state.step == 6
+    _, params, after = run(tmp_path / "cut", 15, saved)
+    assert torch.equal(params["w"], whole["w"])
+    assert after.ledger == state.ledger
+
+
+def test_a_skipped_batch_is_found():
+    """`if not len(batch): continue` takes the next batch for the step of an empty one."""
+    plan = plan_of()
+    dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan)
+    params = {"w": torch.zeros(3)}
+    state = dp_step.init(params, insecure_key(0))
+
+    def skipping():
+        nonlocal state
+        for batch in plan.loader(Dicts(), state):
+            if len(batch["label"]):
+                _, state, _ = dp_step(params, batch, state)
+
+    with pytest.raises(SamplingMismatch, match=r"plan.loader\(dataset, state\)"):
+        skipping()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(N))
+
+
+class StreamOfKnownLength(Stream):
+    def __len__(self):
+        return N
+
+
+def text_collate(records):
+    return {"text": [str(record) for record in records]}
+
+
+BAD = {
+    "a stream": (lambda p: p.loader(Stream(), at(0)), r"got dataset of type Stream, a stream.*sampling.InOrder"),
+    "a stream with a length": (lambda p: p.loader(StreamOfKnownLength(), at(0)), "StreamOfKnownLength, a stream"),
+    "a generator": (lambda p: p.loader(iter([1]), at(0)), "got dataset of type list_iterator"),
+    "too short": (
+        lambda p: p.loader(range(39), at(0)),
+        r"dataset_size=40, got len\(dataset\)=39.*make the plan.*Nothing was spent",
+    ),
+    "too long": (lambda p: p.loader(range(41), at(0)), r"got len\(dataset\)=41"),
+    "tensors": (lambda p: p.loader({"x": torch.zeros(N)}, at(0)), r"type dict with the names \['x'\].*dpfunc.take"),
+    "collate": (lambda p: p.loader(range(N), at(0), collate_fn=3), "a function of a list of records, got collate_fn=3"),
+    "workers": (lambda p: p.loader(range(N), at(0), num_workers=-1), "integer num_workers >= 0, got num_workers=-1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_data_set_of_the_plan_is_refused(name):
+    call, message = BAD[name]
+    with pytest.raises(InvalidArgument, match=message):
+        call(plan_of())
+
+
+def test_an_empty_draw_needs_a_batch_of_rows():
+    nobody = plan_of(sampler=sampling.Poisson(N, 1e-9))
+    with pytest.raises(InvalidArgument, match=r"batch\['text'\]\[0\] of type str.*collate_fn"):
+        next(iter(nobody.loader(range(N), at(0), collate_fn=text_collate)))
+    with pytest.raises(InvalidArgument, match="one row from one record, got 2 rows"):
+        next(iter(nobody.loader([torch.zeros(2, 3)] * N, at(0), collate_fn=torch.cat)))
+
+
+class Opaque:
+    """A record of which only its batch tells anything."""
+
+    def __init__(self, number):
+        self.number = number
+
+
+def test_another_order_has_another_name():
+    """The order counts, in small and in large data sets, for records of any type; random augmentation does not."""
+
+    def name(numbers):
+        return batches_name([Opaque(i) for i in numbers], lambda records: torch.tensor([r.number for r in records]))
+
+    assert name(range(100)) == name(range(100))
+    swapped = [*range(50), 51, 50, *range(52, 100)]
+    names = [range(100), swapped, range(99, -1, -1), range(101), range(5000), range(4999, -1, -1)]
+    assert len({name(numbers) for numbers in names}) == len(names)
+    assert batches_name(Augmented(), augmented_collate) == batches_name(Augmented(), augmented_collate)
+    tensors = TensorDataset(torch.arange(N), torch.randn(N, 2))
+    assert batches_name(tensors, default_collate) != batches_name(Subset(tensors, range(N)[::-1]), default_collate)

@@ -1,0 +1,268 @@
+"""T7, author-level privacy: a person with several texts is one row, whose contribution is bounded as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from cases import flat
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from models import LENGTH, VOCAB, TinyTransformer, next_token, tiny_bert, tiny_gpt2
+from torch.nn import functional as F  # noqa: N812
+
+import dpfunc
+from dpfunc import clipping
+from dpfunc.batches import take
+from dpfunc.clipped import clipped_grad
+from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import insecure_key
+from dpfunc.sampling.users import group_by_person, mean_over_texts
+from dpfunc.state import replay
+
+KEY = insecure_key(7)
+ENGINES = {"vmap": vmap, "bookkeeping": bookkeeping, "ghost": ghost, "auto": auto}
+tables = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=30)
+caps = st.integers(1, 4)
+
+
+def classify(forward, params, batch):
+    """The loss of single texts."""
+    return F.cross_entropy(forward(params, batch["ids"]).logits, batch["labels"], reduction="none")
+
+
+def classify_tokens(forward, params, batch):
+    return F.cross_entropy(forward(params, batch["ids"]).mean(1), batch["labels"], reduction="none")
+
+
+def language(forward, params, batch):
+    return next_token(forward, lambda out: out.logits)(params, batch)
+
+
+MODELS = {"BERT": (tiny_bert, classify), "GPT-2": (tiny_gpt2, language), "torch": (TinyTransformer, classify_tokens)}
+
+
+def linear(forward, params, batch):
+    return forward(params, batch["x"])
+
+
+def inner(params, x):
+    return (params["w"] * x).sum(1)
+
+
+def texts_of(table, persons):
+    """Person -> the row numbers that are kept."""
+    result = {}
+    for index_K, mask_K in zip(persons.index_PK, persons.mask_PK, strict=True):
+        own = index_K[mask_K].tolist()
+        result[table[own[0]]] = own
+        assert {table[row] for row in own} == {table[own[0]]}
+        assert len(own) == len(set(own))
+    return result
+
+
+def build(name):
+    """A transformer in float64 and persons with 1, 2, 3 and 5 texts, of which 3 are kept."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        forward, params = dpfunc.functionalize(MODELS[name][0]().eval().double())
+        texts = {"ids": torch.randint(VOCAB, (11, LENGTH)), "labels": torch.randint(3, (11,))}
+    return forward, params, group_by_person(list("abbcccddddd"), max_texts=3, key=KEY), texts
+
+
+@pytest.fixture(scope="module")
+def case():
+    return build("BERT")
+
+
+AGREE = [(engine, name) for name in ("BERT", "GPT-2") for engine in ENGINES] + [("auto", "torch"), ("vmap", "torch")]
+
+
+@pytest.mark.parametrize(("engine", "name"), AGREE)
+def test_T7_engines_agree_on_persons(engine, name):
+    forward, params, persons, texts = build(name)
+    loss_fn = partial(mean_over_texts(MODELS[name][1]), forward)
+    batch = persons.batch(texts)
+    options = {"clip": clipping.Flat(0.5), "microbatch_size": 3}
+    expected, one_by_one = clipped_grad(loss_fn, params, batch, engine=loop(), **options)
+    got, unreleased = clipped_grad(loss_fn, params, batch, engine=ENGINES[engine](), **options)
+    assert unreleased.losses_B.shape == (4,)
+    torch.testing.assert_close(unreleased.norms_BG, one_by_one.norms_BG, rtol=1e-6, atol=1e-9)
+    for param in params:
+        assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-9), param
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"), [("BERT", "bookkeeping"), ("GPT-2", "bookkeeping"), ("torch", "bookkeeping")]
+)
+def test_T7_auto_takes_the_fast_engine(name, taken):
+    """Also where positions come before rows on a merged axis, (T * B * K, d)."""
+    forward, params, persons, texts = build(name)
+    loss_fn = partial(mean_over_texts(MODELS[name][1]), forward)
+    engine = auto()
+    engine(loss_fn, params, persons.batch(texts))
+    assert engine.decision(loss_fn).engine == taken
+
+
+def test_T7_a_persons_gradient_is_the_mean_over_own_texts(case):
+    forward, params, persons, texts = case
+    rows = bookkeeping()(partial(mean_over_texts(classify), forward), params, persons.batch(texts))
+    single = loop()(partial(classify, forward), params, texts)
+    for number, (index_K, mask_K) in enumerate(zip(persons.index_PK, persons.mask_PK, strict=True)):
+        own = index_K[mask_K]
+        assert torch.allclose(rows.losses_B[number], single.losses_B[own].mean())
+        for name in params:
+            expected = single.grads[name].dense()[own].mean(0)
+            assert torch.allclose(rows.grads[name].dense()[number], expected, atol=1e-10), name
+
+
+@given(table=tables, cap=caps, seed=st.integers(0, 99))
+def test_T7_removing_a_person_removes_one_row(table, cap, seed):
+    """All texts of the others stay, and which of them are kept stays."""
+    gone = table[0]
+    assume(set(table) != {gone})
+    key = insecure_key(seed)
+    with_all, others = group_by_person(table, max_texts=cap, key=key), [p for p in table if p != gone]
+    without = group_by_person(others, max_texts=cap, key=key)
+    assert len(with_all) == len(without) + 1 == len(set(table))
+    before, after = texts_of(table, with_all), texts_of(others, without)
+    renumbered = [row for row, person in enumerate(table) if person != gone]
+    assert {p: [renumbered[row] for row in rows] for p, rows in after.items()} == {
+        p: rows for p, rows in before.items() if p != gone
+    }
+
+
+@given(table=tables, cap=caps)
+def test_the_cap_holds_and_every_person_has_a_text(table, cap):
+    persons = group_by_person(table, max_texts=cap, key=KEY)
+    kept = texts_of(table, persons)
+    assert {p: len(rows) for p, rows in kept.items()} == {p: min(cap, table.count(p)) for p in table}
+    assert persons.index_PK.shape == persons.mask_PK.shape == (len(set(table)), cap)
+    assert persons.dropped == len(table) - sum(len(rows) for rows in kept.values())
+    assert persons.max_texts == cap
+
+
+def test_kept_texts_are_drawn_by_the_key_and_not_by_order():
+    counts = torch.zeros(10)
+    for seed in range(300):
+        counts[group_by_person(["a"] * 10, max_texts=3, key=insecure_key(seed)).index_PK[0]] += 1
+    assert counts.sum() == 900
+    assert (counts > 50).all()  # 90 each on average, with a standard deviation of 8
+    assert (counts < 130).all()
+    again = [group_by_person(["a"] * 10, max_texts=3, key=KEY).index_PK for _ in range(2)]
+    assert torch.equal(*again)
+
+
+def test_persons_with_equally_many_texts_draw_apart():
+    persons = group_by_person(["a", "b"] * 40, max_texts=8, key=KEY)
+    a, b = ({row // 2 for row in rows} for rows in texts_of("ab" * 40, persons).values())
+    assert a != b
+
+
+@given(seed=st.integers(0, 2**31), sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5), power=st.integers(-6, 9))
+def test_T7_a_person_has_bounded_sensitivity(seed, sizes, power):
+    """However many texts, however large: with and without the person the clipped sum differs by at most C."""
+    table = [f"p{number}" for number, size in enumerate(sizes) for _ in range(size)]
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(table), 5, generator=generator)
+    x[: sizes[0]] *= 10.0**power
+    params, loss_fn = {"w": torch.zeros(5)}, partial(mean_over_texts(linear), inner)
+
+    def clipped(start):
+        persons = group_by_person(table[start:], max_texts=4, key=KEY)
+        return clipped_grad(loss_fn, params, persons.batch({"x": x[start:]}), clipping.Flat(0.7), engine=bookkeeping())
+
+    full, without = clipped(0)[0], clipped(sizes[0])[0]
+    assert (flat(full.sums) - flat(without.sums)).norm() <= full.sensitivity
+    assert full.sensitivity == pytest.approx(0.7)
+
+
+def test_texts_as_rows_would_break_the_bound():
+    """The guard above can fail: six texts as six rows move the sum by six times the clip norm."""
+    x = torch.ones(6, 5) * 100
+    rows = clipped_grad(partial(linear, inner), {"w": torch.zeros(5)}, {"x": x}, clipping.Flat(0.7))[0]
+    assert flat(rows.sums).norm() > 5 * rows.sensitivity
+    one = group_by_person(["a"] * 6, max_texts=6, key=KEY).batch({"x": x})
+    person = clipped_grad(partial(mean_over_texts(linear), inner), {"w": torch.zeros(5)}, one, clipping.Flat(0.7))[0]
+    assert flat(person.sums).norm() <= person.sensitivity
+
+
+def test_free_places_do_not_matter(case):
+    forward, params, persons, texts = case
+    loss_fn = partial(mean_over_texts(classify), forward)
+    batch = persons.batch(texts)
+    other = {**batch, "ids": torch.where(batch["text_mask"][..., None], batch["ids"], 0)}
+    assert not torch.equal(batch["ids"], other["ids"])
+    assert torch.equal(loss_fn(params, batch), loss_fn(params, other))
+    # they repeat the person's own first text, so that a model never sees a text without a token
+    repeated = batch["ids"][:, :1].expand_as(batch["ids"])
+    assert torch.equal(torch.where(batch["text_mask"][..., None], repeated, batch["ids"]), repeated)
+
+
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping", "ghost", "loop"])
+def test_T7_a_private_run_over_persons(case, engine):
+    """The unit of the plan is the person; batches of no persons are steps like any other."""
+    forward, params, persons, texts = case
+    plan = dpfunc.Plan.for_budget(
+        epsilon=8.0, delta=1e-3, dataset_size=len(persons), expected_batch_size=1, num_steps=6, clip=clipping.Flat(1.0)
+    )
+    dp_step = dpfunc.make_dp_step(partial(mean_over_texts(classify), forward), plan, engine=engine)
+    state = replay(dp_step.init(params, insecure_key(1)))  # the same draws for each engine
+    drawn = []
+    for indices in plan.batches(state):
+        grads, state, _ = dp_step(params, persons.batch(texts, indices), state)
+        drawn.append(len(indices))
+        assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
+    assert 0 in drawn
+    assert max(drawn) > 0
+    assert state.ledger.num_steps == 6
+
+
+def test_an_empty_batch_of_persons_gives_zeros(case):
+    forward, params, persons, texts = case
+    nobody = persons.batch(texts, torch.zeros(0, dtype=torch.int64))
+    assert nobody["ids"].shape == (0, 3, LENGTH)
+    assert nobody["text_mask"].shape == (0, 3)
+    clipped, _ = clipped_grad(partial(mean_over_texts(classify), forward), params, nobody, clipping.Flat(1.0))
+    assert all(not value.any() for value in clipped.sums.values())
+    assert len(group_by_person([], max_texts=2, key=KEY).batch({"x": torch.zeros(0)})["text_mask"]) == 0
+
+
+def test_batches_are_rows_of_the_whole(case):
+    _, _, persons, texts = case
+    chosen = torch.tensor([3, 1])
+    whole, some = persons.batch(texts), persons.batch(texts, chosen)
+    assert all(torch.equal(some[name], take(whole, chosen)[name]) for name in whole)
+
+
+BAD = {
+    "no cap": (lambda: group_by_person(["a"], max_texts=0, key=KEY), "an integer max_texts >= 1"),
+    "no key": (lambda: group_by_person(["a"], max_texts=1, key=0), "key to be a dpfunc Key"),
+    "one string": (lambda: group_by_person("ab", max_texts=1, key=KEY), "one person a row"),
+    "nobody": (lambda: group_by_person(["a", None], max_texts=1, key=KEY), "None in row 1"),
+    "NaN": (lambda: group_by_person(["a", float("nan")], max_texts=1, key=KEY), "nan in row 1"),
+    "too few texts": (
+        lambda: group_by_person(["a", "b"], max_texts=1, key=KEY).batch({"x": torch.zeros(1)}),
+        "at least 2, on axis 0: x has 1",
+    ),
+    "name taken": (
+        lambda: group_by_person(["a"], max_texts=1, key=KEY).batch({"text_mask": torch.zeros(1)}),
+        "other names than 'text_mask'",
+    ),
+    "no mask": (lambda: mean_over_texts(linear)(inner, {}, {"x": torch.zeros(1, 1)}), "a batch of Persons.batch"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_persons(name):
+    call, message = BAD[name]
+    with pytest.raises(InvalidArgument, match=message):
+        call()
+
+
+def test_a_loss_of_persons_is_a_value():
+    assert mean_over_texts(classify) == mean_over_texts(classify)
+    assert dataclasses.is_dataclass(mean_over_texts(classify))

@@ -1,0 +1,191 @@
+"""A key is of one process, and says whether others can know it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import pprint
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from cases import linear_loss, params
+from run_cases import DATA, PLAN
+
+import dpfunc
+from dpfunc.batches import take
+from dpfunc.checkpoint import load_sharded, save_sharded
+from dpfunc.checkpoint.local import load
+from dpfunc.checkpoint.resume_policy import History
+from dpfunc.errors import InsecureKeyWarning, InvalidArgument, StateReused
+from dpfunc.rng import Key, fold_in, insecure_key, process_mark, secure_key
+from dpfunc.step import make_dp_step
+
+
+def test_a_run_with_a_key_that_everybody_knows_says_so():
+    dp_step = make_dp_step(linear_loss, PLAN)
+    with pytest.warns(InsecureKeyWarning, match="known to everybody.*dpfunc.secure_key"):
+        dp_step.init(params(), insecure_key(0))
+    with pytest.warns(InsecureKeyWarning):
+        dp_step.init(params(), fold_in(insecure_key(0), "a purpose"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dp_step.init(params(), secure_key())
+
+
+@pytest.mark.filterwarnings("ignore::dpfunc.errors.InsecureKeyWarning")
+def test_a_key_that_everybody_knows_is_told_apart(tmp_path):
+    """In what is printed, and after a resume."""
+    for key, said in ((insecure_key(0), "Key(hidden, guessable)"), (secure_key(), "Key(hidden)")):
+        place = tmp_path / str(key.guessable)
+        assert repr(key) == repr(fold_in(key, "a", 1)) == said
+        state = make_dp_step(linear_loss, PLAN).init(params(), key)
+        assert f"key={said}" in repr(state)
+        path = place / "journal.jsonl"
+        run = {"plan": PLAN, "params": params(), "data": DATA, "journal": path}
+        dpfunc.save(place / "c", state=state, **run)
+        save_sharded(place / "s", state=state, ranks=None, **run)
+        for found in (load(place / "c", **run), load_sharded(place / "s", ranks=None, **run)):
+            assert found.state == state
+            assert repr(found.state.key) == said
+    assert insecure_key(0) == Key(insecure_key(0).secret)  # the same noise, whoever knows it
+
+
+FORK = """
+import os, sys
+sys.path[:0] = {paths!r}
+import torch
+from cases import linear_loss, params
+from run_cases import DATA, PLAN
+from dpfunc.errors import StateReused
+from dpfunc.rng import fold_in, secure_key
+from dpfunc.step import make_dp_step
+from dpfunc.batches import take
+
+dp_step = make_dp_step(linear_loss, PLAN, engine="loop")
+key = secure_key()
+state = dp_step.init(params(), key)
+first, second = list(PLAN.batches(state))[:2]
+_, state, _ = dp_step(params(), take(DATA, first), state)
+
+def attempt(state):
+    try:
+        dp_step(params(), take(DATA, next(iter(PLAN.batches(state)))), state)
+    except StateReused as error:
+        assert "forked" in str(error), error
+        return "refused"
+    return "released"
+
+child = os.fork()
+if child == 0:
+    print("inherited state", attempt(state), flush=True)
+    print("inherited key", attempt(dp_step.init(params(), key)), flush=True)
+    print("derived key", attempt(dp_step.init(params(), fold_in(key, "mine"))), flush=True)
+    print("own key", attempt(dp_step.init(params(), secure_key())), flush=True)
+    print("same draw", bool(torch.equal(PLAN.draw(state, 1), second)), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print("parent", attempt(state), flush=True)
+"""
+
+
+def test_a_forked_process_draws_no_noise_of_its_parent():
+    """It may draw the batches, as the workers of a data loader do; to train it makes a key of its own."""
+    code = FORK.format(paths=sys.path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == [
+        "inherited state refused", "inherited key refused", "derived key refused", "own key released",
+        "same draw True", "parent released",
+    ]  # fmt: skip
+
+
+def test_a_pickle_carries_no_noise_into_another_process(tmp_path):
+    """What is pickled and read here is the same; another process makes its own key, or loads a checkpoint."""
+    dp_step = make_dp_step(linear_loss, PLAN)
+    state = dp_step.init(params(), secure_key())
+    (tmp_path / "state").write_bytes(pickle.dumps(state))
+    code = f"""
+import pickle, sys
+sys.path[:0] = {sys.path!r}
+from cases import linear_loss, params
+from run_cases import DATA, PLAN
+from dpfunc.errors import StateReused
+from dpfunc.step import make_dp_step
+from dpfunc.batches import take
+state = pickle.load(open({str(tmp_path / "state")!r}, "rb"))
+try:
+    make_dp_step(linear_loss, PLAN)(params(), take(DATA, next(iter(PLAN.batches(state)))), state)
+except StateReused as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "made in another process" in done.stdout
+    again = pickle.loads((tmp_path / "state").read_bytes())
+    assert dp_step(params(), take(DATA, next(iter(PLAN.batches(again)))), again).state.step == 1
+
+
+def test_each_process_has_a_mark():
+    mine = process_mark()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, process_mark().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    pairs = list(zip(os.read(reader, 100).decode().split("."), mine.split("."), strict=True))
+    assert all(theirs != ours for theirs, ours in pairs)  # the random part too: numbers of processes are used again
+    assert process_mark() == mine == secure_key().made_in
+    assert fold_in(Key(bytes(32), made_in="elsewhere"), 1).made_in == "elsewhere"
+    dp_step = make_dp_step(linear_loss, PLAN)
+    state = dp_step.init(params(), Key(os.urandom(32), made_in="elsewhere"))
+    batch = take(DATA, next(iter(PLAN.batches(state))))
+    with pytest.raises(StateReused, match="made in another process"):
+        dp_step(params(), batch, state)
+
+
+def test_no_way_of_printing_shows_the_key(tmp_path):
+    """Also not what prints an object field by field, and not messages about objects that cannot be written."""
+    dp_step = make_dp_step(linear_loss, PLAN)
+    state = dp_step.init(params(), secure_key())
+    path = dpfunc.save(tmp_path, params=params(), state=state, plan=PLAN, data=DATA)
+    saved = load(tmp_path, plan=PLAN, params=params(), data=DATA, journal=None, without_journal="new_key")
+    shown = []
+    for key, thing in ((state.key, state.key), (state.key, state), (saved.state.key, saved), (state.key, PLAN)):
+        fields = [vars(thing)] if hasattr(thing, "__dict__") else [thing._asdict()]
+        if dataclasses.is_dataclass(thing):
+            fields += [dataclasses.asdict(thing), dataclasses.astuple(thing), dataclasses.replace(thing)]
+        for each in (thing, *fields):
+            shown += [(key, text) for text in (repr(each), str(each), f"{each}", f"{each!r:>9}", pprint.pformat(each))]
+            try:
+                json.dumps(each)
+            except (TypeError, ValueError) as error:
+                shown.append((key, str(error)))
+    history = History({"key": state.key.secret.hex()}, [], None)
+    shown += [(state.key, repr(history)), (state.key, f"{state.key.secret} {state.key.secret!s:>9}")]
+    with pytest.raises((pickle.PicklingError, AttributeError)) as unpicklable:
+        pickle.dumps((state, lambda: None))
+    torch.save({"state": state}, tmp_path / "all.pt")
+    with pytest.raises(pickle.UnpicklingError) as unsafe:
+        torch.load(tmp_path / "all.pt", weights_only=True)
+    shown += [(state.key, str(error.value)) for error in (unpicklable, unsafe)]
+    for key, text in shown:
+        secret = bytes(key.secret)
+        for hidden in (secret.hex(), repr(secret)[2:-1], str(int.from_bytes(secret)), str(list(secret))[1:-1]):
+            assert hidden not in text
+    assert len(shown) > 40
+    assert state.key.secret.hex() in (path / "state.json").read_text()
+
+
+def test_a_hidden_key_is_the_key():
+    key = secure_key()
+    again = pickle.loads(pickle.dumps(key))
+    assert again == key == copy.deepcopy(key) == Key(bytes(key.secret))
+    assert hash(again) == hash(key)
+    assert (bytes(again.secret), again.secret[:4]) == (bytes(key.secret), bytes(key.secret)[:4])
+    with pytest.raises(InvalidArgument, match="Expected a key of 32 bytes, got 31"):
+        Key(bytes(31))

@@ -1,0 +1,286 @@
+"""Jobs: every key by name and type, flags over the file, and nothing that is swallowed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+
+import pytest
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.train.config import SECTIONS, TOP, job_from_dict, job_to_dict
+from dpfunc.train.config_file import parse_flags, read_job, read_yaml
+
+JOB = """
+task: causal_lm
+output_dir: runs/one
+model: {path: tiny}
+data: {train: mails.jsonl, max_length: 32}
+lora: {rank: 4}
+privacy: {dp_epsilon: 8, dp_delta: 1e-5, dp_max_grad_norm: 1.0}
+training: {learning_rate: 1e-3, batch_size: 256, epochs: 3}
+"""
+VALUES = {
+    "task": "causal_lm",
+    "output_dir": "runs/one",
+    "model": {"path": "tiny"},
+    "data": {"train": "mails.jsonl"},
+    "privacy": {"dp_epsilon": 8, "dp_delta": 1e-5, "dp_max_grad_norm": 1.0},
+    "training": {"learning_rate": 1e-3, "batch_size": 256, "epochs": 3},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def changed(section, key, value):
+    values = copy.deepcopy(VALUES)
+    if section:
+        values.setdefault(section, {})[key] = value
+    else:
+        values[key] = value
+    return values
+
+
+def test_T12_a_job_from_yaml(config):
+    job = read_job(config)
+    assert (job.task, job.strategy, job.lora.rank, job.privacy.dp_epsilon) == ("causal_lm", "lora", 4, 8.0)
+    assert job.privacy.dp_delta == 1e-5  # text for YAML 1.1, which wants 1.0e-5
+    assert job.training.learning_rate == 1e-3
+    assert dataclasses.is_dataclass(job)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.task = "vqa"
+
+
+def test_a_job_survives_json(config):
+    job = read_job(config, ["--lora.targets", "q_proj,v_proj"])
+    assert job_from_dict(job_to_dict(job)) == job
+
+
+def test_L1_T2_names_of_other_libraries_are_understood(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.replace("dp_epsilon", "target_epsilon").replace("dp_max_grad_norm", "per_sample_max_grad_norm"))
+    assert read_job(path).privacy == PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-5, dp_max_grad_norm=1.0)
+
+
+def test_flags_override_the_file(config):
+    flags = ["--dp-epsilon", "3", "--dp_delta=1e-6", "--training.learning_rate", "0.01", "--batch-size", "64", "--bf16"]
+    job = read_job(config, [*flags, "--output_dir", "elsewhere", "--lora.rank=2"])
+    assert (job.privacy.dp_epsilon, job.privacy.dp_delta) == (3.0, 1e-6)
+    assert (job.training.learning_rate, job.training.batch_size, job.training.bf16) == (0.01, 64, True)
+    assert (job.output_dir, job.lora.rank) == ("elsewhere", 2)
+
+
+def test_a_flag_replaces_its_alternative(config):
+    job = read_job(config, ["--steps", "7", "--noise_multiplier", "1.5"])
+    assert (job.training.steps, job.training.epochs) == (7, None)
+    assert (job.privacy.dp_noise_multiplier, job.privacy.dp_epsilon) == (1.5, None)
+
+
+def test_two_alternatives_as_flags_are_refused(config):
+    with pytest.raises(InvalidArgument, match="exactly one of training.steps and training.epochs, got both"):
+        read_job(config, ["--steps", "7", "--epochs", "1"])
+    with pytest.raises(InvalidArgument, match="exactly one of dp_epsilon and dp_noise_multiplier, got both"):
+        read_job(config, ["--dp_epsilon", "7", "--dp_noise_multiplier", "1"])
+
+
+def test_a_flag_in_another_librarys_words_replaces_the_file(config):
+    assert read_job(config, ["--target_epsilon", "2"]).privacy.dp_epsilon == 2.0
+    assert read_job(config, ["--disable_dp"]).privacy.dp_enabled is False
+    with pytest.raises(InvalidArgument, match="contradict"):
+        read_job(config, ["--target_epsilon", "2", "--dp_epsilon", "3"])
+
+
+MISSPELT = {  # section, name -> what is suggested
+    ("privacy", "dp_epsilom"): "dp_epsilon",
+    ("privacy", "max_grad_norm"): "dp_max_grad_norm",
+    ("privacy", "dp_noise_multipler"): "dp_noise_multiplier",
+    ("privacy", "epsilon"): "epsilon",
+    ("training", "learning_rat"): "learning_rate",
+    ("data", "max_lenght"): "max_length",
+    ("lora", "rnk"): "rank",
+    ("model", "pth"): "path",
+    ("", "privcy"): "privacy",
+}
+
+
+@pytest.mark.parametrize("place", MISSPELT, ids=".".join)
+def test_misspelt_names_are_refused(place):
+    """Museum: a misspelt privacy argument is swallowed, and the default is used."""
+    with pytest.raises(InvalidArgument, match=rf"got '{place[1]}'\. Did you mean '\w*{MISSPELT[place]}'\?"):
+        job_from_dict(changed(*place, 1.0))
+
+
+@pytest.mark.parametrize("name", ["dp_epsilom", "privacy.dp_epsilom", "dp-delt", "training.epoch", "lerning_rate"])
+def test_misspelt_flags_are_refused(name):
+    with pytest.raises(InvalidArgument, match=r"No such flag: --.*Did you mean"):
+        parse_flags([f"--{name}", "3"])
+
+
+def test_every_key_is_a_flag():
+    for section, cls in SECTIONS.items():
+        for field in dataclasses.fields(cls):
+            assert parse_flags([f"--{section}.{field.name}", "1"]) == {(section, field.name): "1"}
+    for key in TOP:
+        assert parse_flags([f"--{key}=x"]) == {("", key): "x"}
+
+
+BAD_FLAGS = {
+    "twice": (["--steps", "1", "--training.steps", "2"], "each flag once"),
+    "no value": (["--steps"], "Expected a value after --steps"),
+    "a flag as the value": (["--steps", "--bf16"], "Expected a value after --steps"),
+    "a loose word": (["--bf16", "true", "tru"], "Expected a flag, got 'tru'"),
+    "a short flag": (["-s", "3"], "Expected a flag, got '-s'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_flags_that_do_not_parse(name):
+    flags, message = BAD_FLAGS[name]
+    with pytest.raises(InvalidArgument, match=message):
+        parse_flags(flags)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["privacy:\n  dp_epsilon: 8\n  dp_epsilon: 80", "task: a\ntask: b", "data:\n  labels: [{a: 1, a: 2}]"],
+    ids=["in a section", "at the top", "in a list"],
+)
+def test_a_key_twice_is_refused(tmp_path, text):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=r"Expected each key once.*line \d"):
+        read_job(path)
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+TOO_LARGE = {
+    "aliases of aliases": LAUGHS + "data: *a39\n",
+    "an alias of itself": "data: &a [*a]\n",
+    "a mapping in itself": "data: &a {labels: *a}\n",
+    "merged keys": "".join(f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}\n" if i else "m0: &m0 {a: 1}\n" for i in range(9)),
+    "many values": f"data: [{'x, ' * 20_000}]\n",
+    "many bytes": f"data: {'x' * 2**21}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_file_that_multiplies_itself_is_refused(tmp_path, name):
+    """At once, and with a short message: not after all memory is taken."""
+    path = tmp_path / "job.yaml"
+    path.write_text(TOO_LARGE[name])
+    begun = time.process_time()
+    with pytest.raises(InvalidArgument, match="Expected a job of at most") as caught:
+        read_job(path)
+    assert len(str(caught.value)) < 400
+    assert time.process_time() - begun < 20
+
+
+def test_an_alias_of_a_value_is_allowed(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("task: &name causal_lm\noutput_dir: *name\n")
+    assert read_yaml(path) == {"task": "causal_lm", "output_dir": "causal_lm"}
+
+
+UNREADABLE = {
+    "deep": ("[" * 5000, "Expected a YAML file, got .*: its values are nested too deeply"),
+    "no day": ("task: 2001-99-99", "Expected a YAML file"),
+    "a long number": (f"task: {'7' * 5000}", "Expected a YAML file"),
+    "half a pair": ('task: causal_lm\noutput_dir: x\nmodel: {path: "\\uD800"}\ndata: {}\nprivacy: {}\ntraining: {}', "half of a surrogate pair"),
+    "a tag": ("task: !!python/object/apply:os.system ['true']", "Expected a YAML file"),
+    "broken": ("task: [", "Expected a YAML file"),
+    "a list": ("- task", "Expected `key: value` lines"),
+    "empty": ("", "Expected `key: value` lines"),
+    "a section without keys": ("task: causal_lm\noutput_dir: x\nmodel: tiny\ndata: {}\nprivacy: {}\ntraining: {}",
+                               "Expected keys under model, got model='tiny'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable_files_are_refused_in_one_line(tmp_path, name):
+    text, message = UNREADABLE[name]
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        read_job(path)
+    assert "\n" not in str(caught.value)
+
+
+BAD = {  # section, key, value, message
+    "text for a number": ("privacy", "dp_epsilon", "eight", r"Expected a finite number, got privacy.dp_epsilon='eight'"),
+    "true for a number": ("privacy", "dp_epsilon", True, r"got privacy.dp_epsilon=True"),
+    "nan": ("privacy", "dp_delta", ".nan", r"got privacy.dp_delta='.nan'"),
+    "infinity": ("privacy", "dp_epsilon", float("inf"), r"got privacy.dp_epsilon=inf"),
+    "text for true": ("training", "bf16", "yes please", r"Expected true or false, got training.bf16='yes please'"),
+    "a part for an integer": ("training", "batch_size", 25.5, r"Expected an integer, got training.batch_size=25.5"),
+    "true for an integer": ("lora", "rank", True, r"Expected an integer, got lora.rank=True"),
+    "a number for text": ("output_dir", None, 3, r"Expected text, got output_dir=3"),
+    "no text": ("data", "train", "", r"Expected text, got data.train=''"),
+    "a bare no": ("data", "labels", [True, False], r"Expected a list of texts as data.labels, got item=True"),
+    "a text for a list": ("data", "labels", "ham", r"Expected a list of texts, got data.labels='ham'"),
+    "one label": ("data", "labels", ["ham"], r"at least two labels"),
+    "a label twice": ("data", "labels", ["ham", "ham"], r"different labels"),
+    "negative epsilon": ("privacy", "dp_epsilon", -1, r"0 < dp_epsilon < inf, got dp_epsilon=-1"),
+    "delta 1": ("privacy", "dp_delta", 1, r"0 < dp_delta < 1"),
+    "no delta": ("privacy", "dp_delta", None, r"Expected dp_delta to be given"),
+    "no clip norm": ("privacy", "dp_max_grad_norm", None, r"Expected dp_max_grad_norm to be given"),
+    "epsilon and sigma": ("privacy", "dp_noise_multiplier", 1.0, r"exactly one of dp_epsilon and dp_noise_multiplier"),
+    "two names of one thing": ("privacy", "target_epsilon", 9, r"dp_epsilon and target_epsilon, which contradict"),
+    "unknown task": ("task", None, "translation", r"Expected task to be one of"),
+    "another task's strategy": ("strategy", None, "head", r"Expected strategy to be one of 'lora', 'full', 'bitfit'"),
+    "negative rate": ("training", "learning_rate", -1.0, r"0 < training.learning_rate < inf"),
+    "no batch": ("training", "batch_size", 0, r"training.batch_size >= 1"),
+    "steps and epochs": ("training", "steps", 10, r"exactly one of training.steps and training.epochs, got both"),
+    "dropout": ("lora", "dropout", 1.0, r"0 <= lora.dropout < 1"),
+    "short": ("data", "max_length", 1, r"data.max_length >= 2"),
+    "all held out": ("data", "eval_fraction", 1.0, r"0 <= data.eval_fraction < 1"),
+    "half a pair": ("data", "prompt_column", "q", r"prompt_column and data.response_column together"),
+    "open brace": ("data", "prompt_template", "a {label", r"Expected columns in braces"),
+    "code in braces": ("data", "prompt_template", "{a.__class__}", r"Expected plain column names in braces"),
+    "seed": ("training", "seed", -1, r"training.seed >= 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values_are_refused(name):
+    section, key, value, message = BAD[name]
+    with pytest.raises(InvalidArgument, match=message):
+        job_from_dict(changed("", section, value) if key is None else changed(section, key, value))
+
+
+def test_contradictions_between_sections_are_refused():
+    values = changed("privacy", "dp_physical_batch_size", 4)
+    values["training"]["physical_batch_size"] = 8
+    with pytest.raises(InvalidArgument, match="one physical batch size"):
+        job_from_dict(values)
+    values = {**changed("lora", "rank", 4), "strategy": "full"}
+    with pytest.raises(InvalidArgument, match="no section lora with strategy='full'"):
+        job_from_dict(values)
+    values = {**changed("data", "prompt_template", "{label}"), "task": "text_classification"}
+    with pytest.raises(InvalidArgument, match="prompts with task='causal_lm' only"):
+        job_from_dict(values)
+
+
+@pytest.mark.parametrize("name", ["task", "output_dir", "model", "data", "privacy", "training"])
+def test_missing_sections_are_named(name):
+    values = {key: value for key, value in VALUES.items() if key != name}
+    with pytest.raises(InvalidArgument, match=f"Expected {name} in the job"):
+        job_from_dict(values)
+
+
+def test_a_missing_key_is_named_with_its_meaning():
+    with pytest.raises(InvalidArgument, match=r"Expected training.batch_size in the job. Logical batch"):
+        job_from_dict({**VALUES, "training": {"learning_rate": 1.0, "steps": 3}})
+
+
+@pytest.mark.parametrize(("epochs", "n", "batch", "steps"), [(3, 1000, 32, 94), (1, 64, 16, 4), (0.5, 100, 10, 5)])
+def test_a_part_of_a_step_is_a_step_of_the_job(epochs, n, batch, steps):
+    values = changed("training", "epochs", epochs)
+    values["training"]["batch_size"] = batch
+    assert job_from_dict(values).training.num_steps(n) == steps

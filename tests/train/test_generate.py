@@ -1,0 +1,226 @@
+"""`dpfunc generate`: private models only, epsilon with every text, the same seed the same texts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from text_job import TOPICS, write_job
+
+from dpfunc.cli.main import main
+from dpfunc.errors import InvalidArgument
+from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
+
+# Hardly any noise: these tests are about what is drawn, and the model shall have learnt something whatever the key.
+LEARNS = [
+    "--strategy",
+    "full",
+    "--learning_rate",
+    "0.05",
+    "--scheduler",
+    "constant",
+    "--steps",
+    "30",
+    "--batch_size",
+    "120",
+    "--physical_batch_size",
+    "120",
+    "--dp_noise_multiplier",
+    "0.1",
+    "--save_steps",
+    "30",
+]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def generate(*arguments, folder="run"):
+    options = ["--max-new-tokens", 8, *arguments]
+    return run("generate", folder, *options)
+
+
+def lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A private run, its twin, one with a guessable key, and a classifier."""
+    place = tmp_path_factory.mktemp("generate")
+    write_job(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        for flags in (
+            LEARNS,
+            ["--no-dp", "--steps", "1"],
+            ["--steps", "1", "--insecure-seed", "303", "--output_dir", "guessable"],
+        ):
+            result = run("train", "job.yaml", *flags)
+            assert result.exit_code == 0, result.output
+    return place
+
+
+@pytest.fixture
+def here(folder, tmp_path, monkeypatch):
+    """The runs by relative paths; what is written goes elsewhere."""
+    monkeypatch.chdir(folder)
+    return tmp_path
+
+
+def test_T11_texts_with_their_epsilon(here):
+    Path(here, "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"label : {topic} text : ", "label": topic}) + "\n" for topic in TOPICS)
+    )
+    result = generate(
+        "--num", 60, "--prompts", here / "prompts.jsonl", "--out", here / "texts.jsonl", "--batch-size", 32
+    )
+    assert result.exit_code == 0, result.output
+    assert "60 texts" in result.stdout
+    assert "with no further cost" in result.stdout
+    texts = lines(here / "texts.jsonl")
+    spent = json.loads(Path("run/privacy_accounting.json").read_text())
+    assert {(row["epsilon"], row["delta"]) for row in texts} == {(spent["epsilon"], spent["delta"])}
+    assert Counter(row["label"] for row in texts) == dict.fromkeys(TOPICS, 30)
+    words = {
+        topic: Counter(w for row in texts if row["label"] == topic for w in row["text"].split()) for topic in TOPICS
+    }
+    for topic, other in (("sport", "money"), ("money", "sport")):  # it learnt which words go with which label
+        right = sum(words[topic][word] for word in TOPICS[topic])
+        wrong = sum(words[topic][word] for word in TOPICS[other])
+        assert right > 1.3 * wrong, words
+
+
+def test_the_same_seed_gives_the_same_texts(here):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert generate("--num", 6, "--seed", seed, "--out", here / f"{name}.jsonl").exit_code == 0
+    assert lines(here / "a.jsonl") == lines(here / "b.jsonl") != lines(here / "c.jsonl")
+
+
+def test_a_text_does_not_contain_its_prompt(here):
+    generate("--num", 4, "--prompt", "label : sport text : ", "--out", here / "a.jsonl")
+    for row in lines(here / "a.jsonl"):
+        assert not row["text"].startswith("label : sport")
+        assert row["prompt"] == "label : sport text : "
+        assert "<" not in row["text"]
+
+
+def test_padding_changes_no_distribution(here):
+    """A short prompt next to a long one: padded on the left, and masked."""
+    import torch
+
+    writer = load_writer("run")
+    short, long = "label : sport", "a a a a label : sport"
+    ids = [writer.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (short, long)]
+    alone = writer.model.generate(
+        input_ids=torch.tensor([[1, *ids[0]]]), attention_mask=torch.ones(1, 4, dtype=torch.long), do_sample=False,
+        max_new_tokens=3, pad_token_id=0,
+    )[0, 4:]  # fmt: skip
+    how = Sampling(2, max_new_tokens=3, temperature=1e-4)
+    texts = [row["text"] for row in sample(writer, ({"prompt": short}, {"prompt": long}), how)]
+    assert texts[0] == writer.tokenizer.decode(alone, skip_special_tokens=True)
+
+
+def test_a_model_without_privacy_is_refused(here):
+    for folder, message in (("run-no-dp", "was trained without privacy"), ("guessable", "anybody can guess")):
+        result = generate("--num", 1, "--out", here / "x.jsonl", folder=folder)
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert not (here / "x.jsonl").exists()
+        allowed = generate("--num", 1, "--out", here / f"{folder}.jsonl", "--allow-non-private", folder=folder)
+        assert allowed.exit_code == 0, allowed.output
+        assert "nothing protects the training records" in allowed.stdout
+        assert lines(here / f"{folder}.jsonl")[0]["epsilon"] is None
+
+
+@pytest.mark.parametrize("content", [None, "{}", "broken", '{"epsilon": null, "delta": 1e-5}'])
+def test_no_text_without_accounting(here, content):
+    copy = here / "copy"
+    shutil.copytree("run", copy)
+    (copy / "privacy_accounting.json").unlink()
+    if content is not None:
+        (copy / "privacy_accounting.json").write_text(content)
+    result = generate("--num", 1, "--out", here / "x.jsonl", folder=copy)
+    assert result.exit_code == 1
+    assert "Expected privacy_accounting.json in" in result.stderr
+
+
+def test_unfinished_and_other_folders_are_refused(here):
+    copy = here / "copy"
+    shutil.copytree("run", copy)
+    shutil.rmtree(copy / "model")
+    assert "Expected a finished run" in generate("--num", 1, "--out", here / "x.jsonl", folder=copy).stderr
+    (copy / "job.json").unlink()
+    assert "without job.json" in generate("--num", 1, "--out", here / "x.jsonl", folder=copy).stderr
+    assert "does not exist" in generate("--num", 1, "--out", here / "x.jsonl", folder="nowhere").stderr
+
+
+def test_a_classifier_writes_no_texts(here):
+    copy = here / "copy"
+    shutil.copytree("run", copy)
+    content = json.loads((copy / "job.json").read_text())
+    content["job"]["task"] = "text_classification"
+    content["job"]["data"]["prompt_template"] = None
+    (copy / "job.json").write_text(json.dumps(content))
+    result = generate("--num", 1, "--out", here / "x.jsonl", folder=copy)
+    assert "Expected a run with task causal_lm, got 'text_classification'" in result.stderr
+
+
+BAD = {
+    "num": (["--num", 0], 1, "num >= 1"),
+    "temperature": (["--num", 1, "--temperature", 0], 1, "0 < temperature < inf"),
+    "top_p": (["--num", 1, "--top-p", 1.5], 1, "0 < top_p <= 1"),
+    "two prompts": (["--num", 1, "--prompt", "a", "--prompts", "job.yaml"], 1, "--prompt or --prompts, got both"),
+    "no table": (["--num", 1, "--prompts", "job.yaml"], 1, "Expected a .jsonl or .csv file"),
+    "misspelt": (["--num", 1, "--temprature", 1], 2, "No such option"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused(here, name):
+    options, code, message = BAD[name]
+    result = generate(*options, "--out", here / "x.jsonl")
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_nothing_is_overwritten(here):
+    (here / "x.jsonl").write_text("mine")
+    assert "Expected a new file" in generate("--num", 1, "--out", here / "x.jsonl").stderr
+    assert (here / "x.jsonl").read_text() == "mine"
+    with pytest.raises(InvalidArgument, match="to write a new file"):
+        write_texts(here / "x.jsonl", iter(()))
+    with pytest.raises(InvalidArgument, match="a .jsonl file"):
+        write_texts(here / "x.txt", iter(()))
+
+
+def test_prompts_from_files(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo: \n")
+    assert read_prompts(None, tmp_path / "p.txt") == ({"prompt": "one"}, {"prompt": "two: "})
+    (tmp_path / "p.csv").write_text("prompt\none\n")
+    assert read_prompts(None, tmp_path / "p.csv") == ({"prompt": "one"},)
+    (tmp_path / "p.jsonl").write_text('\n{"prompt": "one", "label": 3}\n')
+    assert read_prompts(None, tmp_path / "p.jsonl") == ({"prompt": "one", "label": "3"},)
+    assert read_prompts(None, None) == ({"prompt": ""},)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one", "epsilon": 0}\n')
+    with pytest.raises(InvalidArgument, match="no field epsilon with a prompt"):
+        read_prompts(None, tmp_path / "p.jsonl")
+    (tmp_path / "p.txt").write_text("\n")
+    with pytest.raises(InvalidArgument, match="at least one prompt"):
+        read_prompts(None, tmp_path / "p.txt")
+
+
+@pytest.mark.parametrize(("num", "count", "expected"), [(7, 3, [3, 2, 2]), (2, 4, [1, 1, 0, 0]), (6, 2, [3, 3])])
+def test_texts_are_spread_over_prompts(monkeypatch, num, count, expected):
+    monkeypatch.setattr("dpfunc.train.generate._continue", lambda writer, prompts, how: list(prompts))
+    prompts = [{"prompt": str(i)} for i in range(count)]
+    drawn = Counter(
+        row["text"] for row in sample(Writer(None, None, 1.0, 1e-5, 8), prompts, Sampling(num, batch_size=4))
+    )
+    assert [drawn[str(i)] for i in range(count)] == expected

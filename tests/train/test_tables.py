@@ -1,0 +1,104 @@
+"""Tables: what is read, what is refused without showing it, and neighbours that stay neighbours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.train.tables import read_table, split
+
+rows_of_text = st.lists(st.sampled_from("abcdefgh").map(lambda letter: {"text": letter}), max_size=12)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_jsonl_and_csv_agree(tmp_path):
+    rows = [{"text": "one, with a comma", "label": "a"}, {"text": 'two "quoted"\nlines', "label": "b"}]
+    first = write(tmp_path / "t.jsonl", rows)
+    second = tmp_path / "t.csv"
+    second.write_text('text,label,more\n"one, with a comma",a,x\n"two ""quoted""\nlines",b,y\n')
+    assert read_table(first, ["text", "label"]) == read_table(second, ["text", "label"])
+    assert list(read_table(first, ["text", "label"]).rows) == rows
+
+
+def test_numbers_become_text(tmp_path):
+    path = write(tmp_path / "t.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": True}])
+    assert [row["label"] for row in read_table(path, ["text", "label"]).rows] == ["1", "true"]
+
+
+def test_exact_duplicates_are_left_out_and_counted(tmp_path):
+    path = write(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a "}])
+    assert [row["text"] for row in read_table(path, ["text"]).rows] == ["a", "b", "a "]
+    assert read_table(path, ["text"]).duplicates == 1
+    assert len(read_table(path, ["text"], deduplicate=False).rows) == 4
+
+
+@given(rows=rows_of_text, extra=st.sampled_from("abcdefghi"), position=st.integers(0, 12))
+def test_one_row_more_changes_at_most_one_row(tmp_path_factory, rows, extra, position):
+    folder = tmp_path_factory.mktemp("t")
+    more = [*rows[:position], {"text": extra}, *rows[position:]]
+    before = read_table(write(folder / "a.jsonl", [{"text": "first"}, *rows]), ["text"]).rows
+    after = read_table(write(folder / "b.jsonl", [{"text": "first"}, *more]), ["text"]).rows
+    assert len({row["text"] for row in after} ^ {row["text"] for row in before}) <= 1
+    assert len(after) - len(before) in (0, 1)
+
+
+@given(rows=rows_of_text, extra=st.sampled_from("abcdefghi"), seed=st.integers(0, 5))
+def test_a_row_is_on_the_same_side_whatever_else_is_there(rows, extra, seed):
+    train, held_out = split(rows, 0.4, seed)
+    assert sorted(r["text"] for r in (*train, *held_out)) == sorted(r["text"] for r in rows)
+    more_train, more_held_out = split([{"text": extra}, *rows], 0.4, seed)
+    assert (len(more_train) - len(train), len(more_held_out) - len(held_out)) in ((0, 1), (1, 0))
+    assert {r["text"] for r in more_train} - {extra} == {r["text"] for r in train} - {extra}
+
+
+def test_the_split_has_the_share_it_should():
+    rows = [{"text": str(i)} for i in range(4000)]
+    held_out = split(rows, 0.25, 0)[1]
+    assert 900 < len(held_out) < 1100
+    assert split(rows, 0.25, 1)[1] != held_out
+    assert split(rows, 0.0, 0)[1] == ()
+
+
+BAD = {
+    "another format": ("t.parquet", "", "Expected a .jsonl or .csv file"),
+    "broken JSON": ("t.jsonl", '{"text": "my secret"', "Expected one JSON object a line"),
+    "a list": ("t.jsonl", '["my secret"]', "Expected an object with names in row 1"),
+    "no column": (
+        "t.jsonl",
+        '{"text": "a"}\n{"txt": "my secret"}',
+        r"column 'text' in row 2 of t.jsonl, got none. None of its 1 columns has this name",
+    ),
+    "no header": ("t.csv", "my secret,spam\nanother secret,ham\n", "a .csv needs a first line with the names"),
+    "a long row": ("t.csv", "label\nham,my secret,secret\n", "None of its 2 columns has this name"),
+    "another case": ("t.csv", "secret, Text\nham,my secret\n", "There is ' Text': name it in the section data"),
+    "an empty value": ("t.jsonl", '{"text": null, "secret": "a"}', "It is empty, or a list or an object"),
+    "deep JSON": ("t.jsonl", '{"text": ' + "[" * 100_000, "another line 1: its values are nested too deeply"),
+    "a long number": ("t.jsonl", '{"text": ' + "7" * 5000 + "}", "another line 1: a number has too many digits"),
+    "half a pair": ("t.jsonl", '{"text": "my secret \\ud800"}', "in row 1 of t.jsonl, got half of a surrogate pair"),
+    "a nested value": ("t.jsonl", '{"text": ["my secret"]}', "Expected a text in the column 'text' in row 1"),
+    "an empty table": ("t.jsonl", "\n", "Expected records"),
+    "a short row": ("t.csv", "label,text\nmy secret\n", "Expected a text in the column 'text'"),
+    "no text at all": ("t.csv", b"text\n\xff\xfe\n", "Expected a readable table"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tables_are_refused_without_showing_them(tmp_path, name):
+    file, text, message = BAD[name]
+    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        read_table(tmp_path / file, ["text"])
+    assert "secret" not in str(caught.value)
+
+
+def test_a_missing_table(tmp_path):
+    with pytest.raises(InvalidArgument, match="nowhere.csv"):
+        read_table(tmp_path / "nowhere.csv", ["text"])
