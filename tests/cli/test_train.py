@@ -202,7 +202,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
     """The message says how, and the noise of the next run is for what is left."""
     flags = ["--steps", "4", "--save_steps", "50"]
     code = (
-        "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.hf import train_job\n"
+        "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.train import run as train_job\n"
         "from dpfunc.cli.main import main\n"
         "class Kill(TrainerCallback):\n"
         "    def on_step_end(self, args, state, control, **kwargs):\n"
