@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+Reference: TypeAlias = "weakref.ReferenceType[dist.ProcessGroup]"
 LONGEST_WAIT = timedelta(hours=1)
 
 
@@ -26,9 +28,11 @@ LONGEST_WAIT = timedelta(hours=1)
 class Ranks:
     """The processes of a run, as this one sees them. Made by `data_parallel` and `sharded`.
 
+    Groups are held by torch alone: one that a script still holds when Python ends is taken apart too late, and the
+    process aborts.
+
     Args:
-        group: processes with different records; sums are added over it.
-        tensor_group: processes with the same records and other parts of the same parameters, or None.
+        data, tensor: references to `group` and `tensor_group`.
         rank, size: the place of this process in `group`, and how many there are.
         independent: nothing inside of the loss communicates, so that a process with an error can still tell the others.
         dummy: one public row, a batch of length 1, that processes without records run with weight zero. None is a row
@@ -37,14 +41,24 @@ class Ranks:
         tensor_axes: names of the mesh dimensions of the tensor group.
     """
 
-    group: dist.ProcessGroup = field(repr=False)
-    tensor_group: dist.ProcessGroup | None = field(repr=False)
+    data: Reference = field(repr=False)
+    tensor: Reference | None = field(repr=False)
     rank: int
     size: int
     independent: bool
     dummy: Batch | None = field(default=None, repr=False)
     keeps_parts: bool = False
     tensor_axes: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Processes with different records; sums are added over it."""
+        return _held(self.data)
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """Processes with the same records and other parts of the same parameters, or None."""
+        return None if self.tensor is None else _held(self.tensor)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -60,6 +74,16 @@ class Ranks:
     def device(self) -> torch.device:
         """Device for small messages: one that the backend of the group can send from."""
         return message_device(self.group)
+
+
+def _held(reference: Reference) -> dist.ProcessGroup:
+    group = reference()
+    if group is None:
+        raise InvalidArgument(
+            "Expected ranks of a process group that is there, got ranks of one that this process has left. Join again, "
+            "in a new process, with dpfunc.distributed.from_environment()."
+        )
+    return group
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
@@ -97,7 +121,7 @@ torch.distributed.init_process_group(timeout=timedelta(minutes=5)) in each proce
     if not isinstance(chosen, dist.ProcessGroup):
         raise InvalidArgument(f"Expected a process group that this process belongs to, got group={chosen!r}.")
     check_timeout(chosen)
-    return Ranks(chosen, None, dist.get_rank(chosen), dist.get_world_size(chosen), True, dummy)
+    return Ranks(weakref.ref(chosen), None, dist.get_rank(chosen), dist.get_world_size(chosen), True, dummy)
 
 
 def sharded(
@@ -137,7 +161,8 @@ def sharded(
         if each is not None:
             check_timeout(each)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return Ranks(group, tensor_group, rank, size, False, dummy, tensor_axes=tuple(tensor))
+    held = None if tensor_group is None else weakref.ref(tensor_group)
+    return Ranks(weakref.ref(group), held, rank, size, False, dummy, tensor_axes=tuple(tensor))
 
 
 def shared_key(ranks: Ranks, key: Key | None = None) -> Key:

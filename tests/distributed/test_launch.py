@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -263,3 +265,30 @@ def test_steps_are_repeated_by_as_many_processes_as_before(tmp_path):
     for count in (2, 0):
         with pytest.raises(CheckpointError, match="with at least 2 notes"):
             check_number(saved(4, 6, 1, num_process_notes=2), notes if count else tmp_path / "gone", 1)
+
+
+LEFT = """
+import weakref
+from datetime import timedelta
+import torch.distributed as dist
+from dpfunc import distributed
+from dpfunc.errors import InvalidArgument
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+ranks = distributed.data_parallel()
+assert ranks.group is dist.group.WORLD
+group = weakref.ref(ranks.group)
+distributed.leave()
+print(group() is None)
+try:
+    ranks.group
+except InvalidArgument as error:
+    print(error)
+"""
+
+
+def test_nothing_holds_a_group_that_was_left():
+    """A group that a script still holds when Python ends is taken apart by a thread too many: the process aborts."""
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=120, check=True)
+    gone, message = done.stdout.splitlines()
+    assert gone == "True"
+    assert message.startswith("Expected ranks of a process group that is there")
