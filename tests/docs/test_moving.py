@@ -120,6 +120,25 @@ def test_a_sample_with_a_nan_gradient():
     assert all(value.isfinite().all() for value in clipped.sums.values())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_batch_size_that_opacus_assumes():
+    """As the pages say: q = 1 / len(loader), and an argument that does not exist is accepted."""
+    from opacus import PrivacyEngine
+
+    model = nn.Linear(4, 2)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 4)), batch_size=48)
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        noize_multiplier=3.0,
+    )
+    assert loader.batch_sampler.sample_rate == 0.5
+    assert optimizer.expected_batch_size == 32
+
+
 @pytest.mark.parametrize("page", ["fastdp.md", "private_cnn.md"])
 def test_our_block_of_pictures_runs(page):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)) if page == "fastdp.md" else convolutional()
