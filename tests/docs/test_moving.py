@@ -141,7 +141,9 @@ def test_the_batch_size_that_opacus_assumes():
 
 @pytest.mark.parametrize("page", ["fastdp.md", "private_cnn.md"])
 def test_our_block_of_pictures_runs(page):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)) if page == "fastdp.md" else convolutional()
+    model = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)) if page == "fastdp.md" else convolutional()
+    )
     names = run(page, "dpfunc", model=model, dataset=pictures())
     assert names["state"].step == 9 == names["plan"].num_steps
     assert names["state"].ledger.epsilon(1e-6).epsilon <= names["plan"].epsilon
@@ -164,7 +166,9 @@ def test_our_block_of_the_trainer_runs(tmp_path, monkeypatch):
     words = ["[PAD]", "[EOS]", *"abcdef"]
     tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[EOS]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", eos_token="[EOS]")
-    config = GPT2Config(vocab_size=len(words), n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    config = GPT2Config(
+        vocab_size=len(words), n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
+    )
     dataset = [{"input_ids": torch.randint(2, 8, (4 + i % 3,)).tolist()} for i in range(300)]
     names = run("dp_transformers.md", "dpfunc", model=GPT2LMHeadModel(config), tokenizer=tokenizer, dataset=dataset)
     assert names["trainer"].state.global_step == 5
