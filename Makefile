@@ -1,12 +1,13 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
 # make test   set up, then lint, types, doctests and tests
+# make docs   the site, in build/site
 # make test-slow   the tests that take long: whole runs of examples and commands, vision models, compilers; CI runs both
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow downloads check bench house clean
+.PHONY: help demo test test-slow docs downloads check bench house clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -27,6 +28,10 @@ $(VENV)/dev: $(VENV)/demo
 # apart from the environment: torchvision's compiled part is built for another torch, and half of it would break others
 $(VENV)/vision: $(VENV)/dev
 	$(PIP) --no-deps --target .cache/vision timm torchvision
+	@touch $@
+
+$(VENV)/docs: $(VENV)/demo
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 demo: $(VENV)/demo
@@ -58,6 +63,10 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.survey
+
+# the variable takes away a note of mkdocs-material about its own future, which is no warning about these pages
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 house: $(VENV)/dev
 	$(BIN)/python tools/house.py

@@ -1,0 +1,175 @@
+"""The pages about moving from other libraries: our blocks run; those of Opacus run too, with the same clipped sum."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dpfunc
+from dpfunc import clipping
+
+PAGES = Path(__file__).parents[2] / "docs" / "moving"
+
+
+def blocks(page, title):
+    """The Python blocks of a page with this title."""
+    found = re.findall(r'```python title="([^"]*)"\n(.*?)```', (PAGES / page).read_text(), re.DOTALL)
+    return [code for name, code in found if name == title]
+
+
+def run(page, title, **names):
+    for code in blocks(page, title):
+        exec(compile(code, f"{page}: {title}", "exec"), names)
+    return names
+
+
+def pictures(n=600):
+    return torch.utils.data.TensorDataset(torch.randn(n, 3, 4, 4), torch.randint(2, (n,)))
+
+
+def convolutional():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_every_block_has_a_title_that_says_whether_it_runs():
+    for page in PAGES.glob("*.md"):
+        titles = re.findall(r"```python(.*)", page.read_text())
+        assert titles
+        for title in titles:
+            assert re.fullmatch(r' title="(dpfunc|both|Opacus 1\.6\.0|[^"]+ \(not run\))"', title), (page, title)
+
+
+def test_earlier_steps_are_entered_as_events(capsys):
+    names = run("README.md", "dpfunc")
+    assert names["earlier"].num_steps == 500
+    assert "epsilon=" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # those of Opacus
+def test_both_blocks_of_opacus_run(capsys):
+    import opacus
+
+    assert opacus.__version__ == "1.6.0"  # the version that the page names
+    torch.manual_seed(0)
+    both = run("opacus.md", "both")
+    theirs = run("opacus.md", "Opacus 1.6.0", **both)
+    assert theirs["engine"].get_epsilon(1e-5) == pytest.approx(3.0, abs=0.1)
+    fresh = run("opacus.md", "both")
+    before = [p.clone() for p in fresh["model"].parameters()]
+    ours = run("opacus.md", "dpfunc", **fresh)
+    assert ours["state"].step == 20
+    assert ours["state"].ledger.epsilon(1e-5).epsilon <= 3.0
+    assert all(torch.equal(p, q) for p, q in zip(before, fresh["model"].parameters(), strict=True))
+    assert "epsilon=2.9" in capsys.readouterr().out
+
+
+def opacus_clipped_sum(model, batch, clip_norm, mode="hooks"):
+    """`summed_grad` of Opacus for one batch: clipped, not yet divided, without noise."""
+    from opacus.grad_sample.utils import wrap_model
+    from opacus.optimizers import DPOptimizer
+
+    x, y = batch
+    wrapped = wrap_model(model, grad_sample_mode=mode)
+    optimizer = DPOptimizer(
+        torch.optim.SGD(wrapped.parameters(), lr=1.0),
+        noise_multiplier=0.0,
+        max_grad_norm=clip_norm,
+        expected_batch_size=len(x),
+    )
+    nn.functional.cross_entropy(wrapped(x), y).backward()
+    optimizer.clip_and_accumulate()
+    return {name: p.summed_grad.clone() for name, p in wrapped._module.named_parameters()}
+
+
+def our_clipped_sum(model, batch, clip_norm):
+    forward, params = dpfunc.functionalize(model)
+
+    def loss_fn(params, batch):
+        return nn.functional.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
+
+    return dpfunc.clipped_grad(loss_fn, params, batch, clipping.Flat(clip_norm=clip_norm))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("clip_norm", [0.05, 1e6])
+def test_opacus_has_the_same_clipped_sum(mode, clip_norm):
+    torch.manual_seed(0)
+    names = run("opacus.md", "both")
+    batch = (torch.randn(9, 8), torch.randint(3, (9,)))
+    clipped, unreleased = our_clipped_sum(names["model"], batch, clip_norm)
+    bent = int((unreleased.norms_BG > clip_norm).sum())
+    assert bent == (9 if clip_norm < 1 else 0)
+    theirs = opacus_clipped_sum(names["model"], batch, clip_norm, mode)
+    whole = sum(float(value.square().sum()) for value in theirs.values()) ** 0.5
+    off = sum(float((clipped.sums[name] - value).square().sum()) for name, value in theirs.items()) ** 0.5
+    assert off <= 2e-4 * whole
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sample_with_a_nan_gradient():
+    names = run("opacus.md", "both")
+    batch = (torch.randn(4, 8), torch.randint(3, (4,)))
+    batch[0][1, 0] = float("nan")
+    assert not any(value.isfinite().all() for value in opacus_clipped_sum(names["model"], batch, 1.0).values())
+    clipped, _ = our_clipped_sum(run("opacus.md", "both")["model"], batch, 1.0)
+    assert all(value.isfinite().all() for value in clipped.sums.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_batch_size_that_opacus_assumes():
+    """As the pages say: q = 1 / len(loader), and an argument that does not exist is accepted."""
+    from opacus import PrivacyEngine
+
+    model = nn.Linear(4, 2)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 4)), batch_size=48)
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        noize_multiplier=3.0,
+    )
+    assert loader.batch_sampler.sample_rate == 0.5
+    assert optimizer.expected_batch_size == 32
+
+
+@pytest.mark.parametrize("page", ["fastdp.md", "private_cnn.md"])
+def test_our_block_of_pictures_runs(page):
+    model = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)) if page == "fastdp.md" else convolutional()
+    )
+    names = run(page, "dpfunc", model=model, dataset=pictures())
+    assert names["state"].step == 9 == names["plan"].num_steps
+    assert names["state"].ledger.epsilon(1e-6).epsilon <= names["plan"].epsilon
+
+
+def test_our_block_of_linear_regression_runs():
+    names = run("jax_privacy.md", "dpfunc")
+    assert names["plan"].adjacency == "replace_one"
+    assert names["state"].step == 40
+    assert names["noisy_sum"].keys() == {"w", "b"}
+
+
+# The Trainer's own loaders ask for pinned memory on a machine without an accelerator.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+def test_our_block_of_the_trainer_runs(tmp_path, monkeypatch):
+    from tokenizers import Tokenizer, models
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    monkeypatch.chdir(tmp_path)
+    words = ["[PAD]", "[EOS]", *"abcdef"]
+    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[EOS]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", eos_token="[EOS]")
+    config = GPT2Config(
+        vocab_size=len(words), n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
+    )
+    dataset = [{"input_ids": torch.randint(2, 8, (4 + i % 3,)).tolist()} for i in range(300)]
+    names = run("dp_transformers.md", "dpfunc", model=GPT2LMHeadModel(config), tokenizer=tokenizer, dataset=dataset)
+    assert names["trainer"].state.global_step == 5
+    assert names["trainer"].ledger.epsilon(1e-5).epsilon <= 8.0

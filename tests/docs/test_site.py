@@ -1,0 +1,117 @@
+"""The site: its navigation has each page of docs/ once, and links and anchors lead somewhere. `make docs` builds it."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+PAGES = sorted(DOCS.rglob("*.md"))
+without_outer_links = runpy.run_path(str(ROOT / "tools" / "site_links.py"))["without_outer_links"]
+
+
+def leaves(entry):
+    if isinstance(entry, str):
+        return [entry]
+    return [leaf for child in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(child)]
+
+
+def test_the_navigation_has_each_page_once():
+    named = Counter(leaves(SITE["nav"]))
+    there = {path.relative_to(DOCS).as_posix() for path in PAGES}
+    assert set(named) - there == set(), "pages in the navigation of mkdocs.yml that do not exist"
+    assert there - set(named) == set(), "pages that belong into the navigation of mkdocs.yml"
+    assert max(named.values()) == 1
+
+
+def test_the_parts_that_readers_look_for():
+    pages = set(leaves(SITE["nav"]))
+    assert pages >= {
+        "quick_start.md", "concepts.md", "reference/README.md", "architecture.md", "decisions/README.md", "trust.md",
+        "gotchas.md", "troubleshooting.md", "privacy_officers.md", "comparison.md",
+    }  # fmt: skip
+    assert {page for page in pages if page.startswith("moving/")} == {
+        f"moving/{name}.md" for name in ("README", "opacus", "fastdp", "dp_transformers", "private_cnn", "jax_privacy")
+    }
+
+
+def anchors(path):
+    """The anchors of a page: headings as markdown makes them, and names of the reference."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"[^\w\s-]", "", line) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[-\s]+", "-", line.strip().lower()) for line in headings} | set(
+        re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_links_with_anchors_lead_somewhere(path):
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", path.read_text()):
+        page = path.parent / target if target else path
+        assert page.exists(), f"{path} links to {target}"
+        assert anchor in anchors(page), f"{path} links to {target}#{anchor}"
+
+
+def test_links_out_of_the_site_become_names():
+    page = "See [contributing](../CONTRIBUTING.md), [trust](trust.md#what) and ![a](../b.png)."
+    assert without_outer_links(page, "index.md") == (
+        "See contributing (`CONTRIBUTING.md`), [trust](trust.md#what) and ![a](../b.png)."
+    )
+    assert without_outer_links("[`examples/x.md`](../../examples/x.md)", "guides/a.md") == "`examples/x.md`"
+    assert without_outer_links("[a](../trust.md)", "guides/a.md") == "[a](../trust.md)"
+    assert without_outer_links("[a](https://example.org/b)", "index.md") == "[a](https://example.org/b)"
+
+
+def test_a_warning_fails_the_build():
+    assert SITE["strict"] is True
+    assert set(SITE["validation"]["links"].values()) == {"warn"}
+    assert SITE["validation"]["nav"]["omitted_files"] == "warn"
+    assert "mkdocs build --strict" in (ROOT / "Makefile").read_text()
+
+
+def test_the_site_is_built_into_an_ignored_folder():
+    assert SITE["site_dir"].split("/")[0] + "/" in (ROOT / ".gitignore").read_text().split()
+
+
+def test_what_builds_the_site_is_pinned():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {re.match(r"[\w-]+", line).group() for line in extra} <= pinned
+    assert "mkdocstrings-python" in pinned
+
+
+def test_the_quick_start_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "quick_start.md").read_text(), re.DOTALL)
+    names = {}
+    exec(compile(code.replace("num_steps=100", "num_steps=3"), "quick_start.md", "exec"), names)
+    assert names["state"].step == 3
+    assert "epsilon=" in capsys.readouterr().out
+
+
+def test_what_privacy_officers_read_is_what_runs_write():
+    """The page names fields of `privacy_accounting.json`; and it has no code."""
+    from dpfunc import clipping, insecure_key
+    from dpfunc.hf.trainer.files import ACCOUNTING, JOURNAL, accounting
+    from dpfunc.plan import Plan
+    from dpfunc.sampling import Poisson
+    from dpfunc.step import make_dp_step
+
+    page = (DOCS / "privacy_officers.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{ACCOUNTING}`"))
+    plan = Plan(Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=2, delta=1e-5)
+    dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    with pytest.warns(UserWarning, match="known to everybody"):
+        state = dp_step.init({"w": torch.zeros(2)}, insecure_key(0))
+    assert set(re.findall(r"`(\w+)`", row.split("|")[2])) <= set(accounting(plan, state, 0.0))
+    assert f"| `{JOURNAL}`" in page
+    assert "```" not in page
+    assert len(page.split()) < 1500  # two pages
