@@ -217,8 +217,8 @@ dp_step.init(params, key, num_records=len(dataset)). Nothing was spent.
             f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
             f"{len(dataset)}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
             "plan with dataset_size=len(dataset), or load the data set that it was made for. If dataset_size is a "
-            "public bound on their number, say so when the run begins: dp_step.init(params, key, num_records=len(dataset)). "
-            "Nothing was spent."
+            "public bound on their number, say so when the run begins: "
+            "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."
         )
 
 

@@ -352,7 +352,7 @@ def test_a_bound_that_is_none_is_refused():
 
 def test_a_batch_with_records_that_are_not_there_is_refused():
     """Or one that lacks some that are."""
-    plan = plan_of()
+    plan = plan_of("fixed size")
     dp_step = dpfunc.make_dp_step(lambda params, batch: batch @ params["w"], plan)
     params = {"w": torch.zeros(3)}
     state = dp_step.init(params, insecure_key(8), num_records=20)
