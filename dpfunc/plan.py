@@ -17,6 +17,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler, deal
+from dpfunc.sampling.base import existing
 from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
 from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
@@ -42,6 +43,8 @@ class Position(Protocol):
     def limit(self) -> int: ...
     @property
     def key(self) -> Key: ...
+    @property
+    def num_records(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ class Plan:
 
     def draw(self, state: Position, step: int, ranks: Place | None = None) -> Tensor:
         """The records of one step, of all processes or of this one."""
-        drawn = self.sampler.indices(state.key, step)
+        drawn = existing(self.sampler.indices(state.key, step), state.num_records)
         return drawn if ranks is None else deal(drawn, ranks.rank, ranks.size)
 
     def loader(
@@ -266,7 +269,8 @@ class Plan:
             the step while records are read and collated, so a repeated step augments them alike.
 
         Raises:
-            InvalidArgument: a stream, a data set of another length than the plan's; from a second iteration.
+            InvalidArgument: a stream, a data set of another length than the plan's, or than the state's `num_records`;
+                from a second iteration.
             RankMismatch: on all processes: the data sets differ in their records or in their order, as far as up to
                 1024 records say, which each process reads. StepAborted: another process could not read its own.
 
@@ -290,7 +294,7 @@ class Plan:
         """
 
         def described() -> str:
-            check_dataset(dataset, self.sampler.dataset_size)
+            check_dataset(dataset, self.sampler.dataset_size, state.num_records)
             check_collate(collate_fn)
             whole("num_workers", num_workers)
             if ranks is None:
@@ -302,7 +306,7 @@ class Plan:
         steps = Once(state.step, state.limit)
         return data_loader(
             dataset,
-            Draws(self.sampler, state.key, steps, max(state.limit - state.step, 0), *place),
+            Draws(self.sampler, state.key, steps, max(state.limit - state.step, 0), *place, state.num_records),
             Collate(collate_fn),
             num_workers=num_workers,
             pin_memory=pin_memory,

@@ -29,6 +29,8 @@ class StepState(NamedTuple):
         plan: `plan_digest` of the plan that limit and charged are about.
         drawn: the plan's sampler draws the batches. False in the one step of a call without a state, which is charged
             with sampling_prob=1.
+        num_records: number n of records that there are, at most the plan's `dataset_size`, which is then a public bound
+            on it; None where they are equal. Unreleased.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -44,6 +46,7 @@ class StepState(NamedTuple):
     released: tuple[tuple[int, str], ...] = ()
     plan: str = ""
     drawn: bool = True
+    num_records: int | None = None
 
 
 def step_events(plan: Plan, state: StepState, step: int) -> tuple[Event, ...]:

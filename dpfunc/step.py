@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, one_of, wrong_type
+from dpfunc._utils.validation import fail, one_of, whole, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
@@ -83,16 +83,20 @@ class DPStep:
     def _processes(self) -> Processes:
         return OneProcess() if self.ranks is None else Several(self.ranks)
 
-    def init(self, params: Params, key: Key, ledger: Ledger | None = None) -> StepState:
+    def init(
+        self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
+    ) -> StepState:
         """The state before the first step.
 
         Args:
             params: trainable parameters; checked together with the plan's groups and bounds.
             key: `dpfunc.secure_key()`. A key starts one run, ever.
             ledger: what was already spent on the same data (an earlier phase); it counts against the budget.
+            num_records: number n of records that there are, where the plan's `dataset_size` is a public bound on it.
+                Under add/remove adjacency n is private: the plan, epsilon and expected batch size do not depend on it.
 
         Raises:
-            InvalidArgument: bad parameters, or groups and bounds that do not fit them.
+            InvalidArgument: bad parameters, or groups and bounds that do not fit them; more records than the bound.
             LedgerConflict: the ledger uses another adjacency.
             BudgetExhausted: not one step fits into the budget.
 
@@ -109,6 +113,8 @@ class DPStep:
                 InsecureKeyWarning,
                 stacklevel=2,
             )
+        if num_records is not None:
+            num_records = self._check_bound(num_records)
         parts = partition(self.plan.clip.groups, tuple(params))
         group_bounds(self.plan.clip.clip_norm, parts.group_names)
         spent = Ledger(adjacency=self.plan.adjacency) if ledger is None else ledger
@@ -122,7 +128,17 @@ class DPStep:
                 f"The budget epsilon={self.plan.epsilon:g} at delta={self.plan.delta:g} does not allow one more step: "
                 f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run."
             )
-        return StepState(0, limit, 0, key, (), spent, plan=self._mark)
+        return StepState(0, limit, 0, key, (), spent, plan=self._mark, num_records=num_records)
+
+    def _check_bound(self, num_records: int) -> int:
+        count, bound = whole("num_records", num_records, minimum=1), self.plan.sampler.dataset_size
+        if count > bound:
+            raise fail(
+                f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
+                "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan "
+                "with a larger dataset_size.",
+            )  # fmt: skip
+        return count
 
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
@@ -194,7 +210,14 @@ class DPStep:
             self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
             self.journal is None,
         )  # fmt: skip
-        place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
+        place = (
+            state.step,
+            state.limit,
+            state.charged,
+            fingerprint(state.key),
+            state.ledger.to_json(),
+            state.num_records,
+        )
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
         return stable_repr((settings, place, len(drawn), int(drawn.sum())))

@@ -93,6 +93,7 @@ def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any], journal
         "key": state.key.secret.hex(),
         "guessable": state.key.guessable,
         "drawn": state.drawn,
+        "num_records": state.num_records,
         "journal": None if journal is None else journal._asdict(),
         "ledger": json.loads(state.ledger.to_json()),
         "released": state.released,
@@ -126,7 +127,8 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     step = int(values["step"])
     released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
     limit, repeated = int(values["limit"]), tuple(sorted(released.items()))
-    return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), bool(values["drawn"]))
+    drawn, count = bool(values["drawn"]), values["num_records"]
+    return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), drawn, count)
 
 
 def known_journal(values: Mapping[str, Any]) -> Head | None:

@@ -22,7 +22,7 @@ class Sampler(Protocol):
 
     @property
     def dataset_size(self) -> int:
-        """Number of records n in the data set."""
+        """Number of records n in the data set, or a public bound on it."""
         ...
 
     @property
@@ -72,6 +72,16 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
     """
     first = whole("start", start)
     return first, whole("stop", stop, minimum=first)
+
+
+def existing(indices: Tensor, num_records: int | None) -> Tensor:
+    """The drawn records that are there: those below `num_records`; all if that is None.
+
+    >>> import torch
+    >>> existing(torch.tensor([3, 5, 8, 9]), 9)
+    tensor([3, 5, 8])
+    """
+    return indices if num_records is None else indices[indices < num_records]
 
 
 def deal(indices: Tensor, rank: int, size: int) -> Tensor:

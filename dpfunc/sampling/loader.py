@@ -13,7 +13,7 @@ from dpfunc._utils.validation import fail
 from dpfunc.batches import batch_size, rows, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
-from dpfunc.sampling.base import Sampler, deal
+from dpfunc.sampling.base import Sampler, deal, existing
 from dpfunc.sampling.records import read
 from dpfunc.types import Batch
 
@@ -43,6 +43,7 @@ class Draws:
         steps: returns the steps of an iteration; called when it begins.
         length: number of steps of an iteration, as far as is known before.
         rank, size: of this process among several; each draw is dealt out in turn.
+        num_records: number of records that are there, where the sampler's is a bound on it.
     """
 
     sampler: Sampler
@@ -51,6 +52,7 @@ class Draws:
     length: int
     rank: int = 0
     size: int = 1
+    num_records: int | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return self.length
@@ -62,7 +64,8 @@ class Draws:
     def _drawn(self, step: int) -> list[Drawn]:
         # Processes with other records draw other randomness.
         key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
-        own = deal(self.sampler.indices(self.key, step), self.rank, self.size).tolist()
+        drawn = existing(self.sampler.indices(self.key, step), self.num_records)
+        own = deal(drawn, self.rank, self.size).tolist()
         return [Drawn(key, index) for index in own] or [Drawn(key, 0, real=False)]
 
 
@@ -175,11 +178,11 @@ def data_loader(
     )
 
 
-def check_dataset(dataset: object, dataset_size: int) -> None:
+def check_dataset(dataset: object, dataset_size: int, num_records: int | None = None) -> None:
     """Check that a data set can be read by index, and has the length of the plan.
 
     Args:
-        dataset: of the caller. dataset_size: n of the plan's sampler.
+        dataset: of the caller. dataset_size: n of the plan's sampler. num_records: n of the run, where that is a bound.
 
     Raises:
         InvalidArgument: a stream, a dictionary, no length, or another one.
@@ -188,7 +191,8 @@ def check_dataset(dataset: object, dataset_size: int) -> None:
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected len(dataset) to be the plan's dataset_size=4, got len(dataset)=3. The \
 sampling probability, and so epsilon, is that of 4 records: make the plan with dataset_size=len(dataset), or load the \
-data set that it was made for. Nothing was spent.
+data set that it was made for. If dataset_size is a public bound on their number, say so when the run begins: \
+dp_step.init(params, key, num_records=len(dataset)). Nothing was spent.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping):
@@ -203,11 +207,18 @@ data set that it was made for. Nothing was spent.
             "records of a batch by their index, from all of them. Load it without streaming; or read it in its order, "
             "which has another cost: sampling.InOrder, see docs/guides/loop.md."
         )
-    if len(dataset) != dataset_size:
+    if num_records is not None and len(dataset) != num_records:
+        raise InvalidArgument(
+            f"Expected len(dataset) to be num_records={num_records}, with which the run began, got len(dataset)="
+            f"{len(dataset)}. Load the data set of the run. Nothing was spent."
+        )
+    if num_records is None and len(dataset) != dataset_size:
         raise InvalidArgument(
             f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
             f"{len(dataset)}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
-            "plan with dataset_size=len(dataset), or load the data set that it was made for. Nothing was spent."
+            "plan with dataset_size=len(dataset), or load the data set that it was made for. If dataset_size is a "
+            "public bound on their number, say so when the run begins: "
+            "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."
         )
 
 

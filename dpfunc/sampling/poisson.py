@@ -28,10 +28,12 @@ class Poisson:
     A draw costs time and memory for the records in the batch, whatever n is: see `successes`.
 
     Args:
-        dataset_size: number of records n, 1 <= n <= 2**46.
+        dataset_size: number of records n, 1 <= n <= 2**46; or a public number that n cannot exceed.
         sampling_prob: q, 0 < q <= 1, or a `Schedule` of it over the steps.
 
-    Under add/remove adjacency n is private: treat q and the expected batch size as chosen numbers.
+    Under add/remove adjacency n is private, and q n, the expected batch size, is published: give a rounded number, or
+    that of a public superset, and the true one to `dp_step.init(..., num_records=n)`. Records that are not there would
+    have the gradient zero, so nothing else changes.
     Abadi et al. 2016, Deep Learning with Differential Privacy; Mironov et al. 2019, Renyi Differential Privacy of the
     Sampled Gaussian Mechanism.
 

@@ -78,10 +78,11 @@ def prepare(job: Job) -> Prepared:
     """
     processing = load_processing(job)
     records = read_records(job, processing)
-    num_steps = job.training.num_steps(len(records.train))
+    size = job.privacy.public_size(len(records.train))
+    num_steps = job.training.num_steps(size)
     private = job.privacy.dp_enabled
     spent = read_spent(job.data.spent) if private else None
-    plan = job.privacy.plan(len(records.train), job.training.batch_size, num_steps, spent) if private else None
+    plan = job.privacy.plan(size, job.training.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job)
     return Prepared(model, processing, records, plan, num_steps if plan is None else plan.num_steps, spent)
 

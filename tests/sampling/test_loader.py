@@ -306,3 +306,58 @@ def test_another_order_has_another_name():
     assert batches_name(Augmented(), augmented_collate) == batches_name(Augmented(), augmented_collate)
     tensors = TensorDataset(torch.arange(N), torch.randn(N, 2))
     assert batches_name(tensors, default_collate) != batches_name(Subset(tensors, range(N)[::-1]), default_collate)
+
+
+# A public bound on the number of records
+
+
+class Fewer(Dicts):
+    def __len__(self):
+        return 31
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed size"])
+def test_a_public_bound_hides_the_number_of_records(kind):
+    """The plan is that of the bound; draws are those of the bound, without the records that are not there."""
+    plan = plan_of(kind)
+    dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan)
+    params = {"w": torch.zeros(3)}
+    state = dp_step.init(params, insecure_key(8), num_records=31)
+    replay(state)
+    every = [plan.sampler.indices(state.key, step) for step in range(15)]
+    drawn = [indices[indices < 31].tolist() for indices in every]
+    assert sum(map(len, drawn)) < sum(map(len, every))
+    assert [indices.tolist() for indices in plan.batches(state)] == drawn
+    read = []
+    for batch in plan.loader(Fewer(), state):
+        read.append(batch["label"].tolist())
+        _, state, _ = dp_step(params, batch, state)
+    assert read == drawn
+    assert state.ledger == plan.ledger(), "what was spent does not depend on the number of records"
+    with pytest.raises(InvalidArgument, match="num_records=31"):
+        plan.loader(Dicts(), state)
+
+
+def test_a_bound_that_is_none_is_refused():
+    dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan_of())
+    with pytest.raises(
+        InvalidArgument, match="Expected num_records <= 40, the plan's dataset_size, got num_records=41"
+    ):
+        dp_step.init({"w": torch.zeros(3)}, insecure_key(8), num_records=41)
+    with pytest.raises(
+        InvalidArgument, match="Expected len.dataset. to be the plan's dataset_size=40, .* public bound"
+    ):
+        plan_of().loader(Fewer(), at(0))
+
+
+def test_a_batch_with_records_that_are_not_there_is_refused():
+    """Or one that lacks some that are."""
+    plan = plan_of("fixed size")
+    dp_step = dpfunc.make_dp_step(lambda params, batch: batch @ params["w"], plan)
+    params = {"w": torch.zeros(3)}
+    state = dp_step.init(params, insecure_key(8), num_records=20)
+    replay(state)
+    full = plan.sampler.indices(state.key, 0)
+    assert len(full) > len(plan.draw(state, 0))
+    with pytest.raises(SamplingMismatch):
+        dp_step(params, torch.ones(len(full), 3), state)

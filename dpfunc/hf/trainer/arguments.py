@@ -81,6 +81,7 @@ class PrivacyArguments:
     dp_dry_run: bool = _option(False, "Show the plan and train nothing.")
     dp_warn_at: float = _option(0.9, "Warn when this share of the budget is spent.")
     dp_allow_large_delta: bool = _option(False, "Accept delta >= 1 / number of records.")
+    dp_dataset_size: int | None = _option(None, "Public number that the number of records cannot exceed.")
     dp_log_unreleased: bool = _option(False, "Log the training loss, which is private, as unreleased/loss.")
 
     def __post_init__(self) -> None:
@@ -95,8 +96,9 @@ class PrivacyArguments:
                 positive(name, getattr(self, name))
         if self.dp_delta is not None:
             open_unit("dp_delta", self.dp_delta)
-        if self.dp_physical_batch_size is not None:
-            whole("dp_physical_batch_size", self.dp_physical_batch_size, minimum=1)
+        for name in ("dp_physical_batch_size", "dp_dataset_size"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), minimum=1)
         if self.dp_enabled:
             self._check_complete()
 
@@ -164,11 +166,28 @@ class PrivacyArguments:
         bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
         return Flat(bound) if self.dp_clip == "flat" else Automatic(bound)
 
+    def public_size(self, num_records: int) -> int:
+        """Number of records that the plan publishes: `dp_dataset_size`, or what there are.
+
+        Args:
+            num_records: n of the training data.
+
+        Raises:
+            InvalidArgument: there are more than `dp_dataset_size`.
+        """
+        if self.dp_dataset_size is None or num_records <= self.dp_dataset_size:
+            return self.dp_dataset_size or num_records
+        raise InvalidArgument(
+            f"Expected at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}. A bound that the "
+            "data exceed is none: choose a larger one, which is public."
+        )
+
     def plan(self, dataset_size: int, expected_batch_size: float, num_steps: int, spent: Ledger | None = None) -> Plan:
         """Make the plan of a run; the noise is computed from `dp_epsilon` if that is given.
 
         Args:
-            dataset_size: number of records n. expected_batch_size: q n, the logical batch. num_steps: optimizer steps.
+            dataset_size: number of records n, or a public bound on it. expected_batch_size: q n, the logical batch.
+            num_steps: optimizer steps.
             spent: what earlier phases on the same data have cost; dp_epsilon and dp_max_epsilon cover both.
 
         Returns:

@@ -92,6 +92,7 @@ def begin(
     microbatch: int,
     journal: Path,
     ranks: Ranks | None = None,
+    num_records: int | None = None,
 ) -> Run:
     """The run, once the model is where it is trained; a resumed one gets its parameters back.
 
@@ -116,7 +117,10 @@ def begin(
         journal=Journal(journal, plan),
         ranks=ranks,
     )
-    state = dp_step.init(params, start.key, start.ledger) if start.resumed is None else start.resumed.state
+    if start.resumed is None:
+        state = dp_step.init(params, start.key, start.ledger, num_records=num_records)
+    else:
+        state = start.resumed.state
     return Run(dp_step, params, state, state, start)
 
 

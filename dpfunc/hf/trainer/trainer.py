@@ -150,7 +150,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def plan(self) -> Plan:
         """The plan of the run; found once, before training."""
         if self._plan is None:
-            n = refuse_data(self.train_dataset)
+            n = self.privacy.public_size(refuse_data(self.train_dataset))
             self._plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
         return self._plan
 
@@ -295,7 +295,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if pending is not None:
             self._run = begin(
                 self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal(),
-                self._ranks,
+                self._ranks, self._num_records(),
             )  # fmt: skip
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
 
@@ -306,7 +306,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         args, (rank, size) = self.args, processes.place(self._ranks)
         return data_loader(
             self.train_dataset,
-            Draws(self.plan.sampler, start.key, steps, epoch, rank, size),
+            Draws(self.plan.sampler, start.key, steps, epoch, rank, size, self._num_records()),
             Collate(self._collator(), cut=size == 1),  # of several, one without records runs a row of weight zero
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -314,6 +314,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
+
+    def _num_records(self) -> int | None:
+        """Number of records, where the plan has a bound on it."""
+        return None if self.privacy.dp_dataset_size is None else len(self.train_dataset)
 
     def _collator(self) -> Callable[[list[Any]], Any]:
         """The collator without the columns that the model does not take, whatever kind the data set is."""

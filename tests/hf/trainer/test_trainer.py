@@ -205,6 +205,22 @@ def test_L5_secure_mode_runs(tmp_path, secure):
 # What is said and written
 
 
+def test_a_public_bound_on_the_number_of_records(tmp_path):
+    """What is written and published is about the bound: a run on other records of that bound writes the same."""
+    written = {}
+    for number in (60, 50):
+        folder = tmp_path / str(number)
+        privacy = PrivacyArguments(**VALUES, dp_dataset_size=64)
+        trainer = private(classifier(), folder, key=KEY(3), privacy=privacy, data=DATA[:number])
+        trainer.train()
+        assert trainer._run.state.num_records == number
+        written[number] = json.loads((folder / "privacy_accounting.json").read_text())
+    assert written[60] == written[50]
+    assert (written[60]["dataset_size"], written[60]["sampling_prob"]) == (64, 12 / 64)
+    with pytest.raises(InvalidArgument, match="at most dp_dataset_size=50 records, got 60"):
+        private(classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_dataset_size=50)).train()
+
+
 def test_L10_T9_metrics_reach_every_logger(finished):
     from transformers.integrations.integration_utils import rewrite_logs
 
