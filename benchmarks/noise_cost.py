@@ -30,7 +30,7 @@ from dpfunc.noise.ziggurat import words_for
 from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import ClippedSum
 
-ROUNDS = 21
+ROUNDS = 11
 KEY = insecure_key(0)
 LAYOUTS = {
     "flat, 1e7": {"w": torch.zeros(10**7)},
