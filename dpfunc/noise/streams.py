@@ -22,6 +22,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import Window, local, window
 from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument
+from dpfunc.noise.ziggurat import Scratch, normals, scratch, words_for
 from dpfunc.rng import Key, fold_in, stream
 
 TILE = 2**16
@@ -32,11 +33,12 @@ Source = Literal["secure", "device"]
 SOURCES: tuple[Source, ...] = ("secure", "device")
 
 
-def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.float64]:
+def tile(key: Key, name: str, number: int, size: int = TILE, room: Scratch | None = None) -> npt.NDArray[np.float64]:
     """The first `size` numbers of one tile of a leaf: float64 standard normals, tails as far as float64 goes.
 
     Args:
-        key: of one release. name: of the leaf. number: of the tile, from 0. size: 0 <= size <= 2**16.
+        key: of one release. name: of the leaf. number: of the tile, from 0. size: 0 <= size <= 2**16. room: memory to
+            work in, where the numbers stay until it is used again; default: new memory.
 
     Guarantees:
         tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
@@ -46,7 +48,8 @@ def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.f
     >>> bool((tile(insecure_key(0), "w", 3, 10) == tile(insecure_key(0), "w", 3)[:10]).all())
     True
     """
-    return stream(fold_in(key, "normal", name, number)).standard_normal(size)
+    words = stream(fold_in(key, "normal", name, number)).bit_generator.random_raw
+    return normals(words, size, room)
 
 
 class Tile(NamedTuple):
@@ -111,19 +114,20 @@ def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = No
         noise[name] = np.empty([stop - start for start, stop in (part.rows, part.cols)], NUMPY_DTYPES[leaf.dtype])
         jobs += [(name, part, cut) for cut in tiles(part)]
 
-    def draw(job: tuple[str, Window, Tile]) -> None:
-        name, part, cut = job
-        values = tile(key, name, cut.number, (cut.rows[1] - cut.first_row) * cut.width)
-        rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
-        noise[name][rows, cols] = values.reshape(-1, cut.width)[cut.inside]
+    def draw(some: list[tuple[str, Window, Tile]]) -> None:
+        sizes = [(cut.rows[1] - cut.first_row) * cut.width for _, _, cut in some]
+        room = scratch(words_for(max(sizes, default=0)))
+        for (name, part, cut), size in zip(some, sizes, strict=True):
+            values = tile(key, name, cut.number, size, room)
+            rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
+            noise[name][rows, cols] = values.reshape(-1, cut.width)[cut.inside]
 
     workers = min(threads or _cores(), max(len(jobs), 1))
     if workers == 1:
-        for job in jobs:
-            draw(job)
-    else:  # numpy draws without the interpreter lock
+        draw(jobs)
+    else:  # numpy computes without the interpreter lock
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(draw, jobs))
+            list(pool.map(draw, (jobs[first::workers] for first in range(workers))))
     return {name: torch.from_numpy(noise[name]).reshape(local(leaf).shape) for name, leaf in like.items()}
 
 
