@@ -139,7 +139,7 @@ def test_no_name_is_a_module_as_well():
 
 
 def test_modules_are_attributes():
-    assert python("import dpfunc; print(dpfunc.state.replay.__name__, dpfunc.checkpoint.save_sharded.__name__)")
+    assert python("import dpfunc; print(dpfunc.state.replay.__name__, dpfunc.checkpoint.save.__name__)")
 
 
 @pytest.mark.parametrize("name", ["nothing", "_nothing", "a.b", "", "__wrapped__"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from dpfunc._utils.validation import shorten, unique_json
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint.format import budget_limit, check_journal, difference, state_from_dict, with_new_key
+from dpfunc.checkpoint.format import budget_limit, difference, state_from_dict, with_new_key
 from dpfunc.checkpoint.journal import Taken
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
@@ -182,11 +182,14 @@ def resume(
 
 
 def _own_journal(history: History) -> None:
-    """Check that the journal is that of the run, from the first step with its own key."""
-    if history.taken is None:
-        return
+    """Check that the journal has the steps of the checkpoint, from the first one with its own key."""
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
-    check_journal(history.values, history.steps, since=born[0] if born else 0)
+    last = int(history.values["charged"]) - 1
+    if history.taken is not None and last >= (born[0] if born else 0) and last not in history.steps:
+        raise CheckpointError(
+            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
+            "another run, or incomplete: pass the right one."
+        )
 
 
 def _explained(history: History) -> None:

@@ -140,8 +140,8 @@ def test_sharding_with_an_older_torch_is_refused(monkeypatch, tmp_path, module, 
         lambda: distributed.shard({}, None),
         lambda: distributed.sharded(None),
         lambda: distributed.shard_frozen(None, None),
-        lambda: checkpoint.save_sharded(tmp_path, params={}, state=None, plan=None, data="x", ranks=None),
-        lambda: checkpoint.load_sharded(tmp_path, params={}, plan=None, data="x", ranks=None),
+        lambda: checkpoint.save(tmp_path, params={}, state=None, plan=None, data="x", ranks=object()),
+        lambda: checkpoint.load(tmp_path, params={}, plan=None, data="x", ranks=object()),
     )
     for call in calls:
         with pytest.raises(UnsupportedModel, match=rf"{name}\({lacking}=\.\.\.\).*got torch"):

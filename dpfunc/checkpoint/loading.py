@@ -1,8 +1,9 @@
-"""Load a run of several processes with any number of processes."""
+"""Load a run with any number of processes, or with one."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,22 +11,24 @@ from typing import Any, Literal
 
 import torch
 
+from dpfunc._utils.validation import shorten
 from dpfunc._utils.versions import check_sharding
+from dpfunc.checkpoint.chain import Head
 from dpfunc.checkpoint.format import (
-    MANIFEST,
     PLAN,
+    SCHEMA,
     STATE,
     Checkpoint,
+    all_checkpoints,
     check_choice,
-    check_schema,
     describe,
     described,
     difference,
-    known_journal,
     read_json,
     read_manifest,
     refuse,
     refuse_data,
+    saved_state,
     state_from_dict,
     state_to_dict,
     verify,
@@ -35,8 +38,9 @@ from dpfunc.checkpoint.journal import append_line, read_steps
 from dpfunc.checkpoint.plan_json import plan_difference
 from dpfunc.checkpoint.resume_policy import NOTES, History, known_notes, note_line, resume
 from dpfunc.checkpoint.run_layout import layout
-from dpfunc.checkpoint.sharded_save import LATEST, latest
-from dpfunc.checkpoint.tensors import METADATA, PARAMS, decode, read_table, read_tensors, room
+from dpfunc.checkpoint.saving import check_whole
+from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
+from dpfunc.checkpoint.values import decode
 from dpfunc.distributed.launch import is_writer
 from dpfunc.distributed.object_collectives import all_or_none, joint_group, place, shared
 from dpfunc.distributed.ranks import Ranks
@@ -48,14 +52,16 @@ from dpfunc.types import Batch, Params
 
 FAILED = "No checkpoint was loaded"
 
+logger = logging.getLogger(__name__)
 
-def load_sharded(
+
+def load(
     directory: Path | str,
     *,
     plan: Plan,
     params: Params,
     data: Batch | str,
-    ranks: Ranks | None,
+    ranks: Ranks | None = None,
     optimizer_state: Mapping[str, Any] | None = None,
     journal: Path | str | None = None,
     recharge: bool = False,
@@ -63,15 +69,22 @@ def load_sharded(
 ) -> Checkpoint:
     """Read the newest whole checkpoint into the layout of these processes, and refuse one of another run.
 
-    In the layout in which it was saved the state that comes back repeats the steps after the checkpoint bit for bit, at
-    no cost, as `dpfunc.load` does. In another one sums round differently. Then the run goes on with the same noise only
-    when the journal has no step beyond the checkpoint; otherwise it is refused, or, with `recharge`, goes on as a run
-    with a new key that pays for those steps again. In all cases the ledger has every step in the journal.
+    In the layout in which it was saved the state that comes back repeats the steps after the checkpoint bit for bit, on
+    the same data, at no cost. In another one (other processes, machine or number of threads) sums round differently.
+    Then the run goes on with the same noise only when the journal has no step beyond the checkpoint; otherwise it is
+    refused, or, with `recharge`, goes on as a run with a new key that pays for those steps again. In all cases the
+    ledger has every step in the journal, so that epsilon never shrinks.
+
+    Without a journal it is unknown which steps were released after the checkpoint. With `without_journal="new_key"` the
+    run goes on with a new key, so that no noise is used twice, and pays for each step that it takes. Steps that were
+    released after this checkpoint are not in its ledger: if there were any, do not go on from here, but begin a new run
+    whose ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger).
 
     Args:
-        directory: as given to `save_sharded`.
+        directory: as given to `save`.
         plan, data: of this run; must equal the saved ones.
-        params: parameters of the right names, shapes and dtypes; their layouts are those of the result.
+        params: parameters of the right names, shapes and dtypes; their values do not matter, and their layouts and
+            devices are those of the result.
         ranks: as given to `make_dp_step`; all their processes call. None is one process.
         optimizer_state: a state of the same structure, whose tensors say how each is laid out. None lays out what is
             like its parameter as that parameter, and the rest whole. Optimizers of torch number their parameters:
@@ -79,41 +92,47 @@ def load_sharded(
         journal: the file of `Journal`, read by the process that writes it.
         recharge: what to do when steps beyond the checkpoint cannot be repeated. True: draw them anew, at their cost.
             Save before the next step: until then another crash costs them once more.
-        without_journal: what to do without a journal: `"refuse"`, or `"new_key"`, which goes on with new noise. Steps
-            that were released after the checkpoint are not in its ledger then: see `dpfunc.load`.
+        without_journal: what to do without a journal: `"refuse"`, or `"new_key"`, see above.
 
     Raises:
-        CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown.
-        UnsupportedModel: an older torch, see `dpfunc._utils.versions.check_sharding`.
+        CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
+            journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved.
+        InvalidArgument: both journal and without_journal="new_key", or tensors cut into parts without ranks.
+        UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
-        tests/checkpoint/test_sharded.py: any number of processes goes on as one would have
-        (test_saved_by_four_and_loaded_by_any), and epsilon never shrinks (test_kill_loses_no_accounting,
-        test_other_layouts_pay_again).
+        tests/checkpoint/test_one_process.py: the resumed run is bit-identical (test_resume_is_bit_identical) and
+        epsilon never shrinks (test_epsilon_never_shrinks); tests/checkpoint/test_several_processes.py: any number of
+        processes goes on as one would have (test_saved_by_four_and_loaded_by_any), and no crash loses accounting
+        (test_kill_loses_no_accounting, test_other_layouts_pay_again).
 
     >>> import tempfile
     >>> from dpfunc import clipping, sampling
     >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     load_sharded(folder, plan=plan, params={}, data="mails-2026", ranks=None)  # doctest: +ELLIPSIS
+    ...     load(folder, plan=plan, params={}, data="mails-2026")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     dpfunc.errors.CheckpointError: Expected a checkpoint in ..., found none. Start a new run.
     """
-    check_sharding()
+    if ranks is not None:
+        check_sharding()
     parent = Path(directory)
     name, values = json.loads(shared(all_or_none(partial(_found, parent, ranks), ranks, FAILED), ranks))
     path = parent / name
     all_or_none(partial(check_choice, journal, without_journal), ranks, FAILED)
 
     def check() -> dict[str, torch.Tensor]:
+        check_whole(params, ranks)
         _verify_share(path, ranks)
-        check_schema(values, path)
+        if values.get("schema") != SCHEMA:
+            raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
         refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
         refuse_data(data, values, path)
         table = read_table(path)
         saved = {n.removeprefix(PARAMS): describe(*about) for n, about in table.items() if n.startswith(PARAMS)}
         refuse("parameter set", path, difference(saved, described(params)))
-        return room(values["optimizer"], table, params, optimizer_state)
+        laid_out = {PARAMS + n: empty(p, tuple(p.shape), p.dtype) for n, p in params.items()}
+        return {**laid_out, **room("optimizer_state", values["optimizer"], table, params, optimizer_state)}
 
     tensors = all_or_none(check, ranks, FAILED)
     now = layout(params, ranks)
@@ -122,54 +141,35 @@ def load_sharded(
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
     read_tensors(path, tensors, group)
     all_or_none(partial(_note, parent, decided["note"], ranks), ranks, FAILED)
-    state = state_from_dict(decided["state"], plan, {})
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},
-        None if values["optimizer"] is None else decode(values["optimizer"], lambda slot: tensors[slot.name]),
-        resumed(state),
+        decode(values["optimizer"], lambda slot: tensors[slot.name]),
+        resumed(state_from_dict(decided["state"], plan, {})),
         values["extra"],
         path,
     )
 
 
 def _found(parent: Path, ranks: Ranks | None) -> bytes:
-    """The name of the newest checkpoint and its state, read by one process."""
+    """The name of the newest whole checkpoint and its state, read by one process."""
     if not is_writer(ranks):
         return b""
-    name = latest(parent)
-    if name is None:
-        raise CheckpointError(f"Expected a checkpoint in {parent}, found none. {_instead(parent)}")
-    path = parent / name
-    if not (path / MANIFEST).exists():
-        raise CheckpointError(
-            f"Expected a whole checkpoint at {path}, which {parent / LATEST} names. To go back to an older one, write "
-            "its name there: the journal keeps what was spent."
-        )
-    verify(path, {STATE: _manifest(path)[STATE]})
-    return json.dumps([name, read_json(path / STATE)]).encode()
-
-
-def _instead(parent: Path) -> str:
-    """Advice for the error message when a folder names no newest checkpoint."""
-    there = whole_checkpoints(parent)
-    if not there:
-        return "Start a new run."
-    if (there[-1] / METADATA).exists():
-        return f"The file {LATEST} is missing: write the name of the newest checkpoint into it, e.g. {there[-1].name}."
-    return f"But {there[-1].name} is there, which dpfunc.save wrote: read it with dpfunc.load."
+    whole = whole_checkpoints(parent)
+    half = [path for path in all_checkpoints(parent) if path not in whole]
+    if not whole:
+        there = f" What is there is not whole: {shorten([path.name for path in half])}." if half else ""
+        raise CheckpointError(f"Expected a checkpoint in {parent}, found none.{there} Start a new run.")
+    path = whole[-1]
+    if all_checkpoints(parent)[-1] != path:
+        logger.warning("The checkpoint %s is not whole and is passed over.", half[-1])
+    verify(path, {STATE: read_manifest(path)[STATE]})
+    return json.dumps([path.name, saved_state(path)]).encode()
 
 
 def _verify_share(path: Path, ranks: Ranks | None) -> None:
     """Verify this process's share of the files; each file is verified by one process."""
     number, count = place(ranks)
-    verify(path, dict(sorted(_manifest(path).items())[number::count]))
-
-
-def _manifest(path: Path) -> dict[str, str]:
-    manifest = read_manifest(path)
-    if METADATA not in manifest:
-        raise CheckpointError(f"The file {path / MANIFEST} was changed after it was saved: it lacks {METADATA}.")
-    return manifest
+    verify(path, dict(sorted(read_manifest(path).items())[number::count]))
 
 
 def _decided(
@@ -184,13 +184,13 @@ def _decided(
     """State and note with which the run continues, decided by the process that has the journal; empty on the others."""
     if not is_writer(ranks):
         return b""
-    known = known_journal(values)
-    empty: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
-    taken = None if journal is None else read_steps(journal, missing=empty, known=known)
+    known = None if values["journal"] is None else Head(**values["journal"])
+    missing: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
+    taken = None if journal is None else read_steps(journal, missing=missing, known=known)
     history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
     state, note = resume(history, plan, now, secure_key(), recharge=recharge)
     line = None if note is None else note_line(note)
-    return json.dumps({"state": state_to_dict(state, "", {}), "note": line}).encode()
+    return json.dumps({"state": state_to_dict(state), "note": line}).encode()
 
 
 def _note(parent: Path, line: str | None, ranks: Ranks | None) -> None:
