@@ -128,7 +128,7 @@ def test_the_lists_of_public_names_agree():
 @pytest.mark.parametrize("name", dpfunc.__all__)
 def test_public_names_are_what_they_are_at_home(name):
     home = dpfunc._HOMES.get(name)
-    value = importlib.import_module(f"dpfunc.{home}").__dict__[name] if home else sys.modules[f"dpfunc.{name}"]
+    value = getattr(importlib.import_module(f"dpfunc.{home}"), name) if home else sys.modules[f"dpfunc.{name}"]
     assert getattr(dpfunc, name) is value
     assert name in dir(dpfunc)
 

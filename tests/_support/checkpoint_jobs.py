@@ -164,7 +164,7 @@ def trouble_while_saving(folder, moments):
         "tensors": (filesystem.FileSystemWriter, "write_data"),
         "part": (saving, "_sign"),
         "commit": (saving, "_commit"),
-        "rename": (saving.os, "rename"),
+        "rename": (saving, "free_name"),
     }
     values, ranks, optimizer = start("rows")
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
