@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.locks import abandoned
 from dpfunc._utils.validation import one_of, shorten, unique_json, wrong_type
-from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.journal import Taken
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -131,40 +131,6 @@ def check_choice(journal: Path | str | None, without_journal: str) -> None:
             'of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint was '
             "released, or you count those that were."
         )
-
-
-def with_new_key(state: StepState, plan: Plan, key: Key) -> StepState:
-    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
-
-    Args:
-        state: of the run. plan: of the run. key: never used before.
-
-    Raises:
-        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew.
-    """
-    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
-    if state.step % epoch:
-        raise CheckpointError(
-            f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
-            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
-            "a new run that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
-        )
-    fresh = state._replace(key=key, charged=state.step, released=())
-    return fresh._replace(limit=budget_limit(fresh, plan))
-
-
-def budget_limit(state: StepState, plan: Plan) -> int:
-    """Step at which the budget ends; steps already charged cost nothing, and without a budget it is `state.limit`."""
-    if plan.epsilon is None:
-        return state.limit
-    start = state.charged
-    return start + affordable_steps(
-        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
-        epsilon=plan.epsilon,
-        delta=plan.delta,
-        limit=max(state.limit - start, 0),
-        method=plan.accountant,
-    )
 
 
 def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)

@@ -36,7 +36,7 @@ from dpfunc.checkpoint.format import (
 )
 from dpfunc.checkpoint.journal import append_line, read_steps
 from dpfunc.checkpoint.plan_json import plan_difference
-from dpfunc.checkpoint.resume_policy import NOTES, History, known_notes, note_line, resume
+from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, note_line, resume
 from dpfunc.checkpoint.run_layout import layout
 from dpfunc.checkpoint.saving import check_whole
 from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
@@ -66,6 +66,7 @@ def load(
     journal: Path | str | None = None,
     recharge: bool = False,
     without_journal: Literal["refuse", "new_key"] = "refuse",
+    later_runs: LaterRuns = "refuse",
 ) -> Checkpoint:
     """Read the newest whole checkpoint into the layout of these processes, and refuse one of another run.
 
@@ -93,6 +94,8 @@ def load(
         recharge: what to do when steps beyond the checkpoint cannot be repeated. True: draw them anew, at their cost.
             Save before the next step: until then another crash costs them once more.
         without_journal: what to do without a journal: `"refuse"`, or `"new_key"`, see above.
+        later_runs: what to do when another run, which continues none of this directory, began after this one in the
+            journal: `"refuse"`, or `"ignore"`. Its steps are not in the ledger: if it saw the same records, count both.
 
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
@@ -136,7 +139,16 @@ def load(
 
     tensors = all_or_none(check, ranks, FAILED)
     now = layout(params, ranks)
-    decide = partial(_decided, parent, values, plan, now, journal, recharge, ranks)
+
+    def decide() -> bytes:
+        """State and note with which the run continues, from the process that has the journal; empty on the others."""
+        if not is_writer(ranks):
+            return b""
+        history = _history(parent, values, journal)
+        state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
+        line = None if note is None else note_line(note)
+        return json.dumps({"state": state_to_dict(state), "note": line}).encode()
+
     decided = json.loads(shared(all_or_none(decide, ranks, FAILED), ranks))
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
     read_tensors(path, tensors, group)
@@ -172,25 +184,11 @@ def _verify_share(path: Path, ranks: Ranks | None) -> None:
     verify(path, dict(sorted(read_manifest(path).items())[number::count]))
 
 
-def _decided(
-    parent: Path,
-    values: Mapping[str, Any],
-    plan: Plan,
-    now: Mapping[str, Any],
-    journal: Path | str | None,
-    recharge: bool,
-    ranks: Ranks | None,
-) -> bytes:
-    """State and note with which the run continues, decided by the process that has the journal; empty on the others."""
-    if not is_writer(ranks):
-        return b""
+def _history(parent: Path, values: Mapping[str, Any], journal: Path | str | None) -> History:
     known = None if values["journal"] is None else Head(**values["journal"])
     missing: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
     taken = None if journal is None else read_steps(journal, missing=missing, known=known)
-    history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
-    state, note = resume(history, plan, now, secure_key(), recharge=recharge)
-    line = None if note is None else note_line(note)
-    return json.dumps({"state": state_to_dict(state), "note": line}).encode()
+    return History(values, known_notes(parent / NOTES, values["notes"]), taken)
 
 
 def _note(parent: Path, line: str | None, ranks: Ranks | None) -> None:

@@ -111,7 +111,8 @@ def load_run(
             f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
         )
     verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
-    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal)
+    # `note_earlier_runs` warns of later runs.
+    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal, later_runs="ignore")
     if key is not None and key != saved.state.key:
         raise CheckpointError(
             f"The checkpoint {checkpoint} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
