@@ -122,7 +122,7 @@ class DPStep:
                 f"The budget epsilon={self.plan.epsilon:g} at delta={self.plan.delta:g} does not allow one more step: "
                 f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run."
             )
-        return StepState(0, limit, 0, key, (), spent, plan=self._mark)
+        return StepState(0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._mark)
 
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None

@@ -69,7 +69,7 @@ def data_fingerprint(data: Batch | str, key: Key) -> str:
 
 
 def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A state as JSON values, with its key.
+    """A state as JSON values, with its key, and without that of the noise mechanism, which can have tensors.
 
     Args:
         state: of the run. data: fingerprint of its data. extra: JSON values of the user's own.
@@ -78,8 +78,6 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
         json.dumps(dict(extra or {}))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"Expected extra to hold JSON values, got others: {error}.") from error
-    if state.noise_state != ():
-        raise CheckpointError("Expected a mechanism without state; its state cannot be saved yet.")
     return {
         "schema": SCHEMA,
         "step": state.step,

@@ -135,7 +135,8 @@ def load(
         saved = {n.removeprefix(PARAMS): describe(*about) for n, about in table.items() if n.startswith(PARAMS)}
         refuse("parameter set", path, difference(saved, described(params)))
         laid_out = {PARAMS + n: empty(p, tuple(p.shape), p.dtype) for n, p in params.items()}
-        return {**laid_out, **room("optimizer_state", values["optimizer"], table, params, optimizer_state)}
+        optimizer = room("optimizer_state", values["optimizer"], table, params, optimizer_state)
+        return {**laid_out, **optimizer, **room("noise_state", values["noise"], table, params)}
 
     tensors = all_or_none(check, ranks, FAILED)
     now = layout(params, ranks)
@@ -153,10 +154,11 @@ def load(
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
     read_tensors(path, tensors, group)
     all_or_none(partial(_note, parent, decided["note"], ranks), ranks, FAILED)
+    optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},
-        decode(values["optimizer"], lambda slot: tensors[slot.name]),
-        resumed(state_from_dict(decided["state"], plan, {})),
+        optimizer,
+        resumed(state_from_dict(decided["state"], plan, {}))._replace(noise_state=noise),
         values["extra"],
         path,
     )

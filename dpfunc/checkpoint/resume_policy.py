@@ -24,6 +24,8 @@ from dpfunc.state import StepState
 from dpfunc.types import Event
 
 NOTES = "resumed.jsonl"
+NO_STATE: Mapping[str, Any] = {"tuple": []}
+"""The state of Gaussian noise, `()`, as a checkpoint has it."""
 Runs = Mapping[str, Mapping[int, Taken]]
 LaterRuns = Literal["refuse", "ignore"]
 
@@ -165,7 +167,7 @@ def resume(
     newest = history.layout_of(state.charged)
     if history.taken is None:  # it is unknown what was released after the checkpoint: no noise is used again
         counted[history.run] = state.charged
-        fresh = _with_new_key(state, plan, new_key)
+        fresh = _with_new_key(history, state, plan, new_key)
         return fresh, Note(fingerprint(new_key), fresh.step, layout, counted, history.run)
     released = [history.layout_of(step) for step in range(state.step, state.charged)]
     changed = next((each for each in released if each != layout), None)
@@ -180,7 +182,7 @@ def resume(
             "Resume as they were computed; or pass recharge=True to draw them anew, with new noise, at their cost.",
         )
     counted[history.run] = state.charged
-    fresh = _with_new_key(state, plan, new_key)
+    fresh = _with_new_key(history, state, plan, new_key)
     return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
 
 
@@ -221,12 +223,19 @@ def _with_relatives(state: StepState, history: History, plan: Plan, counted: dic
     return state._replace(limit=_budget_limit(state, plan))
 
 
-def _with_new_key(state: StepState, plan: Plan, key: Key) -> StepState:
+def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
     """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
 
     Raises:
-        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew.
+        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew; or the noise of steps
+            to come is correlated with that of earlier ones, which no sum of costs covers.
     """
+    if history.values["noise"] != NO_STATE:
+        raise CheckpointError(
+            "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
+            "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run "
+            "that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
+        )
     epoch = getattr(plan.sampler, "steps_per_epoch", 1)
     if state.step % epoch:
         raise CheckpointError(

@@ -92,7 +92,8 @@ def save(
         The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
 
     Raises:
-        InvalidArgument: a bad keep, optimizer_state, extra or data, or tensors cut into parts without ranks.
+        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, or tensors cut into parts without
+            ranks.
         RankMismatch: the processes hold different states, plans or whole tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
@@ -127,10 +128,11 @@ def save(
         whole("keep", keep, minimum=1)
         _check_types(params, state, plan, optimizer_state)
         encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
+        noise = encode("noise_state", state.noise_state, tensors)
         tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
         check_whole(tensors, ranks)
         values = state_to_dict(state, data_fingerprint(data, state.key), extra)
-        return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded}}
+        return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "noise": noise}}
 
     files = all_or_none(prepare, ranks, FAILED)
     said = {name: json.dumps(values) for name, values in files.items()}

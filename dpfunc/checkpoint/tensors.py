@@ -27,7 +27,7 @@ Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:  # noqa: ANN401
-    """The parameter whose layout a tensor of an optimizer state gets: the one that it is about, if they are alike.
+    """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
     Args:
         slot: of the tensor. shape: of the whole tensor. skeleton: the state with slots in place of tensors. params: as
@@ -88,8 +88,8 @@ def room(
         if like is None and slot.cut and any(is_dtensor(p) for p in params.values()):
             raise CheckpointError(
                 f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was cut into parts and "
-                f"is like no parameter. Pass {name}=, a state of the same structure whose tensors are laid out as they "
-                "should be."
+                "is like no parameter. States of noise need the name and the shape of their parameter; for others pass "
+                "optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
             )
         tensors[slot.name] = empty(like, shape, dtype)
     return tensors

@@ -6,9 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from jobs import NUM_RECORDS, data, loss_fn, params, plan
+from noise_cases import remembering
 
 from dpfunc import distributed, sampling
 from dpfunc.batches import take
@@ -18,7 +20,7 @@ from dpfunc.checkpoint.journal import Journal
 from dpfunc.errors import DPFuncError
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
+from dpfunc.step import DPStep, make_dp_step
 
 PLAN = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3))
 
@@ -100,6 +102,13 @@ def train(folder, kind, stop, load=False, save=None, recharge=False, seen=None):
     if save == stop:
         store(folder, values, ranks, optimizer, state)
     return {name: whole(p) for name, p in values.items()}, state.ledger.to_json(), first, releases
+
+
+def train_remembering(*args, **options):
+    """The same with noise that depends on the noise of the step before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DPStep, "_mechanism", lambda self, step: remembering(self.plan.noise_multiplier))
+        return train(*args, **options)
 
 
 def odd_part(folder):
@@ -232,6 +241,23 @@ def refused(folder, kind, changes_of_one):
     except Exception as error:  # noqa: BLE001  (told to the test)
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def without_ranks(folder):
+    """Save and load parts without saying that there are others."""
+    values, ranks, optimizer = start("rows")
+    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
+    store(Path(folder) / "good", values, ranks, optimizer, state)
+    told = []
+    for action in (
+        lambda: store(folder, values, None, optimizer, state),
+        lambda: load_into(Path(folder) / "good", values, None, optimizer),
+    ):
+        try:
+            action()
+        except DPFuncError as error:
+            told.append(type(error).__name__ if "Expected ranks with tensors" in str(error) else str(error))
+    return told
 
 
 def guide(code, folder, stop):

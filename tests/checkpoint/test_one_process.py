@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cases import linear_loss, params
+from noise_cases import remembering
 from run_cases import DATA, PLAN, folders, start, steps, store
 
 import dpfunc
@@ -28,9 +29,9 @@ from dpfunc.batches import take
 from dpfunc.checkpoint import load, save
 from dpfunc.checkpoint.chain import head_path
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.plan import Plan
-from dpfunc.step import make_dp_step
+from dpfunc.step import DPStep, make_dp_step
 from dpfunc.types import Event
 
 
@@ -66,6 +67,54 @@ def test_epsilon_never_shrinks(tmp_path):
     resumed = steps(saved.state, values, optimizer, 5, journal)  # four repeated at no cost, one new
     assert resumed.ledger == Ledger((Event(0.3, 1.0, 7),))
     assert journal_ledger(journal.path) == resumed.ledger
+
+
+def same(found, expected):
+    pairs = zip(found["previous"].items(), expected["previous"].items(), strict=True)
+    return found["steps"] == expected["steps"] and all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+
+
+def test_noise_with_a_state_is_resumed_bit_for_bit(tmp_path, monkeypatch):
+    """The noise of each step depends on that of the one before, also of the one before the checkpoint."""
+    monkeypatch.setattr(DPStep, "_mechanism", lambda self, step: remembering(self.plan.noise_multiplier))
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    assert state.noise_state["steps"] == 0
+    state = steps(state, values, optimizer, 3, journal)
+    path = store(tmp_path / "c", state, values, optimizer, journal=journal.path)
+    assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())
+    before = state.noise_state
+    assert "noise_state=hidden" in repr(state)
+    state = steps(state, values, optimizer, 5, journal)
+    options = {"plan": PLAN, "params": values, "data": DATA}
+    saved = load(tmp_path / "c", journal=journal.path, **options)
+    assert same(saved.state.noise_state, before)
+    with torch.no_grad():
+        for name, p in values.items():
+            p.copy_(saved.params[name])
+    forgotten = saved.state._replace(noise_state=start()[0].noise_state)
+    with pytest.raises(StateReused, match="with other values"):
+        steps(forgotten, {n: p.clone() for n, p in values.items()}, optimizer, 1, journal)
+    optimizer.load_state_dict(dict(saved.optimizer_state))
+    again = steps(saved.state, values, optimizer, 5, journal)
+    assert (again.ledger, again.step) == (state.ledger, 8)
+    assert same(again.noise_state, state.noise_state)
+    with pytest.raises(CheckpointError, match="its noise is correlated over steps"):
+        load(tmp_path / "c", without_journal="new_key", **options)
+    with pytest.raises(InvalidArgument, match="Expected noise_state to have tensors.*type builtin_function"):
+        store(tmp_path / "c", state._replace(noise_state=[len]), values, optimizer)
+
+
+def test_states_of_all_kinds_come_back_as_they_were(tmp_path):
+    kinds = [
+        collections.Counter({3: 2}), collections.OrderedDict(b=1, a=2), (1, (2.5, None)), {1, 2}, torch.Size([2, 3]), 1 - 2j,
+        b"\xff", torch.bfloat16, torch.device("cpu"), float("inf"), -0.0, True, {(0, "x"): [{}]},
+    ]  # fmt: skip
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer, optimizer_state={"kinds": kinds})
+    found = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").optimizer_state["kinds"]
+    assert repr(found) == repr(kinds)
+    assert [type(value) for value in found] == [type(value) for value in kinds]
 
 
 @pytest.mark.parametrize("lost", ["missing", "missing with its head", "empty", "short"])
@@ -278,10 +327,11 @@ sys.path[:0] = {paths!r}
 import torch, dpfunc
 from pathlib import Path
 from cases import linear_loss
+from noise_cases import remembering
 from run_cases import DATA, PLAN, start, store
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
+from dpfunc.step import DPStep, make_dp_step
 from dpfunc.batches import take
 folder = Path({folder!r})
 state, values, optimizer = start()

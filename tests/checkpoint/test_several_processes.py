@@ -72,6 +72,16 @@ def test_saved_by_four_and_loaded_by_any(saved_by_four, uninterrupted, tmp_path,
     assert journal_ledger(folder / "journal.jsonl").to_json() == uninterrupted[1]
 
 
+def test_the_state_of_noise_is_laid_out_anew(tmp_path):
+    """Saved in parts by two, loaded by one: the noise of the last step is what it was."""
+    expected = checkpoint_jobs.train_remembering(tmp_path / "one", "alone", 8)
+    state._digests.clear()
+    run(2, "checkpoint_jobs:train_remembering", tmp_path, "rows", 4, False, 4)
+    found = checkpoint_jobs.train_remembering(tmp_path, "alone", 8, True)
+    close(found[0], expected[0])
+    assert found[1:3] == (expected[1], (4, 4))
+
+
 @pytest.mark.parametrize("kind", ["grid", "hybrid"])
 def test_two_dimensions(saved_by_four, tmp_path, kind):
     """Four processes as two by two: everything comes back as its parameter is cut, moments too."""
@@ -184,6 +194,12 @@ def test_what_one_process_refuses_all_refuse(saved_by_four, tmp_path):
 
 
 # From here on one process, without a process group.
+
+
+def test_parts_without_ranks_are_refused(tmp_path):
+    """One process would write, or read, its own parts only."""
+    assert run(2, "checkpoint_jobs:without_ranks", tmp_path) == [["InvalidArgument", "InvalidArgument"]] * 2
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.fixture
