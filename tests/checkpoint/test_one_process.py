@@ -210,6 +210,18 @@ def test_what_was_saved_last_is_there(tmp_path, keep):
     assert len(folders(tmp_path)) == keep
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_that_went_back_is_loaded_where_it_went(tmp_path, keep):
+    """The last save counts, not the highest step."""
+    first, values, optimizer = start()
+    later = steps(first, values, optimizer, 3)
+    store(tmp_path, later, values, optimizer, keep=keep)
+    path = store(tmp_path, first, values, optimizer, keep=keep)
+    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    assert (saved.path, saved.state.step) == (path, 0)
+    assert len(folders(tmp_path)) == keep
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -230,17 +242,6 @@ def test_what_cannot_be_saved(tmp_path, changes, message):
 def test_nothing_there(tmp_path):
     with pytest.raises(CheckpointError, match="found none. Start a new run"):
         load(tmp_path, plan=PLAN, params=params(), data=DATA, without_journal="new_key")
-
-
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "state.json", "plan.json", "part-0.json"])
-def test_a_damaged_file_is_found(tmp_path, file):
-    state, values, optimizer = start()
-    path = store(tmp_path, state, values, optimizer)
-    content = bytearray((path / file).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{file} is missing or was changed"):
-        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
 
 
 def test_unfinished_saves_are_ignored_and_old_ones_removed(tmp_path):
@@ -268,14 +269,6 @@ def test_failed_save_leaves_nothing_behind(tmp_path):
     with pytest.raises(AttributeError):
         store(tmp_path, state, {**values, "late": object()}, optimizer)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_key_file_is_for_the_owner_only(tmp_path):
-    state, values, optimizer = start()
-    path = store(tmp_path, state, values, optimizer)
-    assert (path / "state.json").stat().st_mode & 0o077 == 0
-    public = "".join((path / name).read_text() for name in ("plan.json", "manifest.json"))
-    assert state.key.secret.hex() not in public
 
 
 def test_torn_line_is_cut_off(tmp_path):

@@ -240,7 +240,7 @@ def test_the_key_is_for_the_owner_only(one):
 FILES = ["state.json", "plan.json", "manifest.json", ".metadata", "__0_0.distcp"]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, "part-0.json"])
 @pytest.mark.parametrize("damage", ["changed", "short", "missing"])
 def test_damage_is_found(one, name, damage):
     (path,) = (one / "c").glob(f"step-*/{name}")
