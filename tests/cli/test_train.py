@@ -177,7 +177,7 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
     process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list(Path("killed").glob("checkpoint-*/trainer_state.json")):
+    while not list(Path("killed").glob("checkpoint-*/dpfunc/trainer_files.json")):
         assert process.poll() is None, "finished before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -202,7 +202,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
     """The message says how, and the noise of the next run is for what is left."""
     flags = ["--steps", "4", "--save_steps", "50"]
     code = (
-        "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.hf import train_job\n"
+        "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.train import run as train_job\n"
         "from dpfunc.cli.main import main\n"
         "class Kill(TrainerCallback):\n"
         "    def on_step_end(self, args, state, control, **kwargs):\n"
