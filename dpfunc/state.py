@@ -23,7 +23,7 @@ class StepState(NamedTuple):
         charged: steps below this are in the ledger already; a resumed run repeats them at no cost, because it
             repeats them bit for bit.
         key: the root of the run's randomness; as secret as the data.
-        noise_state: of the noise mechanism; empty for Gaussian noise.
+        noise_state: of the noise mechanism, as secret as the key; `()` for Gaussian noise.
         ledger: what was spent, earlier phases included.
         released: (step, digest) of what an interrupted run released after this state; repeated bit for bit or refused.
         plan: `plan_digest` of the plan that limit and charged are about.
@@ -47,6 +47,12 @@ class StepState(NamedTuple):
     plan: str = ""
     drawn: bool = True
     num_records: int | None = None
+
+    def __repr__(self) -> str:
+        """The fields, without noise: it is secret."""
+        noise = "()" if isinstance(self.noise_state, tuple) and not self.noise_state else "hidden"
+        shown = {name: noise if name == "noise_state" else repr(value) for name, value in self._asdict().items()}
+        return f"StepState({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
 def step_events(plan: Plan, state: StepState, step: int) -> tuple[Event, ...]:

@@ -128,7 +128,9 @@ class DPStep:
                 f"The budget epsilon={self.plan.epsilon:g} at delta={self.plan.delta:g} does not allow one more step: "
                 f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run."
             )
-        return StepState(0, limit, 0, key, (), spent, plan=self._mark, num_records=num_records)
+        return StepState(
+            0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._mark, num_records=num_records
+        )
 
     def _check_bound(self, num_records: int) -> int:
         count, bound = whole("num_records", num_records, minimum=1), self.plan.sampler.dataset_size

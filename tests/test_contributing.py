@@ -25,6 +25,7 @@ from scipy import stats
 from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling, step
 from dpfunc.accounting import Ledger, accountant, epsilon
 from dpfunc.accounting.guarantee import Method
+from dpfunc.checkpoint import Journal, load, save
 from dpfunc.checkpoint.plan_json import KNOWN
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import ALL
@@ -253,15 +254,20 @@ def counted_and_rounded(noise_multiplier, step=2.0**-14):
 
     def add(clipped, state, key):
         released, _ = plain.add(clipped, (), key)
-        return {name: (value / step).round() * step for name, value in released.items()}, (sum(state) + 1,)
+        return {name: (value / step).round() * step for name, value in released.items()}, {"count": state["count"] + 1}
 
-    return noise.Mechanism(lambda: (), add)
+    return noise.Mechanism(lambda params: {"count": 0}, add)
 
 
-def test_a_noise_mechanism(monkeypatch):
+def test_a_noise_mechanism(monkeypatch, tmp_path):
     monkeypatch.setattr(DPStep, "_mechanism", lambda self, step: counted_and_rounded(self.plan.noise_multiplier))
-    _, grads, batch, after = one_step()
-    assert after.noise_state == (1,)
+    plan, grads, batch, after = one_step()
+    assert after.noise_state == {"count": 1}
+    journal = Journal(tmp_path / "journal.jsonl", plan)
+    journal(after)
+    run = {"params": zeros(), "plan": plan, "data": "toys", "journal": journal.path}
+    save(tmp_path, state=after, **run)
+    assert load(tmp_path, **run).state == after
     assert all(bool((value.remainder(2.0**-14) == 0).all()) for value in grads.values())
     assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
 
@@ -274,7 +280,7 @@ def spread_accepted(values, std, level=1e-6):
 
 def test_the_scale_of_a_noise_mechanism():
     wide = ClippedSum({"w": torch.zeros(50_000)}, {"w": "all"}, {"all": 3.0})
-    released, _ = counted_and_rounded(1.5).add(wide, (), insecure_key(3))
+    released, _ = counted_and_rounded(1.5).add(wide, {"count": 0}, insecure_key(3))
     assert spread_accepted(released["w"], 4.5)
     assert not spread_accepted(released["w"], 0.9 * 4.5)
     assert not spread_accepted(released["w"], 1.1 * 4.5)

@@ -14,7 +14,7 @@ MUSEUM = {
     "only the last microbatch is counted": ("test_guarantees.py", "test_microbatch_invariance"),
     "an empty batch crashes": ("test_step.py", "test_empty_batch_is_a_step_that_costs"),
     "a checkpoint restores neither bound nor sigma": (
-        "checkpoint/test_local.py",
+        "checkpoint/test_one_process.py",
         "test_another_run_is_refused_with_the_difference",
     ),
     "one NaN sample turns all parameters NaN": ("test_step.py", "test_nan_sample_leaves_the_rest_alone"),

@@ -19,8 +19,7 @@ from run_cases import DATA, PLAN
 
 import dpfunc
 from dpfunc.batches import take
-from dpfunc.checkpoint import load_sharded, save_sharded
-from dpfunc.checkpoint.local import load
+from dpfunc.checkpoint import load
 from dpfunc.checkpoint.resume_policy import History
 from dpfunc.errors import InsecureKeyWarning, InvalidArgument, StateReused
 from dpfunc.rng import Key, fold_in, insecure_key, process_mark, secure_key
@@ -49,10 +48,9 @@ def test_a_key_that_everybody_knows_is_told_apart(tmp_path):
         path = place / "journal.jsonl"
         run = {"plan": PLAN, "params": params(), "data": DATA, "journal": path}
         dpfunc.save(place / "c", state=state, **run)
-        save_sharded(place / "s", state=state, ranks=None, **run)
-        for found in (load(place / "c", **run), load_sharded(place / "s", ranks=None, **run)):
-            assert found.state == state
-            assert repr(found.state.key) == said
+        found = load(place / "c", **run)
+        assert found.state == state
+        assert repr(found.state.key) == said
     assert insecure_key(0) == Key(insecure_key(0).secret)  # the same noise, whoever knows it
 
 

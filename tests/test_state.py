@@ -11,8 +11,8 @@ from cases import linear_loss
 from run_cases import DATA, PLAN, start, steps, store
 
 from dpfunc.batches import take
+from dpfunc.checkpoint import load
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.checkpoint.local import load
 from dpfunc.errors import CheckpointError, InvalidArgument, StateReused
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.state import replay

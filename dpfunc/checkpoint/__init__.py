@@ -6,20 +6,10 @@ from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
     from dpfunc.checkpoint.journal import Journal
-    from dpfunc.checkpoint.local import load, save
-    from dpfunc.checkpoint.sharded_load import load_sharded
-    from dpfunc.checkpoint.sharded_save import save_sharded
+    from dpfunc.checkpoint.loading import load
+    from dpfunc.checkpoint.saving import save
 
-__all__ = ["Journal", "load", "load_sharded", "save", "save_sharded"]
+__all__ = ["Journal", "load", "save"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(
-        __name__,
-        {
-            "Journal": "journal",
-            "load": "local",
-            "load_sharded": "sharded_load",
-            "save": "local",
-            "save_sharded": "sharded_save",
-        },
-    )
+    __getattr__ = lazy(__name__, {"Journal": "journal", "load": "loading", "save": "saving"})

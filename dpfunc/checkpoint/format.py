@@ -1,15 +1,14 @@
-"""Common parts of all kinds of checkpoints: the values that describe a run, and the checks that they belong to it."""
+"""The files of a checkpoint: the values that describe a run, and the checks that they belong to it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.locks import abandoned
 from dpfunc._utils.validation import one_of, shorten, unique_json, wrong_type
-from dpfunc.accounting import Ledger, affordable_steps
-from dpfunc.checkpoint.chain import Head, replace_file
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.journal import Taken
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
@@ -28,15 +27,12 @@ from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState, plan_digest
 from dpfunc.types import Batch, Params
 
-SCHEMA = 2
+SCHEMA = 3
 PREFIX = "step-"
 NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
 SAVING, REMOVING = ".saving-", ".removing-"
-STATE, PLAN, MANIFEST = "state.json", "plan.json", "manifest.json"
+STATE, PLAN, MANIFEST, METADATA = "state.json", "plan.json", "manifest.json", ".metadata"
 AWAY = "Restore it; or move the whole folder of this checkpoint away, and the one before it counts."
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,19 +68,16 @@ def data_fingerprint(data: Batch | str, key: Key) -> str:
     return digest.hexdigest()
 
 
-def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any], journal: Head | None = None) -> dict[str, Any]:
-    """A state as JSON values, with its key.
+def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A state as JSON values, with its key, and without that of the noise mechanism, which can have tensors.
 
     Args:
-        state: of the run. data: fingerprint of its data. extra: JSON values of the user's own. journal: where the
-            journal of the run ends, if it has one.
+        state: of the run. data: fingerprint of its data. extra: JSON values of the user's own.
     """
     try:
         json.dumps(dict(extra or {}))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"Expected extra to hold JSON values, got others: {error}.") from error
-    if state.noise_state != ():
-        raise CheckpointError("Expected a mechanism without state; its state cannot be saved yet.")
     return {
         "schema": SCHEMA,
         "step": state.step,
@@ -94,22 +87,11 @@ def state_to_dict(state: StepState, data: str, extra: Mapping[str, Any], journal
         "guessable": state.key.guessable,
         "drawn": state.drawn,
         "num_records": state.num_records,
-        "journal": None if journal is None else journal._asdict(),
         "ledger": json.loads(state.ledger.to_json()),
         "released": state.released,
         "data": data,
-        "extra": dict(extra),
+        "extra": dict(extra or {}),
     }
-
-
-def check_schema(values: Mapping[str, Any], path: Path) -> None:
-    """Check that the state has the schema of this version.
-
-    Raises:
-        CheckpointError: by another.
-    """
-    if values.get("schema") != SCHEMA:
-        raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
 
 
 def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
@@ -129,12 +111,6 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     limit, repeated = int(values["limit"]), tuple(sorted(released.items()))
     drawn, count = bool(values["drawn"]), values["num_records"]
     return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), drawn, count)
-
-
-def known_journal(values: Mapping[str, Any]) -> Head | None:
-    """End of the journal when the checkpoint was saved; None if it was saved without a journal."""
-    known = values["journal"]
-    return None if known is None else Head(int(known["lines"]), str(known["digest"]))
 
 
 def check_choice(journal: Path | str | None, without_journal: str) -> None:
@@ -157,40 +133,6 @@ def check_choice(journal: Path | str | None, without_journal: str) -> None:
         )
 
 
-def with_new_key(state: StepState, plan: Plan, key: Key) -> StepState:
-    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
-
-    Args:
-        state: of the run. plan: of the run. key: never used before.
-
-    Raises:
-        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew.
-    """
-    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
-    if state.step % epoch:
-        raise CheckpointError(
-            f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
-            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
-            "a new run that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
-        )
-    fresh = state._replace(key=key, charged=state.step, released=())
-    return fresh._replace(limit=budget_limit(fresh, plan))
-
-
-def budget_limit(state: StepState, plan: Plan) -> int:
-    """Step at which the budget ends; steps already charged cost nothing, and without a budget it is `state.limit`."""
-    if plan.epsilon is None:
-        return state.limit
-    start = state.charged
-    return start + affordable_steps(
-        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
-        epsilon=plan.epsilon,
-        delta=plan.delta,
-        limit=max(state.limit - start, 0),
-        method=plan.accountant,
-    )
-
-
 def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
     """The values in a file of a checkpoint.
 
@@ -204,23 +146,6 @@ def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
         raise CheckpointError(
             f"The file {path} cannot be read: {said}. It was changed after it was saved. {AWAY}"
         ) from error
-
-
-def check_journal(values: Mapping[str, Any], taken: Container[int], since: int = 0) -> None:
-    """Check that the journal has the steps of the checkpoint; otherwise it is another journal, or lines were lost.
-
-    Args:
-        values: the saved state. taken: the steps of this run that the journal has. since: the first it should have.
-
-    Raises:
-        CheckpointError: it lacks the checkpoint's last step.
-    """
-    last = int(values["charged"]) - 1
-    if last >= since and last not in taken:
-        raise CheckpointError(
-            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
-            "another run, or incomplete: pass the right one."
-        )
 
 
 def described(params: Params) -> dict[str, str]:
@@ -273,21 +198,23 @@ def refuse_data(data: Batch | str, values: Mapping[str, Any], path: Path) -> Non
         refuse("data set", path, ["the data differ from those the run was started on"])
 
 
-def whole_checkpoints(parent: Path) -> list[Path]:
-    """Complete checkpoints of a directory, the newest last. Folders with other names are not looked at.
+def all_checkpoints(parent: Path) -> list[Path]:
+    """Folders of checkpoints, the one that was saved last at the end. Folders with other names are not looked at.
 
     Args:
         parent: the directory, which may be missing.
+    """
+    found = {path: NAME.fullmatch(path.name) for path in parent.glob(f"{PREFIX}*")}
+    return sorted((path for path in found if found[path] and path.is_dir()), key=_place)
+
+
+def whole_checkpoints(parent: Path) -> list[Path]:
+    """Those of `all_checkpoints` that have all their files.
 
     Raises:
         CheckpointError: a list of files that cannot be read.
     """
-    return sorted((path for path in _named(parent) if is_whole(path)), key=_place)
-
-
-def half_checkpoints(parent: Path) -> list[Path]:
-    """Folders of checkpoints that a kill left with some of their files, the newest last."""
-    return sorted((path for path in _named(parent) if not is_whole(path)), key=_place)
+    return [path for path in all_checkpoints(parent) if is_whole(path)]
 
 
 def is_whole(path: Path) -> bool:
@@ -307,7 +234,7 @@ def read_manifest(path: Path) -> dict[str, str]:
     """
     files = read_json(path / MANIFEST)
     plain = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
-    if not plain or not {STATE, PLAN} <= files.keys() or any(Path(name).name != name for name in files):
+    if not plain or not {STATE, PLAN, METADATA} <= files.keys() or any(Path(name).name != name for name in files):
         raise CheckpointError(
             f"The file {path / MANIFEST} was changed after it was saved: it is no list of the files of a checkpoint. "
             f"{AWAY}"
@@ -315,19 +242,16 @@ def read_manifest(path: Path) -> dict[str, str]:
     return dict(files)
 
 
-def _named(parent: Path) -> list[Path]:
-    return [path for path in parent.glob(f"{PREFIX}*") if NAME.fullmatch(path.name) and path.is_dir()]
-
-
-def _place(path: Path) -> tuple[int, ...]:
-    match = NAME.fullmatch(path.name)
-    return () if match is None else (int(match[1]), int(match[2]))
+def _place(path: Path) -> tuple[int, int]:
+    """Order of checkpoints: by the number of the save, since a run that went back has lower steps."""
+    step, _, number = path.name.removeprefix(PREFIX).partition(".")
+    return int(number), int(step)
 
 
 def free_name(parent: Path, step: int) -> Path:
-    """A new name for each save, also of the same step: nothing is ever overwritten. Later names are later."""
-    taken = [number for at, number in map(_place, _named(parent)) if at == step]
-    return parent / f"{PREFIX}{step:08d}.{max(taken, default=-1) + 1:03d}"
+    """A new name for each save, also of the same step: nothing is ever overwritten. Later saves have higher numbers."""
+    last = max((_place(path)[0] for path in all_checkpoints(parent)), default=-1)
+    return parent / f"{PREFIX}{step:08d}.{last + 1:03d}"
 
 
 def remove(path: Path) -> None:
@@ -337,7 +261,7 @@ def remove(path: Path) -> None:
         path: of the folder; nothing happens if it is missing. What a kill leaves, `sweep` removes.
 
     Guarantees:
-        tests/checkpoint/test_local.py::test_a_kill_while_an_old_checkpoint_is_removed.
+        tests/checkpoint/test_one_process.py::test_a_kill_while_an_old_checkpoint_is_removed.
     """
     if not path.exists():
         return
@@ -353,7 +277,7 @@ def sweep(parent: Path) -> None:
         parent: the directory, which may be missing. Saves of processes that are still at work stay.
 
     Guarantees:
-        tests/checkpoint/test_local.py::test_what_killed_saves_left_is_swept.
+        tests/checkpoint/test_one_process.py::test_what_killed_saves_left_is_swept.
     """
     for path in parent.glob(f"{REMOVING}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -362,40 +286,47 @@ def sweep(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def saved_key(path: Path) -> Key:
-    """The key in the state of a checkpoint.
+def saved_state(path: Path) -> dict[str, Any]:
+    """The values in the state of a checkpoint; those by which others are compared with it are there.
 
     Raises:
         CheckpointError: the state was changed after it was saved.
     """
     values = read_json(path / STATE)
     try:
-        return Key(bytes.fromhex(values["key"]))
+        Key(bytes.fromhex(values["key"]))
+        int(values["notes"])
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"The file {path / STATE} was changed after it was saved: it has no key of a run. {AWAY}"
+            f"The file {path / STATE} was changed after it was saved: it has no key of a run, or no number of notes. "
+            f"{AWAY}"
         ) from error
+    return dict(values)
 
 
-def check_own(parent: Path, key: Key, marker: str, family: Iterable[str] = ()) -> None:
-    """Check that all checkpoints in a directory are of one run and of one kind: others could be loaded or removed.
-
-    Args:
-        parent: the directory, which may be missing. key: of the run. marker: a file that this kind of checkpoint has.
-        family: fingerprints of other runs that it continues.
+def saved_key(path: Path) -> Key:
+    """The key in the state of a checkpoint.
 
     Raises:
-        CheckpointError: another run's, or of another kind.
+        CheckpointError: the state was changed after it was saved.
     """
-    own = {fingerprint(key), *family}
+    return Key(bytes.fromhex(saved_state(path)["key"]))
+
+
+def check_own(parent: Path, own: Container[str]) -> None:
+    """Check that all checkpoints in a directory are of one run: others could be loaded or removed.
+
+    Args:
+        parent: the directory, which may be missing. own: fingerprints of the run, and of runs that it continues.
+
+    Raises:
+        CheckpointError: another run's.
+    """
     for path in whole_checkpoints(parent):
-        known = fingerprint(saved_key(path)) in own
-        if not known or not (path / marker).exists():
+        if fingerprint(saved_key(path)) not in own:
             raise CheckpointError(
-                f"Expected only checkpoints of this run in {parent}, found {path.name} of another "
-                f"{'kind' if known else 'run'}: a load could take it "
-                "for one of this run. Give each run, and each kind of checkpoint (save, save_sharded), a directory of "
-                "its own. Nothing was written."
+                f"Expected only checkpoints of this run in {parent}, found {path.name} of another run: a load could "
+                "take it for one of this run. Give each run a directory of its own. Nothing was written."
             )
 
 

@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from dpfunc._utils.validation import shorten, unique_json
-from dpfunc.accounting import Ledger
-from dpfunc.checkpoint.format import budget_limit, check_journal, difference, state_from_dict, with_new_key
+from dpfunc._utils.validation import one_of, shorten, unique_json
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.checkpoint.format import difference, state_from_dict
 from dpfunc.checkpoint.journal import Taken
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
@@ -24,7 +24,10 @@ from dpfunc.state import StepState
 from dpfunc.types import Event
 
 NOTES = "resumed.jsonl"
+NO_STATE: Mapping[str, Any] = {"tuple": []}
+"""The state of Gaussian noise, `()`, as a checkpoint has it."""
 Runs = Mapping[str, Mapping[int, Taken]]
+LaterRuns = Literal["refuse", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -143,26 +146,28 @@ def family(run: str, notes: Sequence[Note]) -> set[str]:
 
 
 def resume(
-    history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool
+    history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
 ) -> tuple[StepState, Note | None]:
     """The state that may go on, and the note that must be on disk before it does.
 
     Args:
         history: of the run. plan: of the run. layout: of the processes that resume it. new_key: never used before.
-        recharge: steps that cannot be repeated may be drawn anew, and cost again.
+        recharge: steps that cannot be repeated may be drawn anew, and cost again. later_runs: "ignore" other runs that
+            began after this one in its journal, which somebody else counts.
 
     Raises:
         CheckpointError: the steps after the checkpoint cannot be repeated, or it is unknown which were released.
     """
     _own_journal(history)
-    _explained(history)
+    if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
+        _explained(history)
     state = state_from_dict(history.values, plan, history.steps)
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
     newest = history.layout_of(state.charged)
     if history.taken is None:  # it is unknown what was released after the checkpoint: no noise is used again
         counted[history.run] = state.charged
-        fresh = with_new_key(state, plan, new_key)
+        fresh = _with_new_key(history, state, plan, new_key)
         return fresh, Note(fingerprint(new_key), fresh.step, layout, counted, history.run)
     released = [history.layout_of(step) for step in range(state.step, state.charged)]
     changed = next((each for each in released if each != layout), None)
@@ -177,16 +182,19 @@ def resume(
             "Resume as they were computed; or pass recharge=True to draw them anew, with new noise, at their cost.",
         )
     counted[history.run] = state.charged
-    fresh = with_new_key(state, plan, new_key)
+    fresh = _with_new_key(history, state, plan, new_key)
     return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
 
 
 def _own_journal(history: History) -> None:
-    """Check that the journal is that of the run, from the first step with its own key."""
-    if history.taken is None:
-        return
+    """Check that the journal has the steps of the checkpoint, from the first one with its own key."""
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
-    check_journal(history.values, history.steps, since=born[0] if born else 0)
+    last = int(history.values["charged"]) - 1
+    if history.taken is not None and last >= (born[0] if born else 0) and last not in history.steps:
+        raise CheckpointError(
+            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
+            "another run, or incomplete: pass the right one."
+        )
 
 
 def _explained(history: History) -> None:
@@ -197,8 +205,8 @@ def _explained(history: History) -> None:
     if strangers:
         raise CheckpointError(
             f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "
-            "that it continues it. If notes were lost, restore them; if it is a run of its own, give each run a "
-            "journal and a folder of its own: what it cost is not in this ledger."
+            "that it continues it. If notes were lost, restore them. If it is a run of its own, what it cost is not in "
+            'this ledger: give each run a journal and a folder of its own, or pass later_runs="ignore" and count both.'
         )
 
 
@@ -212,7 +220,45 @@ def _with_relatives(state: StepState, history: History, plan: Plan, counted: dic
     if not extra:
         return state
     state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
-    return state._replace(limit=budget_limit(state, plan))
+    return state._replace(limit=_budget_limit(state, plan))
+
+
+def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
+    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
+
+    Raises:
+        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew; or the noise of steps
+            to come is correlated with that of earlier ones, which no sum of costs covers.
+    """
+    if history.values["noise"] != NO_STATE:
+        raise CheckpointError(
+            "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
+            "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run "
+            "that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
+        )
+    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
+    if state.step % epoch:
+        raise CheckpointError(
+            f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
+            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
+            "a new run that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
+        )
+    fresh = state._replace(key=key, charged=state.step, released=())
+    return fresh._replace(limit=_budget_limit(fresh, plan))
+
+
+def _budget_limit(state: StepState, plan: Plan) -> int:
+    """Step at which the budget ends; steps already charged cost nothing, and without a budget it is `state.limit`."""
+    if plan.epsilon is None:
+        return state.limit
+    start = state.charged
+    return start + affordable_steps(
+        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+        limit=max(state.limit - start, 0),
+        method=plan.accountant,
+    )
 
 
 def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:

@@ -1,95 +1,33 @@
-"""Parameters and optimizer states as flat tables of tensors, and those tables on disk."""
+"""Tables of named tensors on disk, of which each process holds its parts, and room to read them into."""
 
 from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.dtensor import distributed, is_dtensor, local, shard_dims
-from dpfunc.checkpoint.format import describe
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc._utils.dtensor import distributed, is_dtensor, local
+from dpfunc.checkpoint.format import METADATA, describe
+from dpfunc.checkpoint.values import Slot, encode, slots
+from dpfunc.errors import CheckpointError
 from dpfunc.types import Params
 
-PARAMS, OPTIMIZER = "params/", "optimizer/"
-METADATA = ".metadata"
-Place = tuple[str | int, ...]
-
-
-class Slot(NamedTuple):
-    """Place of a tensor in an optimizer state.
-
-    Args:
-        name: of the saved tensor. place: keys that lead to it. cut: True if processes held different shards.
-    """
-
-    name: str
-    place: Place
-    cut: bool
-
-
-def encode(value: Any, tensors: dict[str, Tensor], place: Place = ()) -> dict[str, Any]:  # noqa: ANN401  (a pytree)
-    """An optimizer state as JSON values; its tensors are put into `tensors`.
-
-    Raises:
-        InvalidArgument: something that is neither a tensor nor a number, string, None, list, tuple or dict.
-
-    >>> tensors = {}
-    >>> encode({0: (torch.ones(2), 0.9)}, tensors)["dict"][0][1]["tuple"][1]
-    {'value': 0.9}
-    >>> tensors
-    {'optimizer/0': tensor([1., 1.])}
-    """
-    if isinstance(value, Tensor):
-        name = f"{OPTIMIZER}{len(tensors)}"
-        tensors[name] = value.detach()
-        return {"tensor": name, "cut": bool(shard_dims(value))}
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return {"dict": [[key, encode(item, tensors, (*place, key))] for key, item in value.items()]}
-    for kind in (list, tuple):
-        if isinstance(value, kind):
-            return {kind.__name__: [encode(item, tensors, (*place, index)) for index, item in enumerate(value)]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    raise InvalidArgument(
-        f"Expected optimizer_state to have tensors, numbers, strings, lists and dicts, got {type(value).__name__} at "
-        f"{place}. Convert it: float(x) or int(x) for a number of numpy, list(x) for a deque, x.value for an Enum."
-    )
-
-
-def decode(values: Mapping[str, Any], tensor: Callable[[Slot], Any], place: Place = ()) -> Any:  # noqa: ANN401  (a pytree)
-    """Inverse of `encode`, with `tensor(slot)` in place of each tensor."""
-    if "tensor" in values:
-        return tensor(Slot(values["tensor"], place, values["cut"]))
-    if "dict" in values:
-        return {key: decode(item, tensor, (*place, key)) for key, item in values["dict"]}
-    for name, kind in (("list", list), ("tuple", tuple)):
-        if name in values:
-            return kind(decode(item, tensor, (*place, index)) for index, item in enumerate(values[name]))
-    return values["value"]
-
-
-def slots(values: Mapping[str, Any]) -> tuple[list[Slot], Any]:
-    """All tensors of an encoded optimizer state, and the state with slots in their place."""
-    found: list[Slot] = []
-
-    def note(slot: Slot) -> Slot:
-        found.append(slot)
-        return slot
-
-    return found, decode(values, note)
+PARAMS = "params/"
+Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Name -> type and shape of each saved tensor."""
 
 
 def owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:  # noqa: ANN401
-    """The parameter whose layout a tensor of an optimizer state gets: the one that it is about, if they are alike.
+    """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
     Args:
         slot: of the tensor. shape: of the whole tensor. skeleton: the state with slots in place of tensors. params: as
@@ -118,46 +56,41 @@ def empty(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def room(
-    skeleton_json: Mapping[str, Any] | None,
-    saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    name: str,
+    encoded: Any,  # noqa: ANN401  (JSON)
+    table: Table,
     params: Params,
-    template: Mapping[str, Any] | None,
+    template: object | None = None,
 ) -> dict[str, Tensor]:
-    """Empty tensors for everything in a checkpoint.
+    """Empty tensors for those of a saved state.
 
     Args:
-        skeleton_json: the encoded optimizer state. saved: name -> type and shape of what is on disk. params: of the run
-            now. template: an optimizer state of the same structure whose tensors say how each is laid out.
+        name: of the argument that is the template, for messages. encoded: the saved state, from `encode`. table: of
+            what is on disk. params: of the run now. template: a state of the same structure whose tensors say how each
+            is laid out; without one, what is like its parameter is laid out as that, and the rest whole.
 
     Raises:
         CheckpointError: the template has another structure, or nothing says how a tensor is laid out.
     """
-    tensors = {PARAMS + name: empty(p, tuple(p.shape), p.dtype) for name, p in params.items()}
-    if skeleton_json is None:
-        return tensors
-    found, skeleton = slots(skeleton_json)
+    found, skeleton = slots(encoded)
     given: dict[str, Tensor] = {}
-    if template is not None:
-        like_slots, _ = slots(encode(template, given))
-        by_place = {slot.place: given[slot.name] for slot in like_slots}
+    by_place = {slot.place: given[slot.name] for slot in slots(encode(name, template, given))[0]}
+    tensors: dict[str, Tensor] = {}
     for slot in found:
-        dtype, shape = saved[slot.name]
-        if template is None:
-            like = owner(slot, shape, skeleton, params)
-            if like is None and slot.cut and any(is_dtensor(p) for p in params.values()):
-                raise CheckpointError(
-                    f"Expected to know how the optimizer's tensor at {slot.place} is laid out, which was cut into "
-                    "parts and is like no parameter. Pass optimizer_state=, a state of the same structure whose "
-                    "tensors are laid out as they should be."
-                )
-        else:
-            like = by_place.get(slot.place)
-            if like is None or tuple(like.shape) != shape:
-                has = "nothing" if like is None else describe(like.dtype, tuple(like.shape))
-                raise CheckpointError(
-                    f"Expected optimizer_state to have {describe(dtype, shape)} at {slot.place}, as the checkpoint, "
-                    f"got {has}. Pass a state of the same structure, or none: most can be laid out as the parameters."
-                )
+        dtype, shape = table[slot.name]
+        like = owner(slot, shape, skeleton, params) if template is None else by_place.get(slot.place)
+        if template is not None and (like is None or tuple(like.shape) != shape):
+            has = "nothing" if like is None else describe(like.dtype, tuple(like.shape))
+            raise CheckpointError(
+                f"Expected {name} to have {describe(dtype, shape)} at {slot.place}, as the checkpoint, got {has}. Pass "
+                "a state of the same structure, or none: most can be laid out as the parameters."
+            )
+        if like is None and slot.cut and any(is_dtensor(p) for p in params.values()):
+            raise CheckpointError(
+                f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was cut into parts and "
+                "is like no parameter. States of noise need the name and the shape of their parameter; for others pass "
+                "optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
+            )
         tensors[slot.name] = empty(like, shape, dtype)
     return tensors
 
@@ -168,16 +101,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.Process
     Raises:
         CheckpointError: on all processes, when one could not write.
     """
+    from torch.distributed.checkpoint import state_dict_saver as saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
 
+    writer = FileSystemWriter(path, overwrite=False, sync_files=True)
+    save = saver.save if "no_dist" in signature(saver.save).parameters else saver.save_state_dict  # torch < 2.7
     with _translated("written", path):
-        save(
-            dict(tensors),
-            storage_writer=FileSystemWriter(path, overwrite=False, sync_files=True),
-            process_group=group,
-            no_dist=group is None,
-        )
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
@@ -186,9 +116,10 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGrou
     Raises:
         CheckpointError: on all processes, when one could not read.
     """
+    from torch.distributed.checkpoint import state_dict_loader as loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
 
+    load = loader.load if "no_dist" in signature(loader.load).parameters else loader.load_state_dict  # torch < 2.7
     with _translated("read", path):
         load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
 
@@ -200,13 +131,14 @@ def _translated(done: str, path: Path) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            warnings.filterwarnings("ignore", ".*_state_dict. is deprecated", FutureWarning)
             yield
     except CheckpointException as error:  # not an Exception: it would pass all handlers
         raise CheckpointError(f"The tensors of {path} could not be {done}: {error}.") from error
 
 
-def read_table(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Name -> type and shape of each tensor in a checkpoint. Runs no code that its file might contain.
+def read_table(path: Path) -> Table:
+    """Type and shape of each tensor in a checkpoint. Runs no code that its file might contain.
 
     Raises:
         CheckpointError: the file refers to anything but the description of tensors.

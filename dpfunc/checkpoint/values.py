@@ -1,87 +1,136 @@
-"""Optimizer states on disk: written only if they can be read back without running code."""
+"""States of optimizers and of noise as JSON values beside a table of tensors: read back without running code."""
 
 from __future__ import annotations
 
-import pickle
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from dpfunc._utils.dtensor import shard_dims
 from dpfunc._utils.validation import shorten
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.errors import InvalidArgument
 
-# `bool` and so on exactly: a subclass, such as a number of numpy or an Enum, is stored as a call of its class.
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-LISTS = (list, tuple, set)
+# Each type exactly: a subclass, such as a number of numpy or an Enum, would come back as something else.
+PLAIN = (type(None), bool, int, float, str)
+MAPS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+LISTS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, torch.Size)}
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "complex": (complex, str, complex),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "dtype": (torch.dtype, str, DTYPES.__getitem__),
+    "device": (torch.device, str, torch.device),
+}
 HINTS = {
     "numpy": "Convert it: float(x) or int(x) for a number, torch.from_numpy(x) for an array.",
     "collections": "Convert it with list(x), or dict(x).",
     "enum": "Store its .value.",
 }
 OTHER = "Store what it consists of: numbers, strings, tensors, lists and dicts."
+Place = tuple[Any, ...]
 
 
-def write_values(path: Path, values: Mapping[str, Any]) -> None:
-    """Write an optimizer state, and check that `read_values` can read it.
+class Slot(NamedTuple):
+    """Place of a tensor in a state.
 
     Args:
-        path: of the new file. values: as from `optimizer.state_dict()`.
+        name: of the saved tensor. place: keys that lead to it. cut: True if processes held different shards.
+    """
+
+    name: str
+    place: Place
+    cut: bool
+
+
+def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401  (JSON)
+    """A state as JSON values; its tensors are put into `tensors`.
+
+    Args:
+        name: of the state, for names of tensors and messages. value: of the state. tensors: saved beside the values.
 
     Raises:
         InvalidArgument: something in it cannot be read back; its place and type are named, and what to convert.
 
     Guarantees:
-        tests/checkpoint/test_local.py::test_an_optimizer_state_that_cannot_be_read_is_refused_when_it_is_saved.
+        tests/checkpoint/test_one_process.py::test_an_optimizer_state_that_cannot_be_read_is_refused_when_it_is_saved.
+
+    >>> tensors = {}
+    >>> encode("optimizer_state", {0: (torch.ones(2), 0.9)}, tensors)["dict"][0][1]["tuple"][1]
+    0.9
+    >>> tensors
+    {'optimizer_state/0': tensor([1., 1.])}
     """
     try:
-        torch.save(dict(values), path)
-        torch.load(path, weights_only=True, mmap=True, map_location="meta")  # tensors are not read
-    except (pickle.PickleError, TypeError, AttributeError, RecursionError) as error:
-        found = list(unreadable(values))
-        if not found:
-            reason = str(error).partition("\n")[0]
-            raise InvalidArgument(f"Expected optimizer_state to have plain values, got others: {reason}.") from error
+        found = list(unreadable(value, name))
+    except RecursionError as error:
+        raise InvalidArgument(f"Expected {name} to have plain values, got others: nested too deeply.") from error
+    if found:
         kinds = {type(value) for _, value in found}
         hint = " ".join(dict.fromkeys(_hint(kind) for kind in sorted(kinds, key=str)))
         where = shorten([f"{place} of type {_name(type(value))}" for place, value in found])
         raise InvalidArgument(
-            f"Expected optimizer_state to have tensors, numbers, strings, lists and dicts, which a load can read "
-            f"without running code, got {where}. {hint}"
-        ) from error
+            f"Expected {name} to have tensors, numbers, strings, lists and dicts, which a load can read without "
+            f"running code, got {where}. {hint}"
+        )
+    return _encoded(name, value, tensors)
 
 
-def read_values(path: Path) -> Mapping[str, Any]:
-    """Read what `write_values` wrote.
-
-    Raises:
-        CheckpointError: it has something else than plain values and tensors: somebody changed it.
-    """
-    try:
-        values: Mapping[str, Any] = torch.load(path, weights_only=True)
-    except (pickle.PickleError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"The file {path} cannot be read without running code that it holds (weights only): it was changed after "
-            f"it was saved, or written by another version. {str(error).partition(chr(10))[0]}"
-        ) from error
-    return values
+def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401  (JSON)
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        slot = f"{name}/{len(tensors)}"
+        tensors[slot] = value.detach()
+        return {"tensor": slot, "cut": bool(shard_dims(value))}
+    if kind in MAPS:
+        return {kind: [[_encoded(name, part, tensors) for part in pair] for pair in value.items()]}
+    if kind in LISTS:
+        return {kind: [_encoded(name, item, tensors) for item in value]}
+    return {kind: TEXTS[kind][1](value)} if kind in TEXTS else value
 
 
-def unreadable(value: object, place: str = "optimizer_state") -> Iterator[tuple[str, object]]:
-    """Place and value of each part of an optimizer state that is not plain.
+def decode(values: Any, tensor: Callable[[Slot], Any], place: Place = ()) -> Any:  # noqa: ANN401  (JSON; a pytree)
+    """Inverse of `encode`, with `tensor(slot)` in place of each tensor."""
+    if not isinstance(values, dict):
+        return values
+    if "tensor" in values:
+        return tensor(Slot(values["tensor"], place, values["cut"]))
+    ((kind, content),) = values.items()
+    if kind in MAPS:
+        pairs = [(decode(key, tensor), item) for key, item in content]
+        return MAPS[kind]({key: decode(item, tensor, (*place, key)) for key, item in pairs})
+    if kind in LISTS:
+        return LISTS[kind]([decode(item, tensor, (*place, index)) for index, item in enumerate(content)])
+    return TEXTS[kind][2](content)
 
-    >>> [place for place, _ in unreadable({"param_groups": [{"lr": 0.1, "rates": range(3)}]})]
+
+def slots(values: Any) -> tuple[list[Slot], Any]:  # noqa: ANN401  (JSON; a pytree)
+    """All tensors of an encoded state, and the state with slots in their place."""
+    found: list[Slot] = []
+
+    def note(slot: Slot) -> Slot:
+        found.append(slot)
+        return slot
+
+    return found, decode(values, note)
+
+
+def unreadable(value: object, place: str) -> Iterator[tuple[str, object]]:
+    """Place and value of each part of a state that is not plain.
+
+    >>> [place for place, _ in unreadable({"param_groups": [{"lr": 0.1, "rates": range(3)}]}, "optimizer_state")]
     ["optimizer_state['param_groups'][0]['rates']"]
     """
-    if type(value) in PLAIN or isinstance(value, torch.Tensor):
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, Tensor) or kind in (text[0] for text in TEXTS.values()):
         return
-    if type(value) in (dict, OrderedDict):
+    if kind in MAPS.values():
         for key, item in value.items():  # type: ignore[attr-defined]
             yield from unreadable(key, f"a key of {place}")
             yield from unreadable(item, f"{place}[{key!r}]")
-    elif type(value) in LISTS:
+    elif kind in LISTS.values():
         for index, item in enumerate(value):  # type: ignore[arg-type]
             yield from unreadable(item, f"{place}[{index}]")
     else:

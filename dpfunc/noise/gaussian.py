@@ -14,21 +14,24 @@ from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.rng import Key
-from dpfunc.types import Allocation, ClippedSum
+from dpfunc.types import Allocation, ClippedSum, Params
 
 ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 class Mechanism(NamedTuple):
-    """Noise as two functions: `init() -> state` and `add(clipped, state, key) -> (released, state)`.
+    """Noise as two functions: `init(params) -> state` and `add(clipped, state, key) -> (released, state)`.
 
-    The state is a pytree that the caller carries from step to step, for noise that is correlated between steps.
+    The state is carried from step to step, for noise that is correlated between steps. It is secret, as the key is:
+    whoever knows earlier noise can subtract it. It has tensors, numbers, strings, lists, tuples and dicts, which a
+    checkpoint can hold, and is the same on all processes. Tensors under the name of a parameter (`{"previous": {name:
+    tensor}}`), of its shape, are laid out as that parameter when a checkpoint is loaded.
 
-    >>> gaussian(1.0).init()
+    >>> gaussian(1.0).init({"w": torch.zeros(3)})
     ()
     """
 
-    init: Callable[[], Any]
+    init: Callable[[Params], Any]
     add: Callable[[ClippedSum, Any, Key], tuple[dict[str, Tensor], Any]]
 
 
@@ -159,7 +162,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     >>> from dpfunc.rng import insecure_key
     >>> clipped = ClippedSum({"w": torch.zeros(3)}, {"w": "all"}, {"all": 1.0})
     >>> mechanism = gaussian(1.0)
-    >>> released, state = mechanism.add(clipped, mechanism.init(), insecure_key(0))
+    >>> released, state = mechanism.add(clipped, mechanism.init(clipped.sums), insecure_key(0))
     >>> state
     ()
     """
@@ -170,4 +173,4 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:  # noqa: ANN401
         return add_gaussian(clipped, multiplier, key, allocation=allocation, source=source), state
 
-    return Mechanism(lambda: (), add)
+    return Mechanism(lambda params: (), add)

@@ -1,4 +1,4 @@
-"""What worker processes run in test_sharded_checkpoint.py: a run with Adam, saved and loaded in several layouts."""
+"""What worker processes run in test_several_processes.py: a run with Adam, saved and loaded in several layouts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from jobs import NUM_RECORDS, data, loss_fn, params, plan
+from noise_cases import remembering
 
 from dpfunc import distributed, sampling
 from dpfunc.batches import take
-from dpfunc.checkpoint import load_sharded, save_sharded
+from dpfunc.checkpoint import load as read_checkpoint
+from dpfunc.checkpoint import save as write_checkpoint
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.errors import DPFuncError
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
+from dpfunc.step import DPStep, make_dp_step
 
 PLAN = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3))
 
@@ -60,7 +63,7 @@ def start(kind):
 
 def load_into(folder, values, ranks, optimizer, **changes):
     options = {"plan": PLAN, "data": data(), "journal": Path(folder) / "journal.jsonl", **changes}
-    saved = load_sharded(Path(folder) / "c", params=values, ranks=ranks, **options)
+    saved = read_checkpoint(Path(folder) / "c", params=values, ranks=ranks, **options)
     with torch.no_grad():
         for name, p in values.items():
             p.copy_(saved.params[name])
@@ -71,7 +74,7 @@ def load_into(folder, values, ranks, optimizer, **changes):
 def store(folder, values, ranks, optimizer, state, **changes):
     options = {"plan": PLAN, "data": data(), "optimizer_state": optimizer.state_dict(), **changes}
     options = {"journal": Path(folder) / "journal.jsonl", **options}
-    return save_sharded(Path(folder) / "c", params=values, state=state, ranks=ranks, **options)
+    return write_checkpoint(Path(folder) / "c", params=values, state=state, ranks=ranks, **options)
 
 
 def train(folder, kind, stop, load=False, save=None, recharge=False, seen=None):
@@ -99,6 +102,13 @@ def train(folder, kind, stop, load=False, save=None, recharge=False, seen=None):
     if save == stop:
         store(folder, values, ranks, optimizer, state)
     return {name: whole(p) for name, p in values.items()}, state.ledger.to_json(), first, releases
+
+
+def train_remembering(*args, **options):
+    """The same with noise that depends on the noise of the step before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DPStep, "_mechanism", lambda self, step: remembering(self.plan.noise_multiplier))
+        return train(*args, **options)
 
 
 def odd_part(folder):
@@ -148,8 +158,8 @@ def strided(folder):
     ranks, values = distributed.sharded(mesh, tensor=("tp",)), {f"in.{n}": p for n, p in model.named_parameters()}
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(params(), insecure_key(5)))
     run = {"params": values, "plan": PLAN, "data": "d", "ranks": ranks, "journal": Path(folder) / "journal.jsonl"}
-    save_sharded(folder, state=state, **run)
-    found = load_sharded(folder, **run).params
+    write_checkpoint(folder, state=state, **run)
+    found = read_checkpoint(folder, **run).params
     return all(torch.equal(found[name].to_local(), p.to_local()) for name, p in values.items())
 
 
@@ -157,13 +167,13 @@ def trouble_while_saving(folder, moments):
     """Save, then save again while one process has trouble, once for each of (moment, rank, what happens)."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    from dpfunc.checkpoint import sharded_save as saving
+    from dpfunc.checkpoint import saving
 
     places = {
         "tensors": (filesystem.FileSystemWriter, "write_data"),
         "part": (saving, "_sign"),
         "commit": (saving, "_commit"),
-        "rename": (saving.os, "replace"),
+        "rename": (saving, "free_name"),
     }
     values, ranks, optimizer = start("rows")
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
@@ -231,6 +241,23 @@ def refused(folder, kind, changes_of_one):
     except Exception as error:  # noqa: BLE001  (told to the test)
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def without_ranks(folder):
+    """Save and load parts without saying that there are others."""
+    values, ranks, optimizer = start("rows")
+    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
+    store(Path(folder) / "good", values, ranks, optimizer, state)
+    told = []
+    for action in (
+        lambda: store(folder, values, None, optimizer, state),
+        lambda: load_into(Path(folder) / "good", values, None, optimizer),
+    ):
+        try:
+            action()
+        except DPFuncError as error:
+            told.append(type(error).__name__ if "Expected ranks with tensors" in str(error) else str(error))
+    return told
 
 
 def guide(code, folder, stop):

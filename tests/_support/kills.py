@@ -1,4 +1,4 @@
-"""Runs that are killed at any change that they make to files, then resumed: a plain loop, sharded saves, the Trainer, the command.
+"""Runs that are killed at any change that they make to files, then resumed: a plain loop, the Trainer, the command.
 
 Each run is a fork of this process, which itself computes nothing. In the fork the calls that change files are counted, and
 before one of them the fork kills itself with SIGKILL. Directories are listed in random order, as file systems may.
@@ -13,7 +13,6 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -23,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,8 @@ import torch
 import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.batches import take
-from dpfunc.checkpoint import load_sharded, save_sharded
+from dpfunc.checkpoint import load, save
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.checkpoint.local import load, save
 from dpfunc.errors import CheckpointError, DPFuncError
 from dpfunc.plan import Plan
 from dpfunc.step import make_dp_step
@@ -180,25 +177,22 @@ def loss_fn(params: Any, batch: Any) -> torch.Tensor:
     return (batch["x"] @ params["w"] - params["b"]).square()
 
 
-def plain(folder: Path, told: Told, *, sharded: bool = False) -> str:
+def plain(folder: Path, told: Told) -> str:
     """A loop over steps, with Adam, that saves after every second step."""
     params = {"w": torch.zeros(3, requires_grad=True), "b": torch.zeros((), requires_grad=True)}
     optimizer = torch.optim.Adam(params.values(), lr=0.1)
     journal, place = Journal(folder / "journal.jsonl", PLAN), folder / "checkpoints"
     common = {"plan": PLAN, "data": DATA, "params": params, "journal": journal.path}
-    if sharded:
-        common["ranks"] = None
-    read, write = (load_sharded, save_sharded) if sharded else (load, save)
     dp_step = make_dp_step(loss_fn, PLAN, journal=journal, engine="vmap")
     try:
-        saved = read_as_told(partial(read, place, **common), place)
+        saved = load(place, **common)
     except CheckpointError as error:
         if "found none. Start a new run" not in str(error):
             raise
         if read_steps(journal.path, missing="empty"):
             raise RuntimeError("steps were released before the first checkpoint was whole") from error
         state = dp_step.init(params, dpfunc.insecure_key(3))
-        write(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
+        save(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
     else:
         state = saved.state
         with torch.no_grad():
@@ -212,27 +206,8 @@ def plain(folder: Path, told: Told, *, sharded: bool = False) -> str:
             p.grad = grads[name]
         optimizer.step()
         if state.step % 2 == 0:
-            write(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
+            save(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
     return digest(params)
-
-
-def read_as_told(read: Callable[[], Any], place: Path) -> Any:
-    """The checkpoint; of the first save of all a kill can leave the checkpoint without the file that names it."""
-    try:
-        return read()
-    except CheckpointError as error:
-        named = re.search(
-            r"LATEST is missing: write the name of the newest checkpoint into it, e.g. (\S+)\.$", str(error)
-        )
-        if named is None:
-            raise
-        (place / "LATEST").write_text(named[1])
-        return read()
-
-
-def sharded(folder: Path, told: Told) -> str:
-    """The same with `save_sharded` and `load_sharded`."""
-    return plain(folder, told, sharded=True)
 
 
 def by_trainer(folder: Path, told: Told) -> str:
@@ -349,7 +324,6 @@ class Kind:
 
 KINDS = {
     "plain": Kind(plain, "journal.jsonl"),
-    "sharded": Kind(sharded, "journal.jsonl"),
     "trainer": Kind(by_trainer, "run/privacy_journal.jsonl", may_be_lost=True),
     "command": Kind(by_command, "run/privacy_journal.jsonl", prepare=job, may_be_lost=True),
 }

@@ -7,7 +7,7 @@ from cases import as_batch, linear_loss, params, random_rows
 
 from dpfunc import clipping, sampling
 from dpfunc.batches import take
-from dpfunc.checkpoint.local import save
+from dpfunc.checkpoint import save
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.step import make_dp_step
@@ -32,6 +32,11 @@ def start():
     values = {name: p.clone().requires_grad_() for name, p in params().items()}
     optimizer = torch.optim.Adam(values.values(), lr=0.1)
     return make_dp_step(linear_loss, PLAN).init(values, secure_key()), values, optimizer
+
+
+def folders(place):
+    """The checkpoints in a directory, and what was begun there; without the file of notes."""
+    return sorted(path for path in place.iterdir() if path.is_dir())
 
 
 def store(folder, state, values, optimizer, **changes):

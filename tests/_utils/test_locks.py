@@ -121,7 +121,7 @@ WITHOUT = """
 import os, sys, torch
 sys.modules["fcntl"] = None
 del os.register_at_fork
-import dpfunc, dpfunc.cli.main, dpfunc.checkpoint.local, dpfunc.distributed, dpfunc.checkpoint
+import dpfunc, dpfunc.cli.main, dpfunc.checkpoint.saving, dpfunc.distributed, dpfunc.checkpoint
 print("imported")
 """
 

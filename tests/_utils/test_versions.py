@@ -140,12 +140,28 @@ def test_sharding_with_an_older_torch_is_refused(monkeypatch, tmp_path, module, 
         lambda: distributed.shard({}, None),
         lambda: distributed.sharded(None),
         lambda: distributed.shard_frozen(None, None),
-        lambda: checkpoint.save_sharded(tmp_path, params={}, state=None, plan=None, data="x", ranks=None),
-        lambda: checkpoint.load_sharded(tmp_path, params={}, plan=None, data="x", ranks=None),
+        lambda: checkpoint.save(tmp_path, params={}, state=None, plan=None, data="x", ranks=object()),
+        lambda: checkpoint.load(tmp_path, params={}, plan=None, data="x", ranks=object()),
     )
     for call in calls:
         with pytest.raises(UnsupportedModel, match=rf"{name}\({lacking}=\.\.\.\).*got torch"):
             call()
+
+
+def test_one_process_saves_with_an_older_torch(monkeypatch, tmp_path):
+    """Where `save` and `load` of torch have no `no_dist`, functions of torch that do are there."""
+    import torch
+    from run_cases import DATA, PLAN, start, store
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    from dpfunc.checkpoint import load
+
+    for module, name in ((state_dict_saver, "save"), (state_dict_loader, "load")):
+        monkeypatch.setattr(module, name, signature_of(["state_dict", "*", "process_group=None"]))
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer)
+    found = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    assert all(torch.equal(found.params[name], value) for name, value in values.items())
 
 
 def test_compiling_with_an_older_torch_is_refused(monkeypatch):

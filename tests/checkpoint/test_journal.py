@@ -13,7 +13,7 @@ from run_cases import DATA, PLAN, start, steps, store
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
-from dpfunc.checkpoint import chain, load, load_sharded, save_sharded
+from dpfunc.checkpoint import chain, load
 from dpfunc.checkpoint import journal as journal_module
 from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
@@ -165,23 +165,13 @@ def test_one_step_of_two_values_is_refused(tmp_path):
             journal_ledger(path)
 
 
-def whole(folder, path, state, values, optimizer):
+def saved_run(folder, path, state, values, optimizer):
     store(folder / "c", state, values, optimizer, journal=path)
     return lambda **options: load(folder / "c", plan=PLAN, params=values, data=DATA, **options)
 
 
-def sharded(folder, path, state, values, optimizer):
-    run = {"plan": PLAN, "params": values, "data": DATA, "ranks": None}
-    save_sharded(folder / "c", state=state, journal=path, **run)
-    return lambda **options: load_sharded(folder / "c", **run, **options)
-
-
-KINDS = pytest.mark.parametrize("kind", [whole, sharded])
-
-
-@KINDS
 @pytest.mark.parametrize("kept", [3, 4])
-def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kind, kept):
+def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kept):
     """Also when the journal and its head went back together, as from a backup."""
     path = tmp_path / "journal.jsonl"
     other, *rest = start()
@@ -189,7 +179,7 @@ def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kind, kept):
     state, values, optimizer = start()
     state = steps(state, values, optimizer, 3, Journal(path, PLAN))
     steps(other, *rest, 1, Journal(path, PLAN))  # the last line is of another run
-    saved = kind(tmp_path, path, state, values, optimizer)
+    saved = saved_run(tmp_path, path, state, values, optimizer)
     assert saved(journal=path).state.ledger == PLAN.ledger(3)
     lines = path.read_bytes().splitlines()
     path.unlink()
@@ -205,12 +195,11 @@ def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kind, kept):
         saved(journal=path)
 
 
-@KINDS
-def test_a_journal_that_was_to_come_is_missed(tmp_path, kind):
+def test_a_journal_that_was_to_come_is_missed(tmp_path):
     """A checkpoint from before the first step: steps that were taken since are not forgotten with their journal."""
     path = tmp_path / "journal.jsonl"
     state, values, optimizer = start()
-    saved = kind(tmp_path, path, state, values, optimizer)
+    saved = saved_run(tmp_path, path, state, values, optimizer)
     assert saved(journal=path).state.charged == 0
     steps(state, values, optimizer, 2, Journal(path, PLAN))
     path.unlink()
@@ -221,12 +210,11 @@ def test_a_journal_that_was_to_come_is_missed(tmp_path, kind):
         saved(journal=path)
 
 
-@KINDS
-def test_without_a_journal_no_noise_is_used_again(tmp_path, kind):
+def test_without_a_journal_no_noise_is_used_again(tmp_path):
     """Nobody knows what was released after the checkpoint."""
     state, values, optimizer = start()
     state = steps(state, values, optimizer, 3)
-    saved = kind(tmp_path, None, state, values, optimizer)
+    saved = saved_run(tmp_path, None, state, values, optimizer)
     with pytest.raises(CheckpointError, match='nobody knows which steps were released.*without_journal="new_key"'):
         saved()
     with pytest.raises(InvalidArgument, match="got both"):

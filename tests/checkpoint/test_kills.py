@@ -23,7 +23,7 @@ print(json.dumps({**summary(tallies), "said": first_problems(tallies)}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "seconds"), [("plain,sharded", 8), ("trainer,command", 6)], ids=["loops", "trainer"])
+@pytest.mark.parametrize(("names", "seconds"), [("plain", 8), ("trainer,command", 6)], ids=["loop", "trainer"])
 def test_killed_runs_go_on_bit_for_bit_or_are_counted(tmp_path, names, seconds):
     """A process of its own, which computes nothing itself: its forks are killed at any change of a file."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "_support")])
@@ -39,5 +39,5 @@ def test_killed_runs_go_on_bit_for_bit_or_are_counted(tmp_path, names, seconds):
         assert found[name]["resumed"] + found[name]["lost"] >= 1
         assert found[name]["changes"] > 100
     if "plain" in names:
-        assert sum(found[name]["kills"] for name in ("plain", "sharded")) >= 10
-        assert found["plain"]["lost"] == found["sharded"]["lost"] == 0
+        assert found["plain"]["kills"] >= 10
+        assert found["plain"]["lost"] == 0

@@ -177,7 +177,7 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
     process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list(Path("killed").glob("checkpoint-*/trainer_state.json")):
+    while not list(Path("killed").glob("checkpoint-*/dpfunc/trainer_files.json")):
         assert process.poll() is None, "finished before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -183,7 +183,7 @@ def test_mechanism_is_add_gaussian_without_state(allocation):
     clipped = clipped_sum([100, 50], [1.0, 2.0])
     mechanism = gaussian(1.3, allocation=allocation)
     assert isinstance(mechanism, Mechanism)
-    state = mechanism.init()
+    state = mechanism.init(clipped.sums)
     released, after = mechanism.add(clipped, state, KEY)
     assert state == after == ()
     direct = add_gaussian(clipped, 1.3, KEY, allocation=allocation)

@@ -11,9 +11,20 @@ from typing import Any
 
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.chain import replace_file
-from dpfunc.checkpoint.format import read_json, remove, saved_key, sha256, sweep, verify, whole_checkpoints, write_json
+from dpfunc.checkpoint.format import (
+    Checkpoint,
+    read_json,
+    remove,
+    saved_key,
+    sha256,
+    sweep,
+    verify,
+    whole_checkpoints,
+    write_json,
+)
 from dpfunc.checkpoint.journal import read_steps
-from dpfunc.checkpoint.local import Checkpoint, load, save
+from dpfunc.checkpoint.loading import load
+from dpfunc.checkpoint.saving import save
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -100,7 +111,8 @@ def load_run(
             f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
         )
     verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
-    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal)
+    # `note_earlier_runs` warns of later runs.
+    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal, later_runs="ignore")
     if key is not None and key != saved.state.key:
         raise CheckpointError(
             f"The checkpoint {checkpoint} belongs to a run with another key ({fingerprint(saved.state.key)}, not "

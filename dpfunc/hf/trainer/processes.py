@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dpfunc import distributed
 from dpfunc.batches import batch_size
+from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import append_line
-from dpfunc.checkpoint.local import Checkpoint
 from dpfunc.checkpoint.resume_policy import History, Note, note_line, read_notes
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks

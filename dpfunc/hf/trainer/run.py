@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dpfunc import distributed
 from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import Journal
-from dpfunc.checkpoint.local import Checkpoint
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize

@@ -20,7 +20,7 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint.local import Checkpoint
+from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.errors import BudgetExhausted, InvalidArgument

@@ -1,0 +1,198 @@
+"""Load a run with any number of processes, or with one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dpfunc._utils.validation import shorten
+from dpfunc._utils.versions import check_sharding
+from dpfunc.checkpoint.chain import Head
+from dpfunc.checkpoint.format import (
+    PLAN,
+    SCHEMA,
+    STATE,
+    Checkpoint,
+    all_checkpoints,
+    check_choice,
+    describe,
+    described,
+    difference,
+    read_json,
+    read_manifest,
+    refuse,
+    refuse_data,
+    saved_state,
+    state_from_dict,
+    state_to_dict,
+    verify,
+    whole_checkpoints,
+)
+from dpfunc.checkpoint.journal import append_line, read_steps
+from dpfunc.checkpoint.plan_json import plan_difference
+from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, note_line, resume
+from dpfunc.checkpoint.run_layout import layout
+from dpfunc.checkpoint.saving import check_whole
+from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
+from dpfunc.checkpoint.values import decode
+from dpfunc.distributed.launch import is_writer
+from dpfunc.distributed.object_collectives import all_or_none, joint_group, place, shared
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import secure_key
+from dpfunc.state import resumed
+from dpfunc.types import Batch, Params
+
+FAILED = "No checkpoint was loaded"
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    directory: Path | str,
+    *,
+    plan: Plan,
+    params: Params,
+    data: Batch | str,
+    ranks: Ranks | None = None,
+    optimizer_state: Mapping[str, Any] | None = None,
+    journal: Path | str | None = None,
+    recharge: bool = False,
+    without_journal: Literal["refuse", "new_key"] = "refuse",
+    later_runs: LaterRuns = "refuse",
+) -> Checkpoint:
+    """Read the newest whole checkpoint into the layout of these processes, and refuse one of another run.
+
+    In the layout in which it was saved the state that comes back repeats the steps after the checkpoint bit for bit, on
+    the same data, at no cost. In another one (other processes, machine or number of threads) sums round differently.
+    Then the run goes on with the same noise only when the journal has no step beyond the checkpoint; otherwise it is
+    refused, or, with `recharge`, goes on as a run with a new key that pays for those steps again. In all cases the
+    ledger has every step in the journal, so that epsilon never shrinks.
+
+    Without a journal it is unknown which steps were released after the checkpoint. With `without_journal="new_key"` the
+    run goes on with a new key, so that no noise is used twice, and pays for each step that it takes. Steps that were
+    released after this checkpoint are not in its ledger: if there were any, do not go on from here, but begin a new run
+    whose ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger).
+
+    Args:
+        directory: as given to `save`.
+        plan, data: of this run; must equal the saved ones.
+        params: parameters of the right names, shapes and dtypes; their values do not matter, and their layouts and
+            devices are those of the result.
+        ranks: as given to `make_dp_step`; all their processes call. None is one process.
+        optimizer_state: a state of the same structure, whose tensors say how each is laid out. None lays out what is
+            like its parameter as that parameter, and the rest whole. Optimizers of torch number their parameters:
+            build them from `params.values()`, or from `params.items()`, which keeps the names.
+        journal: the file of `Journal`, read by the process that writes it.
+        recharge: what to do when steps beyond the checkpoint cannot be repeated. True: draw them anew, at their cost.
+            Save before the next step: until then another crash costs them once more.
+        without_journal: what to do without a journal: `"refuse"`, or `"new_key"`, see above.
+        later_runs: what to do when another run, which continues none of this directory, began after this one in the
+            journal: `"refuse"`, or `"ignore"`. Its steps are not in the ledger: if it saw the same records, count both.
+
+    Raises:
+        CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
+            journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved.
+        InvalidArgument: both journal and without_journal="new_key", or tensors cut into parts without ranks.
+        UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
+
+    Guarantees:
+        tests/checkpoint/test_one_process.py: the resumed run is bit-identical (test_resume_is_bit_identical) and
+        epsilon never shrinks (test_epsilon_never_shrinks); tests/checkpoint/test_several_processes.py: any number of
+        processes goes on as one would have (test_saved_by_four_and_loaded_by_any), and no crash loses accounting
+        (test_kill_loses_no_accounting, test_other_layouts_pay_again).
+
+    >>> import tempfile
+    >>> from dpfunc import clipping, sampling
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     load(folder, plan=plan, params={}, data="mails-2026")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    dpfunc.errors.CheckpointError: Expected a checkpoint in ..., found none. Start a new run.
+    """
+    if ranks is not None:
+        check_sharding()
+    parent = Path(directory)
+    name, values = json.loads(shared(all_or_none(partial(_found, parent, ranks), ranks, FAILED), ranks))
+    path = parent / name
+    all_or_none(partial(check_choice, journal, without_journal), ranks, FAILED)
+
+    def check() -> dict[str, torch.Tensor]:
+        check_whole(params, ranks)
+        _verify_share(path, ranks)
+        if values.get("schema") != SCHEMA:
+            raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
+        refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
+        refuse_data(data, values, path)
+        table = read_table(path)
+        saved = {n.removeprefix(PARAMS): describe(*about) for n, about in table.items() if n.startswith(PARAMS)}
+        refuse("parameter set", path, difference(saved, described(params)))
+        laid_out = {PARAMS + n: empty(p, tuple(p.shape), p.dtype) for n, p in params.items()}
+        optimizer = room("optimizer_state", values["optimizer"], table, params, optimizer_state)
+        return {**laid_out, **optimizer, **room("noise_state", values["noise"], table, params)}
+
+    tensors = all_or_none(check, ranks, FAILED)
+    now = layout(params, ranks)
+
+    def decide() -> bytes:
+        """State and note with which the run continues, from the process that has the journal; empty on the others."""
+        if not is_writer(ranks):
+            return b""
+        history = _history(parent, values, journal)
+        state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
+        line = None if note is None else note_line(note)
+        return json.dumps({"state": state_to_dict(state), "note": line}).encode()
+
+    decided = json.loads(shared(all_or_none(decide, ranks, FAILED), ranks))
+    group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
+    read_tensors(path, tensors, group)
+    all_or_none(partial(_note, parent, decided["note"], ranks), ranks, FAILED)
+    optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
+    return Checkpoint(
+        {n: tensors[PARAMS + n] for n in params},
+        optimizer,
+        resumed(state_from_dict(decided["state"], plan, {}))._replace(noise_state=noise),
+        values["extra"],
+        path,
+    )
+
+
+def _found(parent: Path, ranks: Ranks | None) -> bytes:
+    """The name of the newest whole checkpoint and its state, read by one process."""
+    if not is_writer(ranks):
+        return b""
+    whole = whole_checkpoints(parent)
+    half = [path for path in all_checkpoints(parent) if path not in whole]
+    if not whole:
+        there = f" What is there is not whole: {shorten([path.name for path in half])}." if half else ""
+        raise CheckpointError(f"Expected a checkpoint in {parent}, found none.{there} Start a new run.")
+    path = whole[-1]
+    if all_checkpoints(parent)[-1] != path:
+        logger.warning("The checkpoint %s is not whole and is passed over.", half[-1])
+    verify(path, {STATE: read_manifest(path)[STATE]})
+    return json.dumps([path.name, saved_state(path)]).encode()
+
+
+def _verify_share(path: Path, ranks: Ranks | None) -> None:
+    """Verify this process's share of the files; each file is verified by one process."""
+    number, count = place(ranks)
+    verify(path, dict(sorted(read_manifest(path).items())[number::count]))
+
+
+def _history(parent: Path, values: Mapping[str, Any], journal: Path | str | None) -> History:
+    known = None if values["journal"] is None else Head(**values["journal"])
+    missing: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
+    taken = None if journal is None else read_steps(journal, missing=missing, known=known)
+    return History(values, known_notes(parent / NOTES, values["notes"]), taken)
+
+
+def _note(parent: Path, line: str | None, ranks: Ranks | None) -> None:
+    if line is not None and is_writer(ranks):
+        append_line(parent / NOTES, line)

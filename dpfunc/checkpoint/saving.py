@@ -1,0 +1,235 @@
+"""Save a run: every process its parts of the tensors, and one of them what all have alike. One process is one part."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.locks import in_use
+from dpfunc._utils.validation import whole, wrong_type
+from dpfunc._utils.versions import check_sharding
+from dpfunc.checkpoint.chain import sync_directory
+from dpfunc.checkpoint.format import (
+    MANIFEST,
+    METADATA,
+    PLAN,
+    SAVING,
+    STATE,
+    all_checkpoints,
+    check_own,
+    data_fingerprint,
+    free_name,
+    remove,
+    saved_state,
+    sha256,
+    state_to_dict,
+    sweep,
+    sync_file,
+    whole_checkpoints,
+    write_json,
+)
+from dpfunc.checkpoint.journal import saved_end
+from dpfunc.checkpoint.plan_json import plan_to_dict
+from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes
+from dpfunc.checkpoint.run_layout import layout
+from dpfunc.checkpoint.tensors import PARAMS, write_tensors
+from dpfunc.checkpoint.values import encode
+from dpfunc.distributed.launch import is_writer
+from dpfunc.distributed.object_collectives import agreed, all_or_none, joint_group, place, shared
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.plan import Plan
+from dpfunc.rng import fingerprint
+from dpfunc.state import StepState
+from dpfunc.types import Batch, Params
+
+FAILED = "No checkpoint was made, and the one before is still the newest"
+
+
+def save(
+    directory: Path | str,
+    *,
+    params: Params,
+    state: StepState,
+    plan: Plan,
+    data: Batch | str,
+    ranks: Ranks | None = None,
+    optimizer_state: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    journal: Path | str | None = None,
+) -> Path:
+    """Write a checkpoint; any number of processes, in any layout, can load it.
+
+    Each process writes its parts of DTensors; replicated tensors are written once. All files go into a new directory,
+    which is renamed when every process has confirmed that its part is on disk. A kill or an error at any moment before
+    leaves the old checkpoint the newest, and is an error on all processes.
+
+    Args:
+        directory: holds one sub-directory a checkpoint; made when missing. Several processes share its file system.
+        params, state, plan: of the run, after a step, the same on all processes.
+        data: the data set (a pytree of tensors), or a string that names it: only its fingerprint is stored.
+        ranks: as given to `make_dp_step`; all their processes call. None is one process.
+        optimizer_state: `optimizer.state_dict()`: tensors and DTensors, numbers, strings, lists and dicts. What `load`
+            could not read (numbers of numpy, an Enum) is refused here, and named.
+        extra: JSON values of your own.
+        keep: older checkpoints are removed when there are more than this, >= 1.
+        journal: the file of `Journal`, if the run has one. The checkpoint remembers where it ends, so that `load`
+            finds out when lines were lost since.
+
+    Returns:
+        The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
+
+    Raises:
+        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, or tensors cut into parts without
+            ranks.
+        RankMismatch: the processes hold different states, plans or whole tensors: nothing was saved.
+        CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
+        UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
+
+    Guarantees:
+        tests/checkpoint/test_several_processes.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
+        nothing is overwritten (test_nothing_is_overwritten), differing processes are refused
+        (test_processes_that_differ_save_nothing).
+
+    >>> import tempfile, torch
+    >>> from dpfunc import clipping, sampling
+    >>> from dpfunc.checkpoint import load
+    >>> from dpfunc.rng import secure_key
+    >>> from dpfunc.step import make_dp_step
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> run = {"plan": plan, "data": torch.ones(100, 2), "params": {"w": torch.zeros(2)}}
+    >>> dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    >>> state = dp_step.init(run["params"], secure_key())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run["journal"] = Path(folder) / "journal.jsonl"  # as in make_dp_step(..., journal=Journal(path, plan))
+    ...     path = save(folder, state=state, **run)
+    ...     checkpoint = load(folder, **run)
+    >>> checkpoint.state == state
+    True
+    """
+    if ranks is not None:
+        check_sharding()
+    parent = Path(directory)
+    tensors: dict[str, Tensor] = {}
+
+    def prepare() -> dict[str, Any]:
+        whole("keep", keep, minimum=1)
+        _check_types(params, state, plan, optimizer_state)
+        encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
+        noise = encode("noise_state", state.noise_state, tensors)
+        tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
+        check_whole(tensors, ranks)
+        values = state_to_dict(state, data_fingerprint(data, state.key), extra)
+        return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "noise": noise}}
+
+    files = all_or_none(prepare, ranks, FAILED)
+    said = {name: json.dumps(values) for name, values in files.items()}
+    agreed({**said, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
+    files[STATE]["layout"] = layout(params, ranks)
+    group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
+    with ExitStack() as stack:
+        begun = all_or_none(partial(_begin, parent, state, ranks, stack), ranks, FAILED)
+        work = parent / shared(begun, ranks).decode()
+        write_tensors(work, tensors, group)
+        all_or_none(partial(_sign, work, group), ranks, FAILED)
+        made = all_or_none(partial(_commit, work, files, keep, ranks, journal), ranks, FAILED)
+    return parent / shared(made, ranks).decode()
+
+
+def _check_types(params: object, state: object, plan: object, optimizer_state: object) -> None:
+    if not isinstance(plan, Plan):
+        raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
+    if not isinstance(state, StepState):
+        raise wrong_type("state to be a StepState", "state", state)
+    if not isinstance(params, Mapping):
+        raise wrong_type("params to be a mapping name -> tensor", "params", params)
+    if optimizer_state is not None and not isinstance(optimizer_state, Mapping):
+        raise wrong_type("the result of optimizer.state_dict()", "optimizer_state", optimizer_state)
+
+
+def check_whole(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
+    """Check that the tensors of a single process are whole: it would write, or read, its own parts only.
+
+    Raises:
+        InvalidArgument: a DTensor without ranks.
+    """
+    cut = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
+    if cut and ranks is None:
+        raise InvalidArgument(
+            f"Expected ranks with tensors that several processes hold ({cut[0]}), got ranks=None. Pass the ranks of "
+            "make_dp_step, on all processes."
+        )
+
+
+def _notes(parent: Path) -> list[Note]:
+    """Notes of the run in a directory; its first checkpoint begins their file."""
+    before = whole_checkpoints(parent)
+    if not before:
+        (parent / NOTES).touch()
+        sync_file(parent / NOTES)
+    return known_notes(parent / NOTES, saved_state(before[-1])["notes"] if before else 0)
+
+
+def _begin(parent: Path, state: StepState, ranks: Ranks | None, stack: ExitStack) -> bytes:
+    """Name of a new directory to write into; it is this process's until the stack ends, and then removed."""
+    if not is_writer(ranks):
+        return b""
+    run = fingerprint(state.key)
+    check_own(parent, family(run, _notes(parent)) if whole_checkpoints(parent) else {run})
+    parent.mkdir(parents=True, exist_ok=True)
+    sweep(parent)
+    work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
+    stack.callback(shutil.rmtree, work, ignore_errors=True)
+    stack.enter_context(in_use(work))
+    return work.name.encode()
+
+
+def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
+    """Sync the files that this process wrote, and list their names and digests in `part-N.json`."""
+    number = 0 if group is None else dist.get_rank(group)
+    written = sorted(work.glob(f"__{number}_*"))
+    for file in written:
+        file.chmod(0o600)
+        sync_file(file)
+    write_json(work / f"part-{number}.json", {file.name: sha256(file) for file in written})
+
+
+def _commit(
+    work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks: Ranks | None, journal: Path | str | None
+) -> bytes:
+    """Make this checkpoint the newest one, all of whose parts are on disk; its name."""
+    if not is_writer(ranks):
+        return b""
+    parent = work.parent
+    parts = [work / f"part-{number}.json" for number in range(place(ranks)[1])]
+    if not all(part.exists() for part in parts):
+        raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
+    written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
+    end = saved_end(journal)
+    known = {"notes": len(_notes(parent)), "journal": None if end is None else end._asdict()}
+    write_json(work / STATE, {**files[STATE], **known})
+    write_json(work / PLAN, files[PLAN])
+    (work / METADATA).chmod(0o600)
+    own = {name: sha256(work / name) for name in (METADATA, PLAN, STATE, *(part.name for part in parts))}
+    write_json(work / MANIFEST, {**own, **written})
+    sync_directory(work)
+    path = free_name(parent, files[STATE]["step"])
+    os.rename(work, path)
+    sync_directory(parent)
+    kept = whole_checkpoints(parent)[-keep:]
+    for old in all_checkpoints(parent):
+        if old not in kept:
+            remove(old)
+    return path.name.encode()
