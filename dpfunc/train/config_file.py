@@ -18,7 +18,8 @@ from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
 from dpfunc.train.config import SECTIONS, TOP, Job, Texts, job_from_dict
 from dpfunc.train.config_errors import explained
 
-# Far more than the largest job has, which lists every key and all labels and targets.
+# Far more than the largest job has, which lists every key and all labels and targets. A text of LONG characters counts
+# as two values, so that aliases multiply no long text either.
 MOST_BYTES, MOST_VALUES, LONG = 2**20, 10_000, 100
 # A flag for one of these replaces the other one of the file.
 ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
@@ -112,6 +113,7 @@ def _size(node: Any, path: str, known: dict[int, int]) -> int:  # noqa: ANN401  
 
 
 def _refuse_twice(keys: Sequence[Any], path: str) -> None:
+    """Refuse a mapping in which a key occurs twice."""
     seen: set[str] = set()
     for key in keys:
         if isinstance(key, yaml.ScalarNode):
@@ -148,26 +150,32 @@ def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
     Traceback (most recent call last):
     click.exceptions.NoSuchOption: No such option '--dp_epsilom'.
     """
+    options = _options()
+    settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
+    command = click.Command(None, params=[*options], add_help_option=False, context_settings=settings)
+    given = command.make_context("dpfunc train CONFIG", [*arguments]).params
+    flags: dict[tuple[str, str], str] = {}
+    for option, place in options.items():
+        texts = given[str(option.name)]
+        if len(texts) > 1:
+            raise click.UsageError(f"Expected each flag once, got {option.opts[-1]} again.")
+        for text in texts:
+            if not text or text.startswith("--"):
+                raise click.UsageError(f"Expected a value after {option.opts[-1]}, got {text!r}.")
+            flags[place] = text
+    return flags
+
+
+def _options() -> dict[click.Option, tuple[str, str]]:
+    """Options of click for all keys, with their keys: `--section.key`, and `--key` where that is unique."""
     kinds = _places()
     keys = Counter(key for _, key in kinds)
-    option = partial(click.Option, multiple=True)
-    options: list[click.Parameter] = []
-    places: dict[str, tuple[str, str]] = {}  # the name of an option -> its key
+    options: dict[click.Option, tuple[str, str]] = {}
     for (section, key), kind in kinds.items():
-        name = f"{section}_{key}"
-        words = [name, *[f"--{section}.{key}"] * bool(section), *[f"--{key}"] * (keys[key] == 1)]
-        options.append(option(words, is_flag=False, flag_value="true") if kind is bool else option(words))
-        places[name] = section, key
-    settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
-    command = click.Command(None, params=options, add_help_option=False, context_settings=settings)
-    given = command.make_context("dpfunc train CONFIG", [*arguments]).params
-    for name, texts in given.items():
-        flag = f"--{places[name][1]}"
-        if len(texts) > 1:
-            raise click.UsageError(f"Expected each flag once, got {flag} again.")
-        if texts and (not texts[0] or texts[0].startswith("--")):
-            raise click.UsageError(f"Expected a value after {flag}, got {texts[0]!r}.")
-    return {places[name]: texts[0] for name, texts in given.items() if texts}
+        words = [f"--{section}.{key}"] * bool(section) + [f"--{key}"] * (keys[key] == 1)
+        option = partial(click.Option, [f"{section}_{key}", *words], multiple=True)
+        options[option(is_flag=False, flag_value="true") if kind is bool else option()] = section, key
+    return options
 
 
 def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
         given.setdefault(section, {})[key] = _from_text(f"--{key}", text, kinds[section, key])
     merged = {**values, **given.pop("", {})}
     for section, new in given.items():
-        old = merged.get(section) or {}
+        old = {} if merged.get(section) is None else merged[section]
         if not isinstance(old, Mapping):
             continue  # refused with the name of the section when the job is made
         if section == "privacy":
@@ -197,6 +205,7 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
 
 
 def _from_text(flag: str, text: str, kind: Any) -> object:  # noqa: ANN401  (a type)
+    """The value of a flag: null, a list of texts, or what pydantic makes of it."""
     options = get_args(kind)
     if type(None) in options and text.lower() in NOTHING:
         return None
