@@ -180,7 +180,7 @@ class Job:
 
     # For pydantic, which also applies it to the sections: no key is dropped, and no value is taken for another type.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, str_min_length=1, hide_input_in_errors=True
+        extra="forbid", strict=True, allow_inf_nan=False, str_min_length=1
     )
 
     task: str

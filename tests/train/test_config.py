@@ -12,6 +12,7 @@ import traceback
 
 import click
 import pytest
+import yaml
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -86,6 +87,16 @@ def test_a_flag_replaces_its_alternative(config):
     job = read_job(config, ["--steps", "7", "--noise_multiplier", "1.5"])
     assert (job.training.steps, job.training.epochs) == (7, None)
     assert (job.privacy.dp_noise_multiplier, job.privacy.dp_epsilon) == (1.5, None)
+
+
+@pytest.mark.parametrize("value", [False, 0, "", [], "tiny"])
+def test_a_flag_does_not_replace_what_is_no_section(tmp_path, value):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.replace("lora: {rank: 4}", f"lora: {json.dumps(value)}"))
+    with pytest.raises(InvalidArgument, match="Expected keys under lora, got lora"):
+        read_job(path, ["--lora.rank", "2"])
+    path.write_text(JOB.replace("lora: {rank: 4}", "lora:"))
+    assert read_job(path, ["--lora.rank", "2"]).lora.rank == 2
 
 
 def test_two_alternatives_as_flags_are_refused(config):
@@ -177,6 +188,7 @@ TOO_LARGE = {
     "a mapping in itself": "data: &a {labels: *a}\n",
     "merged keys": "".join(f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}\n" if i else "m0: &m0 {a: 1}\n" for i in range(9)),
     "many values": f"data: [{'x, ' * 20_000}]\n",
+    "aliases of a long text": f"task: &a {'x' * 200_000}\ndata: [{'*a, ' * 20}]\n",
     "many bytes": f"data: {'x' * 2**21}\n",
 }  # fmt: skip
 
@@ -316,6 +328,7 @@ def test_numbers_as_people_write_them(tmp_path, config, text):
     path.write_text(JOB.replace("1e-5", text))
     assert read_job(path).privacy.dp_delta == 1e-5
     assert read_job(config, ["--dp-delta", text]).privacy.dp_delta == 1e-5
+    assert yaml.safe_load("1e-5") == "1e-5"  # PyYAML itself is as it was
 
 
 FLAGS = {  # as text -> place and value
@@ -325,6 +338,7 @@ FLAGS = {  # as text -> place and value
     "nothing": (["--physical_batch_size", "null"], ("training", "physical_batch_size", None)),
     "digits are a text": (["--text_column", "7"], ("data", "text_column", "7")),
     "no is a text": (["--text_column", "no"], ("data", "text_column", "no")),
+    "null is a text": (["--text_column", "null"], ("data", "text_column", "null")),
     "a list": (["--targets", "q_proj, v_proj"], ("lora", "targets", ("q_proj", "v_proj"))),
     "no list": (["--targets", "none"], ("lora", "targets", None)),
     "negative": (["--lora.alpha=3e0"], ("lora", "alpha", 3.0)),
