@@ -43,29 +43,31 @@ def explained(error: ValidationError, job: type, flag: str = "") -> InvalidArgum
     """
     problems = error.errors(include_url=False)
     problem = next((each for each in problems if each["type"] == UNKNOWN), problems[0])
-    kind, place, value = problem["type"], problem["loc"], problem["input"]
-    name = flag or ".".join(map(str, place))
+    kind, place, name = problem["type"], problem["loc"], flag or ".".join(map(str, problem["loc"]))
     if kind == "value_error":  # of a section itself, which says it in its own words
         return InvalidArgument(str(problem["ctx"]["error"]))
     if kind == UNKNOWN:
-        section = _section(job, place[:-1])
-        known = [field.name for field in dataclasses.fields(section)]
         of = place[0] if len(place) > 1 else "a job"
-        return InvalidArgument(f"Expected a key of {of}, got {place[-1]!r}. {suggestion(str(place[-1]), known)}")
-    if kind == "missing":
-        metadata = next(
-            field.metadata for field in dataclasses.fields(_section(job, place[:-1])) if field.name == place[-1]
+        return InvalidArgument(
+            f"Expected a key of {of}, got {place[-1]!r}. {suggestion(str(place[-1]), _keys(job, place))}"
         )
-        return InvalidArgument(f"Expected {name} in the job. {metadata.get('help', '')}".rstrip())
+    if kind == "missing":
+        return InvalidArgument(f"Expected {name} in the job. {_keys(job, place)[str(place[-1])]}".rstrip())
     if kind == "literal_error":
-        domain, hint = f"{name} to be one of {problem['ctx']['expected']}", ""
-    elif kind in KINDS:
+        return _wrong(f"{name} to be one of {problem['ctx']['expected']}", name, problem["input"], "")
+    if kind in KINDS:
         domain, hint = KINDS[kind]
-    else:
-        return InvalidArgument(f"Expected a job that can be read, got one that cannot: {name} {problem['msg']}.")
-    error_of = wrong_type if isinstance(value, list | dict) or len(repr(value)) > LONGEST else fail
-    return error_of(domain.replace("{name}", name), name, value, hint)
+        return _wrong(domain.replace("{name}", name), name, problem["input"], hint)
+    return InvalidArgument(f"Expected a job that can be read, got one that cannot: {name} {problem['msg']}.")
 
 
-def _section(job: type, place: Sequence[int | str]) -> Any:  # noqa: ANN401  (a dataclass)
-    return get_type_hints(job)[str(place[0])] if place else job
+def _wrong(domain: str, name: str, value: object, hint: str) -> InvalidArgument:
+    """The error for a value, which is shown if it is a short one."""
+    hidden = isinstance(value, list | dict) or len(repr(value)) > LONGEST
+    return (wrong_type if hidden else fail)(domain, name, value, hint)
+
+
+def _keys(job: type, place: Sequence[int | str]) -> dict[str, str]:
+    """The keys of the section of a key, with their meanings."""
+    section: Any = get_type_hints(job)[str(place[0])] if len(place) > 1 else job
+    return {field.name: field.metadata.get("help", "") for field in dataclasses.fields(section)}
