@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -131,6 +132,18 @@ def apart(missing: Iterable[str], unknown: Iterable[str]) -> str:
     if extra := sorted(unknown):
         parts.append(f"with the unknown {shorten(extra)}")
     return ", and ".join(parts)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The nearest known name, or all of them, for messages.
+
+    >>> suggestion("dp_epsilom", ["dp_epsilon", "dp_delta"])
+    "Did you mean 'dp_epsilon'?"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close += [option for option in names if option.endswith(f"_{name}")]
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names)}."
 
 
 def unique_json(text: str | bytes) -> Any:  # noqa: ANN401  (any JSON)

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dpfunc.errors import DPFuncError, InvalidArgument
+
+if TYPE_CHECKING:
+    from dpfunc.distributed.ranks import Ranks
+    from dpfunc.train.config import Job
 
 # What torch says when another process is gone or does not answer.
 LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
@@ -26,7 +30,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @contextmanager
-def without_noise() -> Iterator[None]:
+def _without_noise() -> Iterator[None]:
     """Suppress a warning that the user can do nothing about: peft calls a name that transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -34,13 +38,13 @@ def without_noise() -> Iterator[None]:
 
 
 @contextmanager
-def keys_of_the_file() -> Iterator[None]:
+def _keys_of_the_file() -> Iterator[None]:
     """Report errors with the keys that the user has written, instead of the names of the library.
 
     Raises:
         ClickException: for every error of dpfunc.
 
-    >>> with keys_of_the_file():
+    >>> with _keys_of_the_file():
     ...     raise InvalidArgument("got expected_batch_size=3.0 (dp_delta=1)")
     Traceback (most recent call last):
     click.exceptions.ClickException: got batch_size=3.0 (dp_delta=1)
@@ -55,9 +59,9 @@ def keys_of_the_file() -> Iterator[None]:
 
 
 @contextmanager
-def interruptible(job: Any, ranks: Any) -> Iterator[None]:  # noqa: ANN401  (a Job and Ranks, imported late)
+def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
     """After Ctrl-C, print the privacy cost of the run on the process that writes; click then ends the command."""
-    from dpfunc.train.run import interrupted
+    from dpfunc.train.run_folder import interrupted
 
     try:
         yield
@@ -68,7 +72,7 @@ def interruptible(job: Any, ranks: Any) -> Iterator[None]:  # noqa: ANN401  (a J
 
 
 @contextmanager
-def processes() -> Iterator[Any]:
+def _processes() -> Iterator[Ranks | None]:
     """Yield the processes of this run under torchrun, or None. A process that loses the others ends with an error.
 
     Raises:
@@ -96,6 +100,25 @@ def processes() -> Iterator[Any]:
     distributed.leave()
 
 
+def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
+    """The job of a file and of flags over it, or its twin without privacy.
+
+    Raises:
+        ClickException: a package of the extra `hf` is not installed.
+    """
+    try:
+        from dpfunc.train import config_file
+        from dpfunc.train.config import job_from_dict, twin
+    except ImportError as error:
+        raise click.ClickException(f'{error}. Run: pip install "dpfunc[hf]".') from error
+    given = config_file.parse_flags(flags)
+    values = config_file.read_yaml(config)
+    if no_dp:  # before the arguments are checked: the twin needs none of them
+        values = config_file.override(values, {("privacy", "dp_enabled"): "false"})
+    job = job_from_dict(config_file.override(values, given))
+    return twin(job) if no_dp else job
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -103,8 +126,9 @@ def processes() -> Iterator[Any]:
 @click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
 @click.option("--resume", is_flag=True, help="Go on with the run in output_dir after an interruption, bit for bit.")
 @click.option(
-    "--insecure-seed", "--insecure_seed", type=int, help="A guessable key, to repeat a run: for tests and public data."
-)
+    "--insecure-seed", "--insecure_seed", type=click.IntRange(min=0),
+    help="A guessable key, to repeat a run: for tests and public data.",
+)  # fmt: skip
 def train(
     config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None
 ) -> None:
@@ -115,33 +139,26 @@ def train(
 
     Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
     """
-    from dpfunc.train import config_file as job_file
-    from dpfunc.train.config import job_from_dict
+    job = _read_job(config, flags, no_dp)
+    with _keys_of_the_file(), _without_noise(), _processes() as ranks:
+        if dry_run or job.privacy.dp_dry_run:
+            if ranks is None or ranks.writes:
+                _print_plan(job, resume, insecure_seed)
+            return
+        from dpfunc.train.run import run_job
 
-    try:
-        given = job_file.parse_flags(flags)
-    except InvalidArgument as error:
-        raise click.UsageError(str(error)) from error
-    values = job_file.read_yaml(config)
-    if no_dp:  # before the arguments are checked: the twin needs none of them
-        values = job_file.override(values, {("privacy", "dp_enabled"): "false"})
-    job = job_from_dict(job_file.override(values, given))
-    if insecure_seed is not None and insecure_seed < 0:
-        raise click.UsageError(f"Expected --insecure-seed >= 0, got {insecure_seed}.")
-    from dpfunc.train.run import check_job, run_job, twin
+        with _interruptible(job, ranks):
+            run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
 
-    if no_dp:
-        job = twin(job)
-    with keys_of_the_file(), without_noise(), processes() as ranks:
-        if not (dry_run or job.privacy.dp_dry_run):
-            with interruptible(job, ranks):
-                run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
-        elif ranks is None or ranks.writes:
-            from dpfunc.train.dry_run import dry_run as lines_of
 
-            check_job(job, resume, insecure_seed)
-            for line in lines_of(job):
-                click.echo(line)
+def _print_plan(job: Job, resume: bool, insecure_seed: int | None) -> None:
+    """Print the dry run, after the checks that training begins with."""
+    from dpfunc.train.dry_run import dry_run
+    from dpfunc.train.run import check_job
+
+    check_job(job, resume, insecure_seed)
+    for line in dry_run(job):
+        click.echo(line)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -173,8 +190,8 @@ def generate(
     rows = generation.read_prompts(prompt, prompts)
     if out.exists():
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
-    with processes() as ranks:
-        with without_noise():
+    with _processes() as ranks:
+        with _without_noise():
             read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private)
             writer = all_or_none(read, ranks, "Nothing was drawn")
         from rich.console import Console

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from dpfunc._utils.validation import fail, non_negative, one_of, positive, whole
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.train.config_values import convert, suggestion
+from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
+from dpfunc.train.config_errors import explained
 
 TASKS = ("text_classification", "causal_lm", "vqa")
 # What each task can train. `qlora` needs a base in 4 bits; a language model shares its head with its embeddings.
@@ -21,6 +24,9 @@ STRATEGIES = {
     "causal_lm": ("lora", "full", "bitfit"),
     "vqa": ("lora", "full", "projector"),
 }
+
+# A list of texts. A number among them is a text as well: labels are often 0 and 1.
+Texts = Annotated[tuple[Annotated[str, Field(strict=False, coerce_numbers_to_str=True)], ...], Field(min_length=1)]
 
 
 def _key(text: str, default: object = dataclasses.MISSING) -> Any:  # noqa: ANN401  (a dataclass field of any type)
@@ -49,14 +55,12 @@ class DataSection:
     train: str = _key("Table to train on, .jsonl or .csv; private.")
     eval: str | None = _key("Table to evaluate on; not protected.", None)
     eval_fraction: float = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
-    spent: tuple[str, ...] | None = _key(
-        "Journals or ledgers of earlier runs on these records: the budget counts them.", None
-    )
+    spent: Texts | None = _key("Journals or ledgers of earlier runs on these records: the budget counts them.", None)
     deduplicate: bool = _key("Leave out exact duplicates: a record that is there k times counts k-fold.", True)
     max_length: int = _key("Tokens of a record that are used.", 128)
     text_column: str = _key("Column with the text.", "text")
     label_column: str = _key("Column with the label (text_classification).", "label")
-    labels: tuple[str, ...] | None = _key("The classes: published with the model, so not read off the table.", None)
+    labels: Texts | None = _key("The classes: published with the model, so not read off the table.", None)
     prompt_column: str | None = _key("Column with the prompt (causal_lm), together with response_column.", None)
     response_column: str | None = _key("Column with the response; the loss is on it.", None)
     prompt_template: str | None = _key("Or: a prompt made of columns, `Label: {label} Text:`; then the text.", None)
@@ -106,10 +110,10 @@ class LoraSection:
 
     rank: int = _key("Rank of the adapters.", 8)
     alpha: float = _key("Their output is scaled by alpha / rank.", 16.0)
-    targets: tuple[str, ...] | None = _key("Names of adapted layers, or `all-linear`; by default PEFT's choice.", None)
+    targets: Texts | None = _key("Names of adapted layers, or `all-linear`; by default PEFT's choice.", None)
     dropout: float = _key("Dropout before the adapters.", 0.0)
     rslora: bool = _key("Scale by alpha / sqrt(rank) instead.", False)
-    modules_to_save: tuple[str, ...] | None = _key("Modules trained whole besides; a new head always is.", None)
+    modules_to_save: Texts | None = _key("Modules trained whole besides; a new head always is.", None)
 
     def __post_init__(self) -> None:
         whole("lora.rank", self.rank, minimum=1)
@@ -136,7 +140,7 @@ class TrainingSection:
     save_steps: int = _key("Write a checkpoint every so many steps.", 100)
     keep_checkpoints: int = _key("Older checkpoints are removed.", 2)
     logging_steps: int = _key("Log every so many steps.", 10)
-    report_to: tuple[str, ...] | None = _key("The Trainer's loggers, e.g. [tensorboard].", None)
+    report_to: Texts | None = _key("The Trainer's loggers, e.g. [tensorboard].", None)
     bf16: bool = _key("bfloat16 in forward and backward passes; clipping and noise stay in float32.", False)
     gradient_checkpointing: bool = _key("Less memory for activations, more time.", False)
 
@@ -162,6 +166,10 @@ class TrainingSection:
         return math.ceil(round((self.epochs or 0.0) * dataset_size / self.batch_size, 6))
 
 
+def _own_names(values: object) -> object:
+    return own_names(values) if isinstance(values, Mapping) else values
+
+
 @dataclass(frozen=True)
 class Job:
     """A whole job; see docs/guides/train.md for every key.
@@ -170,11 +178,16 @@ class Job:
         InvalidArgument: a strategy that the task does not have, or keys that contradict each other.
     """
 
+    # For pydantic, which also applies it to the sections: no key is dropped, and no value is taken for another type.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, str_min_length=1
+    )
+
     task: str
     output_dir: str
     model: ModelSection
     data: DataSection
-    privacy: PrivacyArguments
+    privacy: Annotated[PrivacyArguments, BeforeValidator(_own_names)]
     training: TrainingSection
     strategy: str = "lora"
     lora: LoraSection = LoraSection()
@@ -200,10 +213,12 @@ class Job:
         return min(chosen or self.training.batch_size, self.training.batch_size)
 
 
-SECTIONS: dict[str, type] = {
-    "model": ModelSection, "data": DataSection, "lora": LoraSection, "privacy": PrivacyArguments,
-    "training": TrainingSection,
-}  # fmt: skip
+_JOBS = TypeAdapter(Job)
+SECTIONS = {
+    name: kind
+    for name, kind in get_type_hints(Job).items()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+}
 TOP = ("task", "strategy", "output_dir")
 
 
@@ -211,7 +226,7 @@ def job_from_dict(values: Mapping[str, Any]) -> Job:
     """A job from the values of a YAML file; every name and every type is checked.
 
     Args:
-        values: sections as mappings, besides `task`, `strategy` and `output_dir`.
+        values: sections as mappings, besides `task`, `strategy` and `output_dir`; what JSON can hold.
 
     Raises:
         InvalidArgument: an unknown name, with the nearest known one; a missing one; or a value of another type.
@@ -223,54 +238,29 @@ def job_from_dict(values: Mapping[str, Any]) -> Job:
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a key of a job, got 'taks'. Did you mean 'task'?
     """
-    for name in values:
-        if name not in (*SECTIONS, *TOP):
-            raise InvalidArgument(f"Expected a key of a job, got {name!r}. {suggestion(str(name), [*SECTIONS, *TOP])}")
-    missing = [name for name in ("task", "output_dir", "model", "data", "privacy", "training") if name not in values]
-    if missing:
-        raise InvalidArgument(f"Expected {missing[0]} in the job, which has {', '.join(values) or 'nothing'}.")
-    sections = {name: _section(name, values[name]) for name in SECTIONS if name in values}
-    top = {name: convert(name, values[name], str) for name in TOP if name in values}
-    return Job(**top, **sections)
-
-
-def _section(name: str, values: object) -> Any:  # noqa: ANN401  (one of the sections)
-    if not isinstance(values, Mapping):
-        raise fail(f"keys under {name}", name, values, "Write `key: value` lines below it, indented.")
-    kinds = kinds_of(name)
-    other = aliases(name)
-    for key in values:
-        if key not in kinds and key not in other:
-            raise InvalidArgument(f"Expected a key of {name}, got {key!r}. {suggestion(str(key), [*kinds, *other])}")
-    found = {
-        str(key): convert(f"{name}.{key}", value, kinds[other.get(str(key), str(key))]) for key, value in values.items()
-    }
-    if name == "privacy":
-        return PrivacyArguments.from_names(found)
-    cls = SECTIONS[name]
-    for needed in dataclasses.fields(cls):
-        if needed.default is dataclasses.MISSING and needed.name not in found:
-            raise InvalidArgument(f"Expected {name}.{needed.name} in the job. {needed.metadata['help']}")
-    return cls(**found)
-
-
-def kinds_of(section: str) -> dict[str, Any]:
-    """The keys of a section and their types."""
-    return get_type_hints(SECTIONS[section])
-
-
-def aliases(section: str) -> dict[str, str]:
-    """Names that other libraries use for a key of a section."""
-    from dpfunc.hf.trainer.arguments import OTHER_NAMES
-
-    return OTHER_NAMES if section == "privacy" else {}
+    try:
+        # pydantic is strict about types in JSON, and yet takes a list for a tuple and a mapping for a section
+        text = json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument("Expected text in the job, got half of a surrogate pair, which no text has.") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"Expected texts, numbers, true, false, lists and sections in the job, got another value: {error}. Put "
+            "dates in quotes."
+        ) from error
+    try:
+        return _JOBS.validate_json(text)
+    except ValidationError as error:
+        raise explained(error, Job) from None
 
 
 def job_to_dict(job: Job) -> dict[str, Any]:
     """The job as JSON values; `job_from_dict` reads them."""
-    values = dataclasses.asdict(job)
-    for section in SECTIONS:
-        values[section] = {
-            key: list(value) if isinstance(value, tuple) else value for key, value in values[section].items()
-        }
+    values: dict[str, Any] = _JOBS.dump_python(job, mode="json")
     return values
+
+
+def twin(job: Job) -> Job:
+    """The same job without privacy, into a folder of its own."""
+    privacy = dataclasses.replace(job.privacy, dp_enabled=False)
+    return dataclasses.replace(job, privacy=privacy, output_dir=f"{job.output_dir.rstrip('/')}-no-dp")

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
-import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+import click
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.config import SECTIONS, TOP, Job, aliases, job_from_dict, kinds_of
-from dpfunc.train.config_values import convert, suggestion
+from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
+from dpfunc.train.config import SECTIONS, TOP, Job, Texts, job_from_dict
+from dpfunc.train.config_errors import explained
 
-# Far more than the largest job has, which lists every key and all labels and targets.
-MOST_BYTES, MOST_VALUES = 2**20, 10_000
+# Far more than the largest job has, which lists every key and all labels and targets. A text of LONG characters counts
+# as two values, so that aliases multiply no long text either.
+MOST_BYTES, MOST_VALUES, LONG = 2**20, 10_000, 100
 # A flag for one of these replaces the other one of the file.
-ALTERNATIVES = {
-    ("training", "steps"): ("training", "epochs"),
-    ("training", "epochs"): ("training", "steps"),
-    ("privacy", "dp_epsilon"): ("privacy", "dp_noise_multiplier"),
-    ("privacy", "dp_noise_multiplier"): ("privacy", "dp_epsilon"),
-    ("data", "eval"): ("data", "eval_fraction"),
-    ("data", "eval_fraction"): ("data", "eval"),
-}
+ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
+ALTERNATIVES |= {other: key for key, other in ALTERNATIVES.items()}
+NOTHING = ("null", "none")
 
 
 def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
@@ -34,6 +35,7 @@ def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
 
     Raises:
         InvalidArgument: unreadable, a key twice, an unknown or missing key, a value of another type.
+        UsageError: of click, a flag that does not exist.
 
     Guarantees:
         tests/train/test_config.py: a key twice is refused (test_a_key_twice_is_refused), flags win
@@ -42,74 +44,93 @@ def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
     return job_from_dict(override(read_yaml(path), parse_flags(flags)))
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Loader of plain values, for which 1e-5 is a number, as in YAML 1.2 and JSON; in YAML 1.1 it is a text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
 def read_yaml(path: Path | str) -> dict[str, Any]:
     """The mapping in a YAML file. Only plain values: no tags, no key twice, and no more than a job can have.
 
     Raises:
-        InvalidArgument: it cannot be read; the message names the line. Or it is too large, also by aliases of aliases,
-            which a few lines can multiply to any size.
+        InvalidArgument: it cannot be read; the message names the line, and shows nothing of it. Or it is too large,
+            also by aliases of aliases, which a few lines can multiply to any size.
 
     Guarantees:
-        tests/train/test_config.py::test_a_file_that_multiplies_itself_is_refused.
+        tests/train/test_config.py::test_a_file_that_multiplies_itself_is_refused,
+        ::test_errors_show_no_value_of_the_file.
     """
-    try:
-        yaml: Any = importlib.import_module("yaml")
-    except ImportError as error:
-        raise InvalidArgument('Expected PyYAML to read a job. Run: pip install "dpfunc[hf]".') from error
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)
         if len(raw) > MOST_BYTES:
             raise InvalidArgument(f"Expected a job of at most {MOST_BYTES} bytes, got {str(path)!r}, which has more.")
-        text = raw.decode("utf-8")
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        if _size(tree, {}) > MOST_VALUES:
+        loader = _Loader(raw.decode("utf-8"))
+        tree = loader.get_single_node()
+        if _size(tree, str(path), {}) > MOST_VALUES:
             raise InvalidArgument(
                 f"Expected a job of at most {MOST_VALUES} values, got {str(path)!r}, which has more, or without end: "
                 "aliases (*name) of aliases multiply. Write the values out."
             )
-        _refuse_twice(tree, str(path), set())
-        values = yaml.safe_load(text)
+        values = None if tree is None else loader.construct_document(tree)
+    except InvalidArgument:
+        raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        if isinstance(error, InvalidArgument):
-            raise
-        deep = isinstance(error, RecursionError)
-        reason = "its values are nested too deeply" if deep else " ".join(str(error).split())
-        raise InvalidArgument(f"Expected a YAML file, got {str(path)!r}: {reason}.") from error
+        raise InvalidArgument(f"Expected a YAML file, got {str(path)!r}: {_reason(error)}.") from None
     if not isinstance(values, dict):
         raise InvalidArgument(f"Expected `key: value` lines in {str(path)!r}, got {type(values).__name__}.")
     return values
 
 
-def _size(node: Any, known: dict[int, float]) -> float:  # noqa: ANN401  (a node of PyYAML)
-    """Number of values below a node, with each alias as often as it is used; infinity for one that contains itself."""
+def _reason(error: Exception) -> str:
+    """The problem and its line. PyYAML also shows the line itself, which may hold a password."""
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply"
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    problem = re.sub(r"['\"].*['\"]", "...", str(getattr(error, "problem", None)), flags=re.DOTALL)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _size(node: Any, path: str, known: dict[int, int]) -> int:  # noqa: ANN401  (a node of PyYAML)
+    """Number of values below a node, with each alias as often as it is used, and long texts as several.
+
+    A node that contains itself has more than any job. A mapping with a key twice is refused on the way.
+    """
     if node is None or not isinstance(node.value, list):
-        return 1
+        return 1 if node is None else 1 + len(node.value) // LONG
     if id(node) not in known:
-        known[id(node)] = math.inf  # as long as it is counted
-        parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+        known[id(node)] = MOST_VALUES + 1  # as long as it is counted
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            _refuse_twice([key for key, _ in node.value], path)
+            parts = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_size(part, path, known) for part in parts)
     return known[id(node)]
 
 
-def _refuse_twice(node: Any, path: str, seen: set[int]) -> None:  # noqa: ANN401  (a node of PyYAML)
-    if node is None or id(node) in seen or not isinstance(node.value, list):
-        return
-    seen.add(id(node))
-    keys: set[str] = set()
-    for item in node.value:
-        if isinstance(item, tuple):
-            key, value = item
-            if key.value in keys:
+def _refuse_twice(keys: Sequence[Any], path: str) -> None:
+    """Refuse a mapping in which a key occurs twice."""
+    seen: set[str] = set()
+    for key in keys:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
                 raise InvalidArgument(
                     f"Expected each key once, got {key.value!r} again in {path!r}, line {key.start_mark.line + 1}. "
                     "YAML would take the last one and say nothing."
                 )
-            if isinstance(key.value, str):
-                keys.add(key.value)
-            _refuse_twice(value, path, seen)
-        else:
-            _refuse_twice(item, path, seen)
+            seen.add(key.value)
+
+
+def _places() -> dict[tuple[str, str], object]:
+    """Each key as (section, name), with its type; keys at the top have the section ""."""
+    kinds: dict[tuple[str, str], object] = {("", key): str for key in TOP}
+    for section, cls in SECTIONS.items():
+        kinds |= {(section, key): kind for key, kind in get_type_hints(cls, include_extras=True).items()}
+    return kinds | {("privacy", name): kinds["privacy", key] for name, key in OTHER_NAMES.items()}
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
@@ -120,56 +141,41 @@ def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
             is unique, dashes are underscores, and true may be left out.
 
     Raises:
-        InvalidArgument: an unknown or ambiguous name, a flag twice, or a word that belongs to no flag.
+        UsageError: of click: an unknown name, with the nearest known one; a flag twice or without its value; or a word
+            that belongs to no flag.
 
     >>> parse_flags(["--dp-epsilon", "3", "--training.steps=10", "--bf16"])
     {('privacy', 'dp_epsilon'): '3', ('training', 'steps'): '10', ('training', 'bf16'): 'true'}
     >>> parse_flags(["--dp_epsilom", "3"])
     Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: No such flag: --dp_epsilom. Did you mean 'dp_epsilon'?
+    click.exceptions.NoSuchOption: No such option '--dp_epsilom'.
     """
-    found: dict[tuple[str, str], str] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise InvalidArgument(f"Expected a flag, got {word!r}. Values follow their flag: --steps 10.")
-        name, equals, value = word.partition("=")
-        place = _place(name)
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
-            if not value:
-                if _kind(place) is not bool:
-                    raise InvalidArgument(f"Expected a value after {name}.")
-                value = "true"
-        if place in found:
-            raise InvalidArgument(f"Expected each flag once, got {name} again.")
-        found[place] = value
-    return found
+    options = _options()
+    settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
+    command = click.Command(None, params=[*options], add_help_option=False, context_settings=settings)
+    given = command.make_context("dpfunc train CONFIG", [*arguments]).params
+    flags: dict[tuple[str, str], str] = {}
+    for option, place in options.items():
+        texts = given[str(option.name)]
+        if len(texts) > 1:
+            raise click.UsageError(f"Expected each flag once, got {option.opts[-1]} again.")
+        for text in texts:
+            if not text or text.startswith("--"):
+                raise click.UsageError(f"Expected a value after {option.opts[-1]}, got {text!r}.")
+            flags[place] = text
+    return flags
 
 
-def _place(flag: str) -> tuple[str, str]:
-    name = flag.removeprefix("--").replace("-", "_")
-    places = {("", key): key for key in TOP}
-    for section in SECTIONS:
-        for key in (*kinds_of(section), *aliases(section)):
-            places[section, key] = key
-    full = {f"{section}.{key}": (section, key) for section, key in places if section}
-    if name in full:
-        return full[name]
-    matches = [place for place, key in places.items() if key == name]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        options = " or ".join(f"--{section}.{key}" for section, key in matches)
-        raise InvalidArgument(f"Expected one key for the flag {flag}, got several: say {options}.")
-    known = list(full) if "." in name else list(places.values())
-    raise InvalidArgument(f"No such flag: {flag}. {suggestion(name, known)}")
-
-
-def _kind(place: tuple[str, str]) -> object:
-    section, key = place
-    return kinds_of(section)[aliases(section).get(key, key)] if section else str
+def _options() -> dict[click.Option, tuple[str, str]]:
+    """Options of click for all keys, with their keys: `--section.key`, and `--key` where that is unique."""
+    kinds = _places()
+    keys = Counter(key for _, key in kinds)
+    options: dict[click.Option, tuple[str, str]] = {}
+    for (section, key), kind in kinds.items():
+        words = [f"--{section}.{key}"] * bool(section) + [f"--{key}"] * (keys[key] == 1)
+        option = partial(click.Option, [f"{section}_{key}", *words], multiple=True)
+        options[option(is_flag=False, flag_value="true") if kind is bool else option()] = section, key
+    return options
 
 
 def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) -> dict[str, Any]:
@@ -182,28 +188,31 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
     Raises:
         InvalidArgument: the text of a flag is not of the key's type.
     """
-    merged = copy.deepcopy(dict(values))
-    for place, text in flags.items():
-        section, key = place
-        if not section:
-            merged[key] = text
-            continue
-        target = merged.get(section)
-        if target is None:
-            target = merged[section] = {}
-        if not isinstance(target, dict):
+    kinds = _places()
+    given: dict[str, dict[str, Any]] = {}
+    for (section, key), text in flags.items():
+        given.setdefault(section, {})[key] = _from_text(f"--{key}", text, kinds[section, key])
+    merged = {**values, **given.pop("", {})}
+    for section, new in given.items():
+        old = {} if merged.get(section) is None else merged[section]
+        if not isinstance(old, Mapping):
             continue  # refused with the name of the section when the job is made
-        other = aliases(section)
-        canonical = other.get(key, key)
-        replaced = ALTERNATIVES.get((section, canonical))
-        gone = {canonical} | ({replaced[1]} if replaced and not _given(flags, replaced) else set())
-        for present in [name for name in target if other.get(name, name) in gone]:
-            if (section, present) not in flags or present == key:
-                del target[present]
-        target[key] = convert(f"--{key}", text, _kind(place), from_text=True)
+        if section == "privacy":
+            old, new = own_names(old), own_names(new)
+        replaced = {ALTERNATIVES.get(key) for key in new}
+        merged[section] = {key: value for key, value in old.items() if key not in replaced} | new
     return merged
 
 
-def _given(flags: Mapping[tuple[str, str], str], place: tuple[str, str]) -> bool:
-    section, key = place
-    return any(s == section and aliases(s).get(k, k) == key for s, k in flags)
+def _from_text(flag: str, text: str, kind: Any) -> object:  # noqa: ANN401  (a type)
+    """The value of a flag: null, a list of texts, or what pydantic makes of it."""
+    options = get_args(kind)
+    if type(None) in options and text.lower() in NOTHING:
+        return None
+    if Texts in options:
+        return [item.strip() for item in text.split(",")]
+    adapter: TypeAdapter[object] = TypeAdapter(kind)
+    try:
+        return adapter.validate_strings(text)
+    except ValidationError as error:
+        raise explained(error, Job, flag) from None

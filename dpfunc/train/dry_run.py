@@ -41,31 +41,37 @@ def dry_run(job: Job) -> list[str]:
     training, plan, n = job.training, prepared.plan, len(prepared.records.train)
     total = sum(p.numel() for p in prepared.model.parameters())
     q = training.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
-    lines = [
+    return [
         f"records: {n} to train on, {len(prepared.records.evaluation)} to evaluate on, "
         f"{prepared.records.duplicates} exact duplicates left out",
         f"steps: {prepared.num_steps}",
         f"logical batch: {training.batch_size} expected, physical batch: {job.physical_batch_size}",
         f"sampling probability: {q:.4g}" + ("" if plan is None else f" ({type(plan.sampler).__name__})"),
         f"trained parameters: {prepared.num_trained:,} of {total:,} ({job.strategy})",
+        *_budget_lines(job, prepared),
+        *_memory_lines(job, prepared),
+        "Nothing was trained, written or spent.",
     ]
+
+
+def _budget_lines(job: Job, prepared: Prepared) -> list[str]:
+    """Noise and epsilon of the plan, and epsilon together with earlier runs."""
+    plan = prepared.plan
     if plan is None:
-        lines.append("epsilon: inf (the twin without privacy)")
-    else:
-        spent = plan.guarantee()
-        rdp = accounting.epsilon(plan.ledger(), plan.delta, "rdp").epsilon
-        lines += [
-            f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} ({job.privacy.dp_clip})",
-            f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, "
-            f"{plan.adjacency}",
-        ]
-        if prepared.spent is not None:
-            both = accounting.epsilon(prepared.spent.compose(plan.ledger()), plan.delta, plan.accountant)
-            lines.append(f"with {prepared.spent.num_steps} steps of earlier runs: epsilon: {both.epsilon:.4g} in all")
-    return [*lines, *memory_lines(job, prepared), "Nothing was trained, written or spent."]
+        return ["epsilon: inf (the twin without privacy)"]
+    spent = plan.guarantee()
+    rdp = accounting.epsilon(plan.ledger(), plan.delta, "rdp").epsilon
+    lines = [
+        f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} ({job.privacy.dp_clip})",
+        f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, {plan.adjacency}",
+    ]
+    if prepared.spent is not None:
+        both = accounting.epsilon(prepared.spent.compose(plan.ledger()), plan.delta, plan.accountant)
+        lines.append(f"with {prepared.spent.num_steps} steps of earlier runs: epsilon: {both.epsilon:.4g} in all")
+    return lines
 
 
-def memory_lines(job: Job, prepared: Prepared) -> list[str]:
+def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     """An estimate of memory, and how it was made."""
     trained = prepared.num_trained
     held = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
@@ -75,7 +81,7 @@ def memory_lines(job: Job, prepared: Prepared) -> list[str]:
         "gradients and noise": 2 * 4 * trained,
         f"optimizer ({job.training.optimizer})": 4 * states * trained,
     }
-    batch = probe(job, prepared)
+    batch = _probe(job, prepared)
     model = prepared.model
     # Losses and shapes are those of training; functionalize wants modules with checkpoints in evaluation mode.
     forward, start = functionalize(model.train(False))
@@ -84,7 +90,7 @@ def memory_lines(job: Job, prepared: Prepared) -> list[str]:
     physical = job.physical_batch_size
     device_type = next(model.parameters()).device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=job.training.bf16):
-        parts["activations"] = saved_bytes(loss_fn, params, batch, model) * physical // PROBED
+        parts["activations"] = _saved_bytes(loss_fn, params, batch, model) * physical // PROBED
         how = "activations: what one forward pass of 2 records at full length keeps for its backward pass"
         try:
             factors = explain(loss_fn, params, batch).num_bytes
@@ -103,20 +109,20 @@ def memory_lines(job: Job, prepared: Prepared) -> list[str]:
     ]
 
 
-def probe(job: Job, prepared: Prepared) -> dict[str, Tensor]:
+def _probe(job: Job, prepared: Prepared) -> dict[str, Tensor]:
     """A batch of two records at full length. Only its shapes count for what is printed."""
     collate = collator(job, prepared.processing, longest=True)
     batch: dict[str, Tensor] = collate([prepared.records.train[0]] * PROBED)
     return batch
 
 
-def saved_bytes(loss_fn: LossFn, params: Params, batch: Mapping[str, Any], model: nn.Module) -> int:
+def _saved_bytes(loss_fn: LossFn, params: Params, batch: Mapping[str, Any], model: nn.Module) -> int:
     """Bytes that a forward pass keeps for its backward pass, parameters and buffers not counted.
 
     >>> model = nn.Linear(8, 8)
     >>> params = dict(model.named_parameters())
     >>> loss_fn = lambda params, batch: torch.func.functional_call(model, params, (batch["x"],)).exp().sum(1)
-    >>> saved_bytes(loss_fn, params, {"x": torch.ones(4, 8)}, model)  # the input, and the result of exp
+    >>> _saved_bytes(loss_fn, params, {"x": torch.ones(4, 8)}, model)  # the input, and the result of exp
     256
     """
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *params.values())}

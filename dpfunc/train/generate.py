@@ -24,7 +24,8 @@ from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import prompt_ids
 from dpfunc.train.model import load_base, load_processing, one_line
-from dpfunc.train.run import ACCOUNTING, MODEL, saved_job
+from dpfunc.train.run import MODEL
+from dpfunc.train.run_folder import ACCOUNTING, saved_job
 from dpfunc.train.tables import read_table
 
 

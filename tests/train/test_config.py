@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
+import functools
+import json
 import time
+import traceback
 
+import click
 import pytest
+import yaml
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -83,6 +89,16 @@ def test_a_flag_replaces_its_alternative(config):
     assert (job.privacy.dp_noise_multiplier, job.privacy.dp_epsilon) == (1.5, None)
 
 
+@pytest.mark.parametrize("value", [False, 0, "", [], "tiny"])
+def test_a_flag_does_not_replace_what_is_no_section(tmp_path, value):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.replace("lora: {rank: 4}", f"lora: {json.dumps(value)}"))
+    with pytest.raises(InvalidArgument, match="Expected keys under lora, got lora"):
+        read_job(path, ["--lora.rank", "2"])
+    path.write_text(JOB.replace("lora: {rank: 4}", "lora:"))
+    assert read_job(path, ["--lora.rank", "2"]).lora.rank == 2
+
+
 def test_two_alternatives_as_flags_are_refused(config):
     with pytest.raises(InvalidArgument, match="exactly one of training.steps and training.epochs, got both"):
         read_job(config, ["--steps", "7", "--epochs", "1"])
@@ -119,8 +135,12 @@ def test_misspelt_names_are_refused(place):
 
 @pytest.mark.parametrize("name", ["dp_epsilom", "privacy.dp_epsilom", "dp-delt", "training.epoch", "lerning_rate"])
 def test_misspelt_flags_are_refused(name):
-    with pytest.raises(InvalidArgument, match=r"No such flag: --.*Did you mean"):
+    nearest = {"dp-delt": "dp_delta", "training.epoch": "training.epochs", "lerning_rate": "learning_rate"}.get(
+        name, name.replace("epsilom", "epsilon")
+    )
+    with pytest.raises(click.NoSuchOption) as caught:
         parse_flags([f"--{name}", "3"])
+    assert f"'--{nearest}'" in caught.value.format_message()
 
 
 def test_every_key_is_a_flag():
@@ -133,17 +153,19 @@ def test_every_key_is_a_flag():
 
 BAD_FLAGS = {
     "twice": (["--steps", "1", "--training.steps", "2"], "each flag once"),
-    "no value": (["--steps"], "Expected a value after --steps"),
-    "a flag as the value": (["--steps", "--bf16"], "Expected a value after --steps"),
-    "a loose word": (["--bf16", "true", "tru"], "Expected a flag, got 'tru'"),
-    "a short flag": (["-s", "3"], "Expected a flag, got '-s'"),
+    "no value": (["--steps"], "'--steps' requires an argument"),
+    "an empty value": (["--output_dir="], "Expected a value after --output_dir, got ''"),
+    "a flag as the value": (["--output_dir", "--bf16"], "Expected a value after --output_dir, got '--bf16'"),
+    "a loose word": (["--bf16", "true", "tru"], r"unexpected extra argument \(tru\)"),
+    "a short flag": (["-s", "3"], "No such option '-s'"),
+    "a part of a name": (["--learning", "3"], "No such option '--learning'"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FLAGS)
 def test_flags_that_do_not_parse(name):
     flags, message = BAD_FLAGS[name]
-    with pytest.raises(InvalidArgument, match=message):
+    with pytest.raises(click.UsageError, match=message):
         parse_flags(flags)
 
 
@@ -166,6 +188,7 @@ TOO_LARGE = {
     "a mapping in itself": "data: &a {labels: *a}\n",
     "merged keys": "".join(f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}\n" if i else "m0: &m0 {a: 1}\n" for i in range(9)),
     "many values": f"data: [{'x, ' * 20_000}]\n",
+    "aliases of a long text": f"task: &a {'x' * 200_000}\ndata: [{'*a, ' * 20}]\n",
     "many bytes": f"data: {'x' * 2**21}\n",
 }  # fmt: skip
 
@@ -222,8 +245,16 @@ BAD = {  # section, key, value, message
     "true for an integer": ("lora", "rank", True, r"Expected an integer, got lora.rank=True"),
     "a number for text": ("output_dir", None, 3, r"Expected text, got output_dir=3"),
     "no text": ("data", "train", "", r"Expected text, got data.train=''"),
-    "a bare no": ("data", "labels", [True, False], r"Expected a list of texts as data.labels, got item=True"),
+    "a bare no": ("data", "labels", [True, False], r"Expected text, got data.labels.0=True. Put it in quotes: YAML reads yes"),
     "a text for a list": ("data", "labels", "ham", r"Expected a list of texts, got data.labels='ham'"),
+    "no texts in a list": ("data", "spent", [], r"Expected a list of texts, got data.spent of type list"),
+    "a list for text": ("data", "train", ["secret"], r"Expected text, got data.train of type list"),
+    "a section for a number": ("training", "batch_size", {"a": "secret"}, r"got training.batch_size of type dict"),
+    "a long text for a number": ("training", "batch_size", "secret" * 99, r"got training.batch_size of type str"),
+    "a number as text": ("training", "learning_rate", "1e-3", r"got training.learning_rate='1e-3'. A number has no quotes"),
+    "one of few": ("model", "init", "new", r"Expected model.init to be one of 'pretrained' or 'random', got model.init='new'"),
+    "a date": ("data", "train", datetime.date(2026, 1, 1), r"date is not JSON serializable. Put dates in quotes"),
+    "very deep": ("data", "train", functools.reduce(lambda inner, _: [inner], range(500), "secret"), r"Expected"),
     "one label": ("data", "labels", ["ham"], r"at least two labels"),
     "a label twice": ("data", "labels", ["ham", "ham"], r"different labels"),
     "negative epsilon": ("privacy", "dp_epsilon", -1, r"0 < dp_epsilon < inf, got dp_epsilon=-1"),
@@ -250,8 +281,102 @@ BAD = {  # section, key, value, message
 @pytest.mark.parametrize("name", BAD)
 def test_bad_values_are_refused(name):
     section, key, value, message = BAD[name]
-    with pytest.raises(InvalidArgument, match=message):
+    with pytest.raises(InvalidArgument, match=message) as caught:
         job_from_dict(changed("", section, value) if key is None else changed(section, key, value))
+    assert "secret" not in str(caught.value)
+
+
+SECRETS = {  # what YAML or a job cannot be, with a password in it
+    "no YAML": "task: causal_lm\npassword: hunter2: [\n",
+    "an unknown key": "task: causal_lm\npassword: hunter2\n",
+    "an unknown key of a section": "task: causal_lm\nmodel: {path: tiny, token: hunter2}\n",
+    "a tag": "task: causal_lm\npassword: !hunter2\n",
+    "a tag with quotes": "task: causal_lm\npassword: !it's\"hunter2\n",
+    "a handle": "task: causal_lm\npassword: !hunter2!x\n",
+    "an alias": "task: causal_lm\npassword: *hunter2\n",
+    "an escape": 'task: causal_lm\npassword: "hunter2\\q"\n',
+    "a tab": "task: causal_lm\npassword:\n\t- hunter2\n",
+    "a byte": b"task: causal_lm\npassword: hunter2\xff\n",
+    "a control character": "task: causal_lm\npassword: hunter2\x01\n",
+    "too many": f"task: causal_lm\npassword: [{'hunter2, ' * 10_000}]\n",
+    "a section of text": "task: causal_lm\npassword: {a: hunter2}\nmodel: {path: {b: hunter2}}\n",
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_errors_show_no_value_of_the_file(tmp_path, name):
+    path, text = tmp_path / "job.yaml", SECRETS[name]
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidArgument) as caught:
+        read_job(path)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in told.replace(str(path), "")
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_labels_are_texts(tmp_path, config):
+    path = tmp_path / "labels.yaml"
+    path.write_text(JOB.replace("train: mails.jsonl", "train: mails.jsonl, labels: [0, 1]"))
+    assert read_job(path).data.labels == ("0", "1")
+    assert read_job(config, ["--labels", "0, 1"]).data.labels == ("0", "1")
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "1e-05", "0.00001", "+1e-5"])
+def test_numbers_as_people_write_them(tmp_path, config, text):
+    path = tmp_path / "number.yaml"
+    path.write_text(JOB.replace("1e-5", text))
+    assert read_job(path).privacy.dp_delta == 1e-5
+    assert read_job(config, ["--dp-delta", text]).privacy.dp_delta == 1e-5
+    assert yaml.safe_load("1e-5") == "1e-5"  # PyYAML itself is as it was
+
+
+FLAGS = {  # as text -> place and value
+    "true": (["--bf16", "true"], ("training", "bf16", True)),
+    "bare": (["--bf16"], ("training", "bf16", True)),
+    "no": (["--deduplicate", "no"], ("data", "deduplicate", False)),
+    "nothing": (["--physical_batch_size", "null"], ("training", "physical_batch_size", None)),
+    "digits are a text": (["--text_column", "7"], ("data", "text_column", "7")),
+    "no is a text": (["--text_column", "no"], ("data", "text_column", "no")),
+    "null is a text": (["--text_column", "null"], ("data", "text_column", "null")),
+    "a list": (["--targets", "q_proj, v_proj"], ("lora", "targets", ("q_proj", "v_proj"))),
+    "no list": (["--targets", "none"], ("lora", "targets", None)),
+    "negative": (["--lora.alpha=3e0"], ("lora", "alpha", 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_have_the_type_of_their_key(config, name):
+    flags, (section, key, value) = FLAGS[name]
+    found = dataclasses.asdict(read_job(config, flags))[section][key]
+    assert (found, type(found)) == (value, type(value))
+
+
+BAD_VALUES_OF_FLAGS = {
+    "integer": (["--steps", "ten"], "Expected an integer, got --steps='ten'"),
+    "a part": (["--steps", "1.5"], "Expected an integer, got --steps='1.5'"),
+    "number": (["--dp-delta", "small"], "Expected a finite number, got --dp_delta='small'"),
+    "nan": (["--dp-delta", "nan"], "Expected a finite number, got privacy.dp_delta=nan"),
+    "true": (["--bf16", "maybe"], "Expected true or false, got --bf16='maybe'"),
+    "one of": (["--dp-clip", "soft"], "Expected --dp_clip to be one of 'flat' or 'automatic', got --dp_clip='soft'"),
+    "an empty text in a list": (["--labels", "a,,b"], "Expected text, got data.labels.1=''"),
+    "no opposite": (["--disable_dp", "maybe"], "Expected true or false, got --disable_dp='maybe'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES_OF_FLAGS)
+def test_values_of_flags_that_are_refused(config, name):
+    flags, message = BAD_VALUES_OF_FLAGS[name]
+    with pytest.raises(InvalidArgument, match=message):
+        read_job(config, flags)
+
+
+def test_a_saved_job_is_json(config):
+    job = read_job(config, ["--lora.targets", "q_proj,v_proj", "--labels", "0,1"])
+    values = json.loads(json.dumps(job_to_dict(job)))
+    assert values == job_to_dict(job)
+    assert values["lora"]["targets"] == ["q_proj", "v_proj"]
+    assert job_from_dict(values) == job
 
 
 def test_contradictions_between_sections_are_refused():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from dpfunc._utils.validation import fail, one_of, open_unit, positive, probability, whole
+from dpfunc._utils.validation import fail, one_of, open_unit, positive, probability, suggestion, whole
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.errors import InvalidArgument, UnreachableBudget
@@ -140,21 +139,7 @@ class PrivacyArguments:
         >>> PrivacyArguments.from_names(names).dp_epsilon
         8.0
         """
-        known = [f.name for f in fields(cls)]
-        chosen: dict[str, tuple[str, Any]] = {}
-        for name, value in values.items():
-            target = OTHER_NAMES.get(name, name)
-            if target not in known:
-                raise InvalidArgument(f"Expected a privacy argument, got {name!r}. {_suggestion(name, known)}")
-            if name == "disable_dp":
-                if not isinstance(value, bool):
-                    raise fail("disable_dp to be true or false", name, value)
-                value = not value
-            if target in chosen and chosen[target][1] != value:
-                other = chosen[target][0]
-                raise InvalidArgument(f"Expected one value for {target}, got {other} and {name}, which contradict.")
-            chosen[target] = (name, value)
-        return cls(**{target: value for target, (_, value) in chosen.items()})
+        return cls(**own_names(values))
 
     @property
     def adjacency(self) -> Adjacency:
@@ -245,8 +230,29 @@ class PrivacyArguments:
         return Shuffled(dataset_size, int(size))
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, [*known, *OTHER_NAMES], n=1, cutoff=0.5) or [
-        option for option in known if option == f"dp_{name}"
-    ]
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Privacy arguments by the names of `PrivacyArguments`, where other libraries' names may be among them.
+
+    Raises:
+        InvalidArgument: an unknown name, with a suggestion; or two names of one argument that differ.
+
+    >>> own_names({"target_epsilon": 8.0, "disable_dp": False})
+    {'dp_epsilon': 8.0, 'dp_enabled': True}
+    """
+    known = [f.name for f in fields(PrivacyArguments)]
+    chosen: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in values.items():
+        target = OTHER_NAMES.get(name, name)
+        if target not in known:
+            hint = suggestion(str(name), [*known, *OTHER_NAMES])
+            raise InvalidArgument(f"Expected a privacy argument, got {name!r}. {hint}")
+        if name == "disable_dp":
+            if not isinstance(value, bool):
+                raise fail("disable_dp to be true or false", name, value)
+            value = not value
+        if target in chosen and chosen[target] != value:
+            other = origin[target]
+            raise InvalidArgument(f"Expected one value for {target}, got {other} and {name}, which contradict.")
+        chosen[target], origin[target] = value, name
+    return chosen

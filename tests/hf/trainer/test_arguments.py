@@ -129,7 +129,7 @@ def test_T2_names_of_other_libraries():
         ({"max_grad_norm": 1.0}, "Did you mean '(dp|per_sample)_max_grad_norm'"),
         ({**GUIDE, "target_epsilon": 3.0}, "dp_epsilon and target_epsilon, which contradict"),
         ({**GUIDE, "disable_dp": "no"}, "disable_dp to be true or false"),
-        ({**GUIDE, "zzz": 1}, "Known: dp_enabled"),
+        ({**GUIDE, "zzz": 1}, "Known: disable_dp, dp_accountant"),
     ],
 )
 def test_T2_unknown_and_contradicting_names_are_refused(values, message):

@@ -1,0 +1,182 @@
+"""The folder of a run: the job that is kept in it, checks before it is used, and the cost that its journal holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpfunc._utils.locks import LOCK_FILE
+from dpfunc._utils.validation import shorten, unique_json
+from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.chain import replace_file
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf.trainer.files import JOURNAL, count_steps, is_whole, newest
+from dpfunc.train.config import Job, job_from_dict, job_to_dict
+
+JOB_FILE, ACCOUNTING = "job.json", "privacy_accounting.json"
+# A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
+FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
+
+
+def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
+    """Keep the job in its folder, to recognise it when it is resumed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
+    replace_file(folder / JOB_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def _read_job_file(folder: Path) -> tuple[dict[str, Any], int | None]:
+    """The job of a folder as JSON values, and its insecure seed.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    path = folder / JOB_FILE
+    try:
+        match unique_json(path.read_bytes()):
+            case {"job": dict() as job, "insecure_seed": (int() | None) as seed}:
+                return job, seed
+        problem = "it does not hold a job"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise CheckpointError(
+        f"The file {path} cannot be read: {problem}. Restore it; or begin a new run in another --output_dir, which "
+        f"counts this one: --spent {folder / JOURNAL}."
+    )
+
+
+def saved_job(folder: Path) -> tuple[Job, int | None]:
+    """The job of a run folder, and its insecure seed.
+
+    Raises:
+        CheckpointError: not a folder of `dpfunc train`.
+    """
+    path = folder / JOB_FILE
+    if not path.is_file():
+        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {JOB_FILE}.")
+    values, seed = _read_job_file(folder)
+    return job_from_dict(values), seed
+
+
+def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
+    """Check that the output folder can be made and is empty, or that it holds the run to resume.
+
+    Raises:
+        InvalidArgument: a new run in a folder with files, or in none that can be written.
+        CheckpointError: nothing to resume, or another job.
+    """
+    folder = Path(job.output_dir)
+    _check_writable(folder)
+    if resume:
+        _check_same_job(job, folder, insecure_seed)
+    elif folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
+        raise InvalidArgument(
+            f"Expected an empty output_dir, got {str(folder)!r}, which is not. Go on with the run there: --resume; "
+            "or name another folder: --output_dir."
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """Check that files can be made in a folder, or in the nearest one above it that exists."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise InvalidArgument(
+            f"Expected an output_dir that is a folder or can be made, got output_dir={str(folder)!r}: {str(there)!r} "
+            "is a file. Name another folder: --output_dir."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InvalidArgument(
+            f"Expected an output_dir that can be written, got output_dir={str(folder)!r}: {str(there)!r} may not be. "
+            "Name another folder: --output_dir."
+        )
+
+
+def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
+    """Check that a folder holds a run of this very job, with a checkpoint to resume from."""
+    if not (folder / JOB_FILE).is_file():
+        raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
+    saved, seed = _read_job_file(folder)
+    changed = _differences(saved, job_to_dict(job))
+    if seed != insecure_seed:
+        changed.append(f"--insecure-seed was {seed}, now {insecure_seed}")
+    if changed:
+        raise CheckpointError(
+            f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
+            "repeats steps with the same noise, so nothing else may change."
+        )
+    if not _has_checkpoint(job):
+        newest(folder)  # raises, and says how the steps of the journal are counted
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training.
+
+    >>> _differences({"task": "vqa", "training": {"steps": 1}}, {"task": "vqa", "training": {"steps": 2, "seed": 0}})
+    ['training.seed was None, now 0', 'training.steps was 1, now 2']
+    """
+    before, after = _flat(saved), _flat(now)
+    return [
+        f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
+        for name in sorted({*before, *after})
+        if name.rpartition(".")[2] not in FREE and before.get(name) != after.get(name)
+    ]
+
+
+def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all sections by their full names, `section.key`."""
+    found: dict[str, Any] = {}
+    for name, value in job.items():
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _has_checkpoint(job: Job) -> bool:
+    """True if the folder has a checkpoint that `--resume` can continue from."""
+    found = list(Path(job.output_dir).glob("checkpoint-*"))
+    return any(is_whole(path) for path in found) if job.privacy.dp_enabled else bool(found)
+
+
+def interrupted(job: Job) -> str:
+    """Message after the user interrupts a run: its privacy cost, and how to resume or count it."""
+    journal = Path(job.output_dir) / JOURNAL
+    steps, delta = count_steps(journal), job.privacy.dp_delta
+    if delta is None or not job.privacy.dp_enabled:
+        said = "Interrupted. The twin without privacy spends nothing."
+    elif not steps:
+        said = "Interrupted before the first step was released: nothing was spent."
+    else:
+        epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
+        earlier = ", earlier runs not counted" if job.data.spent else ""
+        said = (
+            f"Interrupted. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
+            f"{earlier}. A new run on these records counts them: --spent {journal}."
+        )
+    return (
+        f"{said} {'--resume goes on with this run.' if _has_checkpoint(job) else 'There is no checkpoint to resume.'}"
+    )
+
+
+def check_accounting(folder: Path, spent: Ledger | None) -> None:
+    """Check, before a model is saved, that its accounting has every step in the journal of the folder.
+
+    Args:
+        folder: of the run. spent: by earlier runs.
+
+    Raises:
+        CheckpointError: another process has trained into the same folder, or lines were lost.
+
+    Guarantees:
+        tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.
+    """
+    journal, path = folder / JOURNAL, folder / ACCOUNTING
+    taken = journal_ledger(journal)
+    said = Ledger.from_json(json.dumps(json.loads(path.read_text())["ledger"]))
+    if said != (taken if spent is None else spent.compose(taken)):
+        raise CheckpointError(
+            f"Expected {path} to count the steps of {journal}, {taken}, got {said}. Another process has used this "
+            f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."
+        )
