@@ -38,7 +38,7 @@ from dpfunc.checkpoint.run_layout import layout
 from dpfunc.checkpoint.sharded_save import LATEST, latest
 from dpfunc.checkpoint.tensors import METADATA, PARAMS, decode, read_table, read_tensors, room
 from dpfunc.distributed.launch import is_writer
-from dpfunc.distributed.object_collectives import all_or_none, joint_group, place, shared
+from dpfunc.distributed.object_collectives import all_or_none, joint_group, rank_and_size, shared
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
@@ -161,7 +161,7 @@ def _instead(parent: Path) -> str:
 
 def _verify_share(path: Path, ranks: Ranks | None) -> None:
     """Verify this process's share of the files; each file is verified by one process."""
-    number, count = place(ranks)
+    number, count = rank_and_size(ranks)
     verify(path, dict(sorted(_manifest(path).items())[number::count]))
 
 

@@ -93,7 +93,7 @@ def processes() -> Iterator[Any]:
             f"Process {ranks.rank} lost the others: one of them ended or did not answer in time; its own error says "
             f"why. Every step that was released is in the journal; training goes on with --resume. ({error})"
         ) from error
-    distributed.leave()
+    distributed.shutdown()
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
