@@ -23,7 +23,7 @@ from dpfunc.engines.guards.audit import Audits, audit, credited_by, drawn_rows
 from dpfunc.engines.guards.row_independence import tolerance_of
 from dpfunc.engines.loop import loop
 from dpfunc.engines.microbatch import automatic_size
-from dpfunc.engines.numerics import accumulation_dtype, exact, wide
+from dpfunc.engines.numerics import accumulation_dtype, exact, to_accumulation_dtype
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, torch_seed
@@ -67,7 +67,7 @@ def check_params(params: Params) -> None:
                 f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
                 "Leave it out of params: it cannot be trained by gradients."
             )
-    sums = torch.stack([wide(local(param).detach().sum()).cpu() for param in params.values()])
+    sums = torch.stack([to_accumulation_dtype(local(param).detach().sum()).cpu() for param in params.values()])
     if not bool(torch.isfinite(sums).all()):  # a sum is quick, and may overflow: then look closely
         bad = [name for name, param in params.items() if not bool(torch.isfinite(local(param).detach()).all())]
     else:
@@ -168,7 +168,7 @@ class ClippedGrad:
                 credited = credited_by(per_sample, sq_norms)
                 self._audits.note(credited)
                 if credited is not None:
-                    wanted = self._audits.due(microbatch, credited.doubts, credited.strange, seconds)
+                    wanted = self._audits.due(microbatch, credited.doubts, credited.untraced, seconds)
                     rows = drawn_rows(key, batch_size(microbatch), wanted)
                     start = time.perf_counter()
                     audit(self.loss_fn, params, microbatch, credited, rows)

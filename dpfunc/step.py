@@ -27,7 +27,7 @@ from dpfunc.engines.auto import Decision, auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
 from dpfunc.engines.loop import loop
-from dpfunc.engines.tracing.memory import UNPROVEN, Unproven
+from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian

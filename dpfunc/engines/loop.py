@@ -1,4 +1,4 @@
-"""Sample by sample, with ordinary autograd: slow, needs nothing from the model, always right."""
+"""The engine of single samples with ordinary autograd: slow, correct, and without requirements on the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_ke
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.tracing.trace import kept_apart
+from dpfunc.engines.tracing.trace import tracing_rows_alone
 from dpfunc.engines.uses.accumulate import check_differentiable
 from dpfunc.engines.uses.tensor_parallel import local_like
 from dpfunc.engines.vmap import check_depends
@@ -48,7 +48,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         num_samples = batch_size(batch)
         losses: list[Tensor] = []
-        listener = CollectiveRecorder()
+        recorder = CollectiveRecorder()
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         reached = not num_samples
@@ -58,8 +58,8 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
             row = rows(batch, sample, sample + 1)
             leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
             with (
-                kept_apart(row) as trace,
-                own_only(listener),
+                tracing_rows_alone(row) as trace,
+                own_only(recorder),
                 parameters_unchanged(params),
                 torch.enable_grad(),
                 backward_inside(),
@@ -84,7 +84,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         check_depends(reached)
         first = next(iter(parts.values()))
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
-        check_replicated(losses_B, grads_B, params, listener.meshes)
+        check_replicated(losses_B, grads_B, params, recorder.meshes)
         result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
         if bool(any_process(torch.tensor([bool(reads) or was_kept(loss_fn)]))):
             with refused_by_all():

@@ -1,4 +1,4 @@
-"""A microbatch size from what one sample's activations weigh. Speed and memory only: the sum is the same."""
+"""A microbatch size from the memory of one sample's activations. Speed and memory only: the sum is the same."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
 
 
 def _saved_bytes(loss_fn: LossFn, params: Params, batch: Batch) -> int:
-    seen: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        bytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks:
         losses_B = loss_fn(leaves, batch)
-    total = sum(seen.values())
+    total = sum(bytes_by_storage.values())
     del losses_B  # alive until here: freed storages could be counted twice
     return total

@@ -26,7 +26,7 @@ def register_rule(
     needs: Sequence[str],
     example: Mapping[str, Any],
 ) -> None:
-    """Teach the fast engines one operation; the rule is compared with single samples before it is taken.
+    """Add a rule for one operation to the fast engines, after it is compared with single samples.
 
     Args:
         op: a function that torch can intercept: one of torch's own, or one that calls
@@ -38,7 +38,7 @@ def register_rule(
         example: arguments by name for the comparison, float64 where floating, with at least two samples.
 
     Raises:
-        InvalidArgument: the rule does not give what single samples give; it is not taken.
+        InvalidArgument: the rule does not give what single samples give; it is not added.
 
     Guarantees:
         a wrong rule is refused (tests/engines/test_register.py::test_a_wrong_rule_is_refused).
@@ -55,7 +55,7 @@ def register_rule(
         raise InvalidArgument(f"Expected needs to name arguments of the example, got unknown {unknown}.")
 
     def _grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:  # noqa: ANN401
-        if use.layout.axis != 0 or use.output[0] != use.num_samples:
+        if use.sample_axis.axis != 0 or use.output[0] != use.num_samples:
             raise use.refuse("the samples are not on axis 0.")
         return {parameter: Dense(per_sample_grad(grad, **arguments))}
 

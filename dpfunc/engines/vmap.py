@@ -15,11 +15,11 @@ from dpfunc._utils.validation import shorten, whole
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged
 from dpfunc.engines.guards.collectives import none_batched
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.tracing.trace import kept_apart
+from dpfunc.engines.tracing.trace import tracing_rows_alone
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params
 
-# What torch says when a loss does something that vmap or grad cannot do -> what the user can do about it.
+# A part of torch's message when a loss does something that vmap or grad cannot do -> advice for the user.
 TRANSLATIONS = {
     "saved tensor hooks": (
         "The loss uses gradient checkpointing (torch.utils.checkpoint), which torch does not support under vmap. "
@@ -118,7 +118,7 @@ def check_depends(depends: bool) -> None:
 
 
 def per_row(params: Params, row: Batch, loss_fn: LossFn) -> tuple[Tensor, Tensor]:
-    """The loss of one row, seen by the model as a batch of one."""
+    """The loss of one row, which the model gets as a batch of one."""
     batch_of_one = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), row)
     losses_B = loss_fn(params, batch_of_one)
     check_losses(losses_B, 1)
@@ -163,7 +163,13 @@ def vmap(chunk_size: int | None = None) -> Engine:
             with torch.no_grad(), none_batched():
                 grads, losses_B = mapped(detached, batch)
             return PerSample(losses_B, {name: Dense(grad) for name, grad in grads.items()}, alone=True)
-        with kept_apart(batch) as trace, parameters_unchanged(params), torch.no_grad(), none_batched(), NoData():
+        with (
+            tracing_rows_alone(batch) as trace,
+            parameters_unchanged(params),
+            torch.no_grad(),
+            none_batched(),
+            NoData(),
+        ):
             grads, losses_B = _run(mapped, detached, batch)
         if trace.doubts:
             raise UnsupportedModel(f'Under vmap a row would depend on others: {trace.doubts[0]}. Use engine="loop".')

@@ -144,7 +144,7 @@ def managed_costs():
 
     forward, params, engine, _ = managed(mesh_of())
     batch, loss_fn = take(data(), torch.arange(6)), classes(forward)
-    every = list(engine.forward.whole().values())
+    every = list(engine.forward.gathered_tensors().values())
     gathers, sums, most = [], [], [0]
 
     def gather(*args):

@@ -1,8 +1,8 @@
-"""Rows drawn at random are computed alone, and compared with what an engine credited to them, before any release.
+"""Audit: rows drawn at random are computed alone, and compared with the values of an engine, before any release.
 
-A trace proves that nothing flows from one sample to another. It does not see what depends on the size of the batch as a
-Python number, or on random numbers of other libraries; and it believes the rules for per-sample gradients. The audit
-sees all of that, in the rows that it draws.
+A trace proves that nothing flows from one sample to another. It does not follow what depends on the size of the batch
+as a Python number, or on random numbers of other libraries; and it relies on the rules for per-sample gradients. The
+audit detects errors of all these kinds, in the rows that it draws.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ class Audits:
         """Remember whether the step drew random numbers."""
         self.drew = credited is not None and bool(credited.draws)
 
-    def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False, seconds: float = 0.0) -> int:
-        """Choose how many rows of this batch to compute alone: more for a step with doubts or strange tensors.
+    def due(self, batch: Batch, doubts: Sequence[str], untraced: bool = False, seconds: float = 0.0) -> int:
+        """Choose how many rows of this batch to compute alone: more for a step with doubts or untraced tensors.
 
         Args:
-            batch, doubts, strange: of the step, see `Credited`. seconds: that the engine took.
+            batch, doubts, untraced: of the step, see `Credited`. seconds: that the engine took.
         """
         count = batch_size(batch)
         self.saved += TIME_SHARE * seconds
         if bool(any_process(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
             return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
         size = (count, *signature(batch))
-        strange, new = (strange and not in_lockstep(), size not in self.sizes and not in_lockstep())
+        untraced, new = (untraced and not in_lockstep(), size not in self.sizes and not in_lockstep())
         wanted = count // ROWS_IN
         if not new and not in_lockstep():  # each process has a clock of its own
             wanted = min(wanted, int(self.saved / self.row_seconds) if self.row_seconds else 0)
-        if new or strange or self.since >= STEPS_IN - 1:
-            wanted = max(wanted, FIRST_ROWS if strange or not self.sizes else 1)
+        if new or untraced or self.since >= STEPS_IN - 1:
+            wanted = max(wanted, FIRST_ROWS if untraced or not self.sizes else 1)
         self.since = 0 if wanted else self.since + 1
         self.sizes.add(size)
         return min(count, wanted)
@@ -108,7 +108,7 @@ class Credited:
     Args:
         losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, draws: of the step. per_sample: gives
             weighted sums of rows; None where they can be taken once only.
-        strange: a tensor came from where no trace looks. coarse: there were numbers of 16 bits.
+        untraced: a tensor was made without an operation that the trace follows. coarse: there were numbers of 16 bits.
     """
 
     losses_B: Tensor
@@ -116,7 +116,7 @@ class Credited:
     doubts: Sequence[str]
     draws: Sequence[Draw]
     per_sample: PerSample | None
-    strange: bool = False
+    untraced: bool = False
     coarse: bool = False
 
 
@@ -126,7 +126,7 @@ def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | N
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
     return Credited(
-        per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange, per_sample.coarse
+        per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.untraced, per_sample.coarse
     )
 
 
@@ -143,12 +143,12 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
     try:
         alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
         problem = _compare(params, credited, alone, {})
-        seen = bool(anywhere(torch.tensor([bool(problem)]), params))
-        if seen:
+        differs_anywhere = bool(anywhere(torch.tensor([bool(problem)]), params))
+        if differs_anywhere:
             unstable = {row: _unstable(loss_fn, params, batch, credited, row, alone[row]) for row in chosen}
             problem = _compare(params, credited, alone, unstable)
-            seen = bool(anywhere(torch.tensor([bool(problem)]), params))
-        if seen and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
+            differs_anywhere = bool(anywhere(torch.tensor([bool(problem)]), params))
+        if differs_anywhere and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
             problem = "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
     except OtherDraws:
         problem = "alone it draws other random numbers" if credited.doubts else ""
@@ -185,7 +185,7 @@ def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, 
 
 
 class Unstable(NamedTuple):
-    """How far rounding can move a row by itself: its loss, and name -> norm of the difference of its gradients."""
+    """Changes of a row by rounding alone: of its loss, and name -> norm of the change of its gradients."""
 
     loss: float
     gradients: Mapping[str, float]
@@ -237,7 +237,7 @@ def _compare_gradients(
     signs_B = torch.zeros_like(credited.losses_B, dtype=torch.float32)
     expected: dict[str, Tensor] = {}
     largest = 0.0
-    for place, (row, single) in enumerate(alone.items()):
+    for index, (row, single) in enumerate(alone.items()):
         squares = {name: value[0] for name, value in single.sq_norms().items()}
         total = float(torch.stack(list(squares.values())).sum().sqrt())
         given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
@@ -255,7 +255,7 @@ def _compare_gradients(
                     f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
                     f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
                 )
-        sign = -1.0 if expected and place % 2 else 1.0
+        sign = -1.0 if expected and index % 2 else 1.0
         signs_B[row] = sign
         for name, grad in single.grads.items():
             part = grad.dense()[0]  # of the first row as it is: a table of embeddings is large

@@ -1,7 +1,7 @@
 """Communication between ranks inside of a loss: it would mix the records of different ranks.
 
 Under vmap it is worse: a functional collective of a batched tensor returns its input, without an error. What torch's
-own wrappers communicate (DTensor, FSDP2) are parts of parameters, or parts of one record's activations: let pass.
+own wrappers communicate (DTensor, FSDP2) are parts of parameters, or parts of one record's activations: allowed.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Batched(TorchFunctionMode):
 
 
 def none_batched() -> AbstractContextManager[object]:
-    """Inside, a collective of a batched tensor is an error and not silently its input. Nothing without ranks."""
+    """Inside, a collective of a batched tensor is an error and not silently its input. No effect without ranks."""
     return Batched() if initialized() else nullcontext()
 
 
@@ -185,10 +185,10 @@ class CollectiveRecorder(DispatchMode):
 
 
 @contextmanager
-def own_only(listener: CollectiveRecorder | None = None) -> Iterator[None]:
-    """Inside, a loss that communicates by itself is an error. Nothing without ranks."""
+def own_only(recorder: CollectiveRecorder | None = None) -> Iterator[None]:
+    """Inside, a loss that communicates by itself is an error. No effect without ranks."""
     if not initialized():
         yield
         return
-    with CollectiveRecorder() if listener is None else listener:
+    with CollectiveRecorder() if recorder is None else recorder:
         yield

@@ -58,9 +58,9 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def _dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:  # noqa: ANN401
-    for place, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            return float(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+            return float(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
     return 0.0
 
 

@@ -1,6 +1,6 @@
 """Python values that a loss keeps from call to call: what it reaches by closures, attributes and global names.
 
-Only looked at where a loss gives numbers of its batch to Python: if such a loss changes what it keeps, records of one
+Only compared where a loss gives numbers of its batch to Python: if such a loss changes what it keeps, records of one
 row or step may reach the gradients of another.
 """
 
@@ -32,27 +32,27 @@ def python_state(loss_fn: object) -> int:
     >>> before == python_state(lambda: kept)
     False
     """
-    seen: set[int] = set()
-    said: list[object] = []
+    visited: set[int] = set()
+    values: list[object] = []
     todo: list[Any] = [loss_fn]
-    while todo and len(seen) < MOST:
+    while todo and len(visited) < MOST:
         value = todo.pop()
-        if id(value) in seen or isinstance(value, OPAQUE):
+        if id(value) in visited or isinstance(value, OPAQUE):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, functools._lru_cache_wrapper):
-            said.append(value.cache_info()[3])
+            values.append(value.cache_info()[3])
             todo.append(value.__wrapped__)
             continue
         for item in _inside(value):
             if isinstance(item, PLAIN):
-                said.append(item)
+                values.append(item)
             elif isinstance(item, Tensor):  # those that a batch has left in memory are seen where they are used
-                said.append("tensor")
+                values.append("tensor")
             else:
                 todo.append(item)
-        said.append(type(value).__name__)
-    return hash(tuple(said))
+        values.append(type(value).__name__)
+    return hash(tuple(values))
 
 
 def _inside(value: object) -> Iterable[Any]:

@@ -65,21 +65,21 @@ class KernelCost:
 
     @property
     def numbers(self) -> int:
-        """Numbers of the gradient."""
+        """Number of elements of the gradient of one sample."""
         return math.prod(self.shape)
 
     def dropped(self) -> int:
-        """The norm of the gradient that is formed and dropped."""
+        """Operations for the norm of a gradient that is formed and not kept."""
         return 2 * self.positions * self.numbers + OPERATIONS_A_DROPPED_NUMBER * self.numbers
 
     def ghost(self) -> int:
-        """The ghost norm: products of positions with positions on both sides."""
+        """Operations for the ghost norm: products of positions with positions on both sides."""
         pairs = self.positions**2 * self.groups
         still = 2 * OPERATIONS_A_SMALL_PRODUCT * self.positions**2 * self.shape[0]
         return still + OPERATIONS_A_DROPPED_NUMBER * pairs + min(self.by_cells(), self.unfolded())
 
     def by_cells(self) -> int:
-        """Products of windows as sums over the taps of products of cells, one axis after the other.
+        """Operations for products of windows, as sums over the taps of products of cells, one axis after the other.
 
         Taps read the cells of one residue modulo the stride; the cells of each are multiplied with each other.
         """
@@ -91,7 +91,7 @@ class KernelCost:
         return parts * (products + OPERATIONS_A_DROPPED_NUMBER * added + OPERATIONS_A_CALL * (2 + passes))
 
     def unfolded(self) -> int:
-        """Products of windows that are copied."""
+        """Operations for products of windows that are copied."""
         copied = self.positions * math.prod(self.shape[1:]) * self.groups
         return 2 * OPERATIONS_A_SMALL_PRODUCT * self.positions * copied + OPERATIONS_A_DROPPED_NUMBER * copied
 

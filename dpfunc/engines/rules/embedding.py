@@ -13,7 +13,7 @@ from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
 
 def form(use: Use) -> Form:
-    """Form tables that are smaller than the rows that are looked up."""
+    """Choose the form: tables that are smaller than the rows that are looked up are formed."""
     (shape,) = use.shapes.values()
     return "dense" if math.prod(shape) <= use.output.numel() // use.num_samples else "factors"
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.numerics import wide
+from dpfunc.engines.numerics import to_accumulation_dtype
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines.rules.cost import matrix_form
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
 
 def form(use: Use) -> Form:
-    """By time; vectors are formed."""
+    """Choose the form that takes less time; gradients of vectors are formed."""
     matrices = [shape for shape in use.shapes.values() if len(shape) > 1]
     if not matrices:
         return "dense"
@@ -24,8 +24,8 @@ def form(use: Use) -> Form:
 
 
 def column_sum(use: Use, grad: Tensor) -> Dense:
-    """The sum over the positions of each sample: what a bias gets."""
-    return Dense(wide(use.positions(grad)).sum(1))
+    """The sum over the positions of each sample: the gradient of a bias."""
+    return Dense(to_accumulation_dtype(use.positions(grad)).sum(1))
 
 
 def linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Grads:
@@ -74,7 +74,7 @@ def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
         return {"other": Outer(use.positions(input), use.positions(grad), shape)}
     if argument == "other" and len(shape) == 1:
         return {"other": Outer(use.positions(input), use.positions(grad[..., None]), shape)}
-    if argument == "input" and len(shape) == 2 and len(use.output) > 2 and use.layout.axis < len(use.output) - 2:
+    if argument == "input" and len(shape) == 2 and len(use.output) > 2 and use.sample_axis.axis < len(use.output) - 2:
         return {"input": Outer(use.positions(grad.mT), use.positions(other.mT), shape)}
     if len(shape) > 2 and argument == "other" and input.ndim > 1:
         return {"other": _stack(use, shape, input, grad)}
@@ -89,11 +89,14 @@ def _stack(use: Use, shape: tuple[int, ...], first: Tensor, second: Tensor) -> D
     Args:
         first, second: with the axes of the result; axes that the parameter lacks are summed over.
     """
-    ndim, axis, on_the_left = len(use.output), use.layout.axis, "input" in use.wanted
+    ndim, axis, on_the_left = len(use.output), use.sample_axis.axis, "input" in use.wanted
     aligned = (1,) * (ndim - len(shape)) + shape
     if axis == (ndim - 2 if on_the_left else ndim - 1) or (axis < ndim - 2 and aligned[axis] != 1):
         raise use.refuse("the samples are on an axis of the parameter.")
-    sides = [use.split(wide(side.reshape((1,) * (ndim - side.ndim) + tuple(side.shape)))) for side in (first, second)]
+    sides = [
+        use.split(to_accumulation_dtype(side.reshape((1,) * (ndim - side.ndim) + tuple(side.shape))))
+        for side in (first, second)
+    ]
     letters = string.ascii_lowercase[: ndim - 2]
     kept = "".join(letter for letter, size in zip(letters, aligned, strict=False) if size != 1)
     of_sides = ("PT", "DT") if on_the_left else ("TP", "TD")
@@ -125,11 +128,13 @@ def grouped(
     segments = torch.searchsorted(offs.long(), torch.arange(len(mat_a), device=offs.device), right=True)
     x_BTd, g_BTn = use.positions(mat_a), use.positions(grad)
     e_BT = use.positions(segments[:, None] + 1)[..., 0] - 1  # rows that fill up are of no segment
-    formed = g_BTn.new_zeros(use.num_samples, *shape, dtype=wide(g_BTn).dtype)
+    formed = g_BTn.new_zeros(use.num_samples, *shape, dtype=to_accumulation_dtype(g_BTn).dtype)
     for expert in torch.unique(e_BT).tolist():
         if 0 <= expert < shape[0]:
             own_BT1 = (e_BT == expert)[..., None]
-            formed[:, expert] = torch.einsum("ZTD,ZTN->ZDN", wide(x_BTd * own_BT1), wide(g_BTn))
+            formed[:, expert] = torch.einsum(
+                "ZTD,ZTN->ZDN", to_accumulation_dtype(x_BTd * own_BT1), to_accumulation_dtype(g_BTn)
+            )
     return {"mat_b": Dense(formed)}
 
 

@@ -32,7 +32,7 @@ State = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Weights:
-    """Of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
+    """Weights of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
 
     inputs: Tensor
     state: Tensor
@@ -43,16 +43,16 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packing:
-    """Places of the rows of a PackedSequence in the padded tensor.
+    """Positions of the rows of a PackedSequence in the padded tensor.
 
     Args:
-        rows_TB: the row of each place, T * B; places after the end of a sample have its first row.
-        places_N: the place of each row. mask_TB1: where samples have not ended.
-        batch_sizes: how many samples have each time.
+        rows_TB: the row of each position, T * B; positions after the end of a sample have its first row.
+        positions_N: the position of each row. mask_TB1: where samples have not ended.
+        batch_sizes: number of samples at each time.
     """
 
     rows_TB: Tensor
-    places_N: Tensor
+    positions_N: Tensor
     mask_TB1: Tensor
     batch_sizes: Tensor
 
@@ -66,14 +66,14 @@ class Packing:
             rows_Kd = torch.index_select(data_Nd, 0, self.rows_TB)
         else:
             with torch._C.DisableTorchFunction():
-                rows_Kd = Padded.apply(data_Nd, self.rows_TB, self.places_N)  # type: ignore[no-untyped-call]
+                rows_Kd = Padded.apply(data_Nd, self.rows_TB, self.positions_N)  # type: ignore[no-untyped-call]
         x_TBd = torch.unflatten(rows_Kd, 0, self.mask_TB1.shape[:2])
         if trace is not None and own:  # all samples have all times now, of which the mask hides some
             trace.mark_ragged(x_TBd, ragged=False)
         return x_TBd
 
     def followed(self, x_TBd: Tensor) -> Packing:
-        """The mask has the rows of the samples: how long each one is."""
+        """Give the mask the rows of the samples: it is made of the length of each one."""
         trace = current_trace()
         return (
             self
@@ -83,10 +83,10 @@ class Packing:
 
     def packed(self, x_TBd: Tensor) -> Tensor:
         """(T, B, d) -> (N, d)."""
-        return torch.index_select(x_TBd.flatten(0, 1), 0, self.places_N)
+        return torch.index_select(x_TBd.flatten(0, 1), 0, self.positions_N)
 
     def given(self, x_TBd: Tensor) -> Tensor:
-        """The same, which the loss gets: how many rows a sample has depends on values."""
+        """(T, B, d) -> (N, d), for the loss: the number of rows of a sample depends on values."""
         data_Nd, trace = self.packed(x_TBd), current_trace()
         if trace is not None:
             trace.mark_ragged(data_Nd)
@@ -94,17 +94,17 @@ class Packing:
 
 
 class Padded(torch.autograd.Function):
-    """(N, d) -> (K, d), K = T * B places, of which those after the end of a sample have gradients of zero."""
+    """(N, d) -> (K, d), K = T * B positions, of which those after the end of a sample have gradients of zero."""
 
     @staticmethod
-    def forward(ctx: Any, data_Nd: Tensor, rows_K: Tensor, places_N: Tensor) -> Tensor:  # noqa: ANN401
-        """Each place has a row of its sample."""
-        ctx.save_for_backward(places_N)
+    def forward(ctx: Any, data_Nd: Tensor, rows_K: Tensor, positions_N: Tensor) -> Tensor:  # noqa: ANN401
+        """Each position has a row of its sample."""
+        ctx.save_for_backward(positions_N)
         return torch.index_select(data_Nd, 0, rows_K)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Each row has the gradient of its own place."""
+        """Each row has the gradient of its own position."""
         return torch.index_select(grads[0], 0, ctx.saved_tensors[0]), None, None
 
 
@@ -113,13 +113,13 @@ class Ordered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str = "") -> Tensor:  # noqa: ANN401
-        """`changed`: they leave it. `is_sorted`: in another order than they have in the batch."""
+        """Copy rows; `changed`: they leave the layer. `is_sorted`: their order depends on several samples."""
         ctx.axis, ctx.changed, ctx.is_sorted = axis, changed, is_sorted
         return _relabelled(x, axis, changed, is_sorted, doubt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Gradients leave the layer where values entered it, and the reverse."""
+        """Copy gradients, which leave the layer where values entered it, and the reverse."""
         return _relabelled(grads[0], ctx.axis, not ctx.changed, ctx.is_sorted), None, None, None, None
 
 
@@ -132,7 +132,7 @@ def _relabelled(x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str
 
 
 def entering(x: Tensor, axis: int, doubt: str = "") -> Tensor:
-    """Rows of the loss enter; see `Ordered`. Nothing where no trace looks."""
+    """Rows of the loss enter; see `Ordered`. The tensor itself without a trace."""
     return _ordered(x, axis, x, False, doubt)
 
 
@@ -164,7 +164,7 @@ def _total_is_given() -> bool:
 def pad_packed(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """torch's `_pad_packed_sequence`, by one index_select, so that it is seen whose rows go where."""
+    """torch's `_pad_packed_sequence`, by one index_select, so that the trace can follow the rows."""
     length = max(total_length, len(batch_sizes))
     sizes = torch.cat([batch_sizes, batch_sizes.new_zeros(length - len(batch_sizes))])
     pack = replace(packing(sizes, data.device), batch_sizes=batch_sizes)
@@ -194,19 +194,19 @@ def pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tens
 
 
 def packing(batch_sizes: Tensor, device: torch.device) -> Packing:
-    """From the number of samples that have each time; samples are sorted, the longest first."""
+    """Packing from the number of samples at each time; samples are sorted, the longest first."""
     num_samples = int(batch_sizes[0])
     sample_1B = torch.arange(num_samples)[None]
     mask_TB = sample_1B < batch_sizes[:, None]
     starts_T1 = (batch_sizes.cumsum(0) - batch_sizes)[:, None]
     rows_TB = torch.where(mask_TB, starts_T1 + sample_1B, sample_1B).flatten()
-    places = [torch.arange(count) + time * num_samples for time, count in enumerate(batch_sizes.tolist())]
-    return Packing(rows_TB.to(device), torch.cat(places).to(device), mask_TB[..., None].to(device), batch_sizes)
+    positions = [torch.arange(count) + time * num_samples for time, count in enumerate(batch_sizes.tolist())]
+    return Packing(rows_TB.to(device), torch.cat(positions).to(device), mask_TB[..., None].to(device), batch_sizes)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The options of a recurrent module; where it runs over packed data, where its rows are."""
+    """The options of a recurrent module, and the packing of its rows if it runs over packed data."""
 
     kind: Kind
     has_biases: bool
@@ -217,7 +217,7 @@ class Layers:
     pack: Packing | None = None
 
     def run(self, x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As torch.lstm and torch.gru: the outputs (T, B, H), then the last states (L, B, H)."""
+        """Outputs (T, B, H), then the last states (L, B, H), as torch.lstm and torch.gru return them."""
         directions = 2 if self.bidirectional else 1
         each = len(params) // self.num_layers
         states = [_beginning(state, x_TBd) for state in ([hx] if isinstance(hx, Tensor) else hx)]
@@ -277,7 +277,7 @@ class Layers:
 
 
 def _beginning(state_LBH: Tensor, x_TBd: Tensor) -> Tensor:
-    """A first state of constants, zeros for example, has the rows of the samples: each begins with its own."""
+    """A first state of constants, zeros for example, with the rows of the samples: each begins with its own."""
     trace = current_trace()
     return state_LBH if trace is None or state_LBH.requires_grad else trace.with_rows_of(state_LBH, x_TBd, 1)
 
@@ -289,7 +289,7 @@ def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Wei
     return [Weights(*group[:2], *no_biases, *group[2:]) for group in groups]
 
 
-def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
+def decomposed(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
     """Replacement of a recurrent function of torch, with the same arguments and results."""
 
     def _padded(
@@ -366,10 +366,10 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.lstm: taken_apart(LSTM),
-    torch.gru: taken_apart(GRU),
-    torch.rnn_tanh: taken_apart(TANH),
-    torch.rnn_relu: taken_apart(RELU),
+    torch.lstm: decomposed(LSTM),
+    torch.gru: decomposed(GRU),
+    torch.rnn_tanh: decomposed(TANH),
+    torch.rnn_relu: decomposed(RELU),
 }
 PADDING: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._C._VariableFunctions._pad_packed_sequence: pad_packed,

@@ -191,8 +191,10 @@ def walk(
         mask_TB1: False where a sample has no such time: its state stays as it is.
     """
     if has_torch_function((x_TBG, own_TBG)):
-        seen = (x_TBG, own_TBG)
-        result: Walked = handle_torch_function(walk, seen, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1)
+        dispatched = (x_TBG, own_TBG)
+        result: Walked = handle_torch_function(
+            walk, dispatched, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1
+        )
         return result
     dtype = before_TBP.dtype
     with torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
@@ -211,14 +213,14 @@ class Replay(torch.autograd.Function):
         num_saved: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Tensors: the results, those to save, then the inputs."""
+        """Return the results; `tensors` are the results, those to save, then the inputs."""
         ctx.back, ctx.num_known = back, num_results + num_saved
         ctx.save_for_backward(*tensors[num_results : num_results + num_saved])
         return tuple(result.clone() for result in tensors[:num_results])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Back through time; no mode looks at the operations, which would take longer than they do."""
+        """Go back through time; modes are off, since they would take longer than the operations."""
         with torch._C.DisableTorchFunction(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
             return (*(None for _ in range(3 + ctx.num_known)), *ctx.back(ctx.saved_tensors, *grads))
 
@@ -239,8 +241,10 @@ def replay(
         fixed: the matrix of the states, that of the projection, and the mask.
     """
     if has_torch_function([value for value in inputs if value is not None]):
-        seen = [value for value in inputs if value is not None]
-        found: tuple[Tensor, ...] = handle_torch_function(replay, seen, kind, reverse, walked, h_TBP, inputs, fixed)
+        dispatched = [value for value in inputs if value is not None]
+        found: tuple[Tensor, ...] = handle_torch_function(
+            replay, dispatched, kind, reverse, walked, h_TBP, inputs, fixed
+        )
         return found
     results = [value for value in (h_TBP, walked.last_BH) if value is not None]
     weight, proj, mask_TB1 = (

@@ -2,9 +2,9 @@
 
 Where each number of the forward pass that can carry a gradient depends on one sample at most, as its type says, the
 derivative of the loss of a sample by a number of another sample is zero. torch computes that derivative, row by row, in
-the nodes of `DERIVATIVES`. What else runs Python in a backward pass is looked for: custom functions and checkpoints are
-other nodes; hooks on tensors and nodes are seen when they are put there (`functions.HOOKING`), hooks on saved tensors
-while they are active. Any of them, and the backward pass is followed operation by operation.
+the nodes of `DERIVATIVES`. Anything else that runs Python in a backward pass is detected: custom functions and
+checkpoints are other nodes; hooks on tensors and nodes are noted when they are registered (`torch_functions.HOOKING`),
+hooks on saved tensors while they are active. With any of them the backward pass is followed operation by operation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Types of calls that occur again and again: of the same operation, shapes and types, the result has the same type.
+"""Cache of the types of repeated calls: for the same operation, shapes and types, the result has the same type.
 
-A transformer repeats a few hundred different calls in every layer and step. The rule of a family in `PURE` looks at no
-numbers, so that its answer is a function of what the key holds; a rule that had to look at numbers after all (of a
+A transformer repeats a few hundred different calls in every layer and step. The rule of a family in `PURE` reads no
+numbers, so that its answer is a function of the key; the answer of a rule that had to read numbers after all (of a
 constant that may differ between samples) is not kept. Only answers without a doubt are kept.
 """
 
@@ -46,7 +46,11 @@ class Unkeyed(Exception):
 
 
 def key_of_call(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """The operation, and of each argument all that the rule of a pure family may look at; None if that is too much."""
+    """Key of a call: the operation, and all properties of its arguments that the rule of a pure family may read.
+
+    Returns:
+        None if the result also depends on something else, or an argument has too many properties.
+    """
     if not known.pure or trace.alone or trace.ragged:
         return None
     found: list[object] = [known.number, trace.num_samples]
@@ -70,7 +74,7 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
             key = value.untyped_storage()._cdata
             entry = entries.get(key)
             if entry is None:
-                if key not in trace.strangers:
+                if key not in trace.untraced_memory:
                     trace.type_of(value)
                 found.append(0)
             else:

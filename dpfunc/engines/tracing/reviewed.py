@@ -9,17 +9,17 @@ from torch import Tensor
 from dpfunc.engines.tracing.call import Call, Type
 from dpfunc.engines.tracing.entries import key_of, part
 from dpfunc.engines.tracing.readers import DRAWING, EACH_IMAGE, ONE_BY_ONE, SAME_FOR_ALL, TRUSTED, listed, reader
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
 GRID = 3
-"""Numbers that say the size of an image where one of them is read: frames, height, width."""
+"""Numbers of the grid of an image: frames, height, width."""
 
 
 def may_read(trace: Trace, value: Tensor, kind: Type, module: str, name: str) -> bool:
-    """True if a number that Python is given, there, says nothing of other samples."""
+    """True if a number that is read by this function of this module does not depend on other samples."""
     if listed(TRUSTED, module, name) or listed(DRAWING, module, name):
         return True
     if listed(ONE_BY_ONE, module, name):
@@ -28,7 +28,7 @@ def may_read(trace: Trace, value: Tensor, kind: Type, module: str, name: str) ->
 
 
 def may_measure(trace: Trace, kind: Type, module: str, name: str) -> bool:
-    """True if a shape that follows from values says, there, nothing of other samples."""
+    """True if a shape that is read by this function of this module does not depend on other samples."""
     if listed(TRUSTED, module, name) or (_own(kind) and listed(ONE_BY_ONE, module, name)):
         return True
     return (_own(kind) or _even(kind, trace.num_samples)) and listed(EACH_IMAGE, module, name)
@@ -38,11 +38,11 @@ def _even(kind: Type, count: int) -> bool:
     """True for rows of all samples, as many of each: as many as each alone has."""
     if not isinstance(kind, Rows) or kind.doubt or kind.slots is not None:
         return False
-    return kind.axis != WHOLE and kind.ids is None and kind.count == count
+    return kind.axis != ONE_SAMPLE and kind.ids is None and kind.count == count
 
 
 def _own(kind: Type) -> bool:
-    return isinstance(kind, Rows) and kind.axis == WHOLE and not kind.doubt
+    return isinstance(kind, Rows) and kind.axis == ONE_SAMPLE and not kind.doubt
 
 
 def same_for_all(trace: Trace, value: Tensor) -> bool:
@@ -55,7 +55,7 @@ def same_for_all(trace: Trace, value: Tensor) -> bool:
     if not isinstance(kind, Rows) or kind.doubt or kind.ragged or kind.slots is not None or value.is_floating_point():
         return False
     own = part(value)
-    if kind.axis != WHOLE:
+    if kind.axis != ONE_SAMPLE:
         every = kind.ids is None and kind.count == trace.num_samples
         return every and bool((own == own.narrow(kind.axis, 0, 1)).all())
     entry = trace.entries[key_of(own)][1]

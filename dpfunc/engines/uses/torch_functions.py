@@ -1,4 +1,4 @@
-"""Tables of torch functions that a tracker treats apart: those that read, check, convert, transpose, write in place."""
+"""Tables of torch functions with special treatment in a tracker: they read, check, convert, transpose or write."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Single, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, shuffled, slots_of, spread
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, samples_by_position, shuffled, slots_of
 
 
 def reduced(kind: Type, ndim: int, axes: Sequence[int], keepdim: bool, mixed: Mixed) -> Type:
     """The type after axes were reduced."""
     if not isinstance(kind, Rows):
         return kind
-    if kind.axis == WHOLE:
+    if kind.axis == ONE_SAMPLE:
         return kind
     if kind.axis in axes:
         return mixed
@@ -52,7 +52,7 @@ def whole_reduction(call: Call) -> Type:
 
 
 def truth(agrees: bool) -> Handler:
-    """`all` and `any`: the value that every sample alone has as well is remembered."""
+    """`all` and `any`: the result keeps the value that implies the same value for each sample alone."""
     return reduction(agrees=agrees)
 
 
@@ -92,15 +92,17 @@ def sorting(call: Call) -> Type | list[Type]:
     """
     kind = call.type_of(call.args[0])
     if isinstance(kind, Rows) and kind.axis == 0 and call.args[0].ndim == 1 and isinstance(call.out, (tuple, list)):
-        values, places = call.out
+        values, positions = call.out
         if kind.slots is not None or kind.doubt:
             return call.mixed()
-        order = places.cpu()
+        order = positions.cpu()
         slots, of = slots_of(kind, call.types.num_samples)
         if not values.is_floating_point():
-            call.types.remember(values)
+            call.types.keep_integers(values)
         return [
-            shuffled(spread(kind)[order], 0, slots[order], of, call.types.num_samples, kind.slots is not None),
+            shuffled(
+                samples_by_position(kind)[order], 0, slots[order], of, call.types.num_samples, kind.slots is not None
+            ),
             call.mixed(),
         ]
     position = 1

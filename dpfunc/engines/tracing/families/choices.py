@@ -7,15 +7,15 @@ from torch import Tensor
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
 from dpfunc.engines.tracing.rows import Mixed, Rows
 
-CONDITION = "a condition whose values were looked at"
+CONDITION = "a condition whose values were read"
 
 
 def where(call: Call) -> Type:
-    """`where(condition, one, other)`.
+    """Elementwise choice between two tensors: `where(condition, one, other)`.
 
-    A condition of the samples' own that is true for all of them is true for each alone, so that the other tensor, which
-    may be a mean over the batch for samples without data, reaches nobody. Its gradient is then zero: the same condition
-    is looked at again in the backward pass.
+    A condition of the samples' own that is true for all of them is true for each alone, so that no sample depends on
+    the other tensor, which may be a mean over the batch. Its gradient is then zero: the same condition is read again in
+    the backward pass.
     """
     if len(call.inputs) < 3:  # the others are numbers
         return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])

@@ -29,7 +29,7 @@ def convolved(call: Call, data: Tensor, weight: Tensor, others: Sequence[Tensor]
             if isinstance(weights, Mixed):
                 return weights
             if weights is None and not call.types.uniform(own, each, 0):
-                return call.mixed("with weights that differ between places in the batch")
+                return call.mixed("with weights that differ between positions of the batch")
             if weights is not None and (weights.axis != 0 or not alike(weights, each)):
                 return call.mixed("with weights of other samples")
             doubt = doubt or (weights.doubt if weights is not None else "")

@@ -1,7 +1,7 @@
-"""Reading at lists of positions.
+"""Reads at lists of positions: indexing by tensors, index_select.
 
 A sample may choose among its own numbers and among constants. Positions on the axis of the samples are followed row by
-row: which sample stands where is computed with the same positions. Positions that were computed from several samples
+row: the sample at each position is computed with the same positions. Positions that were computed from several samples
 must be a permutation of all rows, which leaves none out because of another.
 """
 
@@ -19,28 +19,28 @@ from dpfunc.engines.tracing.families.positions import (
     doubt_of_counts,
     equally_often,
     expanded_masks,
+    indexed_axes,
     kept_axis,
-    place_of,
     same_rows,
     single_axis,
 )
 from dpfunc.engines.tracing.readers import loops_over_experts
 from dpfunc.engines.tracing.rows import (
-    WHOLE,
+    ONE_SAMPLE,
     Mixed,
     Rows,
     axes_of,
     gathered,
     same_ids,
     same_slots,
+    samples_by_position,
     shuffled,
     slots_of,
-    spread,
 )
 
 
 def index(call: Call) -> Type:
-    """`self[i, j, ...]` with tensors."""
+    """Elements at tensors of positions or masks: `self[i, j, ...]`."""
     self: Tensor = call.args[0]
     kind = indexed(call, self, expanded_masks(call, call.args[1]))
     masks = [item for item in call.args[1] if item is not None and item.dtype in (torch.bool, torch.uint8)]
@@ -62,44 +62,44 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     kind = call.type_of(self)
     if isinstance(kind, Mixed):
         return kind
-    start, width, taken = place_of(indices, self.ndim)
+    start, width, taken = indexed_axes(indices, self.ndim)
     given = [item for item in indices if item is not None]
-    if kind is not None and kind.axis == WHOLE:
+    if kind is not None and kind.axis == ONE_SAMPLE:
         others = [item.kind for item in given if item.kind is not None]
         same = all(
-            isinstance(other, Rows) and other.axis == WHOLE and same_ids(other.ids, kind.ids) for other in others
+            isinstance(other, Rows) and other.axis == ONE_SAMPLE and same_ids(other.ids, kind.ids) for other in others
         )
         return kind if same else call.mixed()
     if kind is None or kind.axis not in taken:
-        return _beside(call, self, kind, given, start, width, taken)
+        return _of_other_axes(call, self, kind, given, start, width, taken)
     on_samples = indices[kind.axis]
     if on_samples is None:
         return call.mixed()
-    target = spread(kind)[on_samples.values.cpu()]
+    target = samples_by_position(kind)[on_samples.values.cpu()]
     found = single_axis(target)
     if found is None:
         return call.mixed("of several samples")
-    place, ids = found
+    axis, ids = found
     ordered = reordered(call, self, kind, on_samples, ids, start)
     if ordered is not None:
         return ordered if len(given) == 1 else ordered.doubted("several lists of positions in a changed order")
     doubt = kind.doubt or doubt_of(on_samples) or doubt_of_counts(kind, on_samples, self.shape[kind.axis])
     if kind.slots is not None:
         doubt = doubt or "positions of samples among rows whose order depends on several samples"
-    rows = Rows(WHOLE, 1, ids=ids) if place == WHOLE else gathered(ids, place, call.types.num_samples, "")
-    if place != WHOLE:
-        rows = rows.moved(place + width - target.ndim)
-    if isinstance(on_samples.kind, Rows) and on_samples.kind.slots is not None and place != WHOLE:
+    rows = Rows(ONE_SAMPLE, 1, ids=ids) if axis == ONE_SAMPLE else gathered(ids, axis, call.types.num_samples, "")
+    if axis != ONE_SAMPLE:
+        rows = rows.moved(axis + width - target.ndim)
+    if isinstance(on_samples.kind, Rows) and on_samples.kind.slots is not None and axis != ONE_SAMPLE:
         if len(on_samples.kind.slots) != len(ids):
             return call.mixed("at several positions of each row")
         rows = Rows(rows.axis, len(ids), 1, 1, ids, slots=on_samples.kind.slots, of=on_samples.kind.of)
     for item in given:
-        problem = _disagrees(call, item, rows, width, item is on_samples)
+        problem = _doubt_about(call, item, rows, width, item is on_samples)
         if problem is None:
             return call.mixed("at positions of other samples")
         doubt = doubt or problem
     ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
-    moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
+    moved = rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + start)
     return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
 
 
@@ -113,30 +113,30 @@ def reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor
     slots, of = (kind.slots, kind.of) if kind.slots is not None else slots_of(kind, call.types.num_samples)
     found = shuffled(ids, start, slots[values], of, call.types.num_samples, kind.slots is not None)
     if found.slots is not None and not call.out.is_floating_point() and call.out.ndim == 1:
-        call.types.remember(call.out)
+        call.types.keep_integers(call.out)
     return found
 
 
-def _disagrees(call: Call, item: Positions, rows: Rows, width: int, on_samples: bool) -> str | None:
-    """None if positions belong to other samples than the rows do; otherwise a doubt, or nothing."""
+def _doubt_about(call: Call, item: Positions, rows: Rows, width: int, on_samples: bool) -> str | None:
+    """A doubt about positions, empty if none; None if they belong to other samples than the rows do."""
     shift = width - item.values.ndim
     if item.kind is None:
-        if on_samples or rows.axis == WHOLE or call.types.uniform(item.values, rows, rows.axis - shift):
+        if on_samples or rows.axis == ONE_SAMPLE or call.types.uniform(item.values, rows, rows.axis - shift):
             return ""
-        return "positions that differ between places in the batch"
+        return "positions that differ between positions of the batch"
     if isinstance(item.kind, Mixed):
         return "" if on_samples else item.kind.reason
     if (item.kind.slots is not None or rows.slots is not None) and not same_slots(item.kind, rows):
         return "positions in another order"
-    if item.kind.axis == WHOLE or rows.axis == WHOLE:
+    if item.kind.axis == ONE_SAMPLE or rows.axis == ONE_SAMPLE:
         same = item.kind.axis == rows.axis and same_ids(item.kind.ids, rows.ids)
         return item.kind.doubt if same else None
-    if item.kind.axis + shift != rows.axis or not same_ids(spread(item.kind), spread(rows)):
+    if item.kind.axis + shift != rows.axis or not same_ids(samples_by_position(item.kind), samples_by_position(rows)):
         return None
     return item.kind.doubt
 
 
-def _beside(
+def _of_other_axes(
     call: Call, self: Tensor, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]
 ) -> Type:
     """Positions on axes without samples: of a constant table, or the same for each sample."""
@@ -148,7 +148,11 @@ def _beside(
                 doubt = doubt or item.kind.reason
         elif item.kind is not None:
             doubt = doubt or item.kind.doubt
-            here = item.kind if item.kind.axis == WHOLE else item.kind.moved(item.kind.axis + width - item.values.ndim)
+            here = (
+                item.kind
+                if item.kind.axis == ONE_SAMPLE
+                else item.kind.moved(item.kind.axis + width - item.values.ndim)
+            )
             if rows is not None and (here.axis != rows.axis or not same_rows(here, rows)):
                 return call.mixed("at positions of different samples")
             rows = here
@@ -160,14 +164,14 @@ def _beside(
     if rows is None:
         return Mixed(doubt) if doubt else None
     for item, axis in zip(given, taken, strict=True):
-        if item.kind is not None or rows.axis == WHOLE:
+        if item.kind is not None or rows.axis == ONE_SAMPLE:
             continue
         uniform = call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim))
         if not uniform and not bool(
             (self == self.narrow(axis, 0, 1)).all()
         ):  # of a table of equal rows each is the same
-            doubt = doubt or "positions that differ between places in the batch"
-    moved = rows if rows.axis == WHOLE else rows.moved(rows.axis + start)
+            doubt = doubt or "positions that differ between positions of the batch"
+    moved = rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + start)
     return moved._replace(doubt=doubt)
 
 

@@ -17,7 +17,7 @@ def dropout(call: Call) -> list[Type]:
 
 
 def sampled(call: Call) -> Type:
-    """`(input, grid, ...)`: samples on axis 0 of both; or the places of all in one constant picture (a table)."""
+    """`(input, grid, ...)`: samples on axis 0 of both; or positions of all samples in one constant image (a table)."""
     input, grid = call.args[:2]
     kind = call.type_of(grid)
     table = call.type_of(input) is None and isinstance(kind, Rows) and 0 < kind.axis < grid.ndim - 1

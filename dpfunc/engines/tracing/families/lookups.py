@@ -16,7 +16,7 @@ def along_one(call: Call, self: Tensor, dim: int, others: Sequence[Tensor]) -> T
     kind = call.type_of(self)
     if isinstance(kind, Rows) and kind.axis == axis:
         return call.mixed("of other samples")
-    table = Aligned(self, lambda own: own, lambda place: -1 if place == axis else place)
+    table = Aligned(self, lambda own: own, lambda common: -1 if common == axis else common)
     return combined(call, [table, *(broadcast(other, self.ndim) for other in others)])
 
 

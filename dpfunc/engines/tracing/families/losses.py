@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, leading
 from dpfunc.engines.tracing.families.aligning import first_axis, nowhere
-from dpfunc.engines.tracing.rows import WHOLE, Rows
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Rows
 
 
 def class_axis(tensor: Tensor) -> Aligned:
@@ -21,7 +21,7 @@ def nll_loss(call: Call) -> list[Type]:
     if scores.ndim == 1:
         return [combined(call, [nowhere(scores), nowhere(targets), *weights])] * 2
     kind = combined(call, [leading(scores), class_axis(targets), *weights], (1,))
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return [kind, kind]
     if reduction != 0:
         return [call.mixed("over the batch")] * 2
@@ -50,7 +50,7 @@ def elementwise_loss(position: int) -> Handler:
         reduces = call.arg(position, "reduction", 1) != 0
         if call.name.endswith("_backward"):
             return kind
-        return call.mixed("over the batch") if isinstance(kind, Rows) and reduces and kind.axis != WHOLE else kind
+        return call.mixed("over the batch") if isinstance(kind, Rows) and reduces and kind.axis != ONE_SAMPLE else kind
 
     return handler
 
@@ -74,7 +74,7 @@ def ctc_loss_backward(call: Call) -> Type:
     scores = Aligned(call.args[1], lambda axis: 0 if axis == 1 else -1, lambda axis: 1 if axis == 0 else -1)
     others = [leading(t) for t in (call.args[0], *call.args[2:]) if isinstance(t, Tensor)]
     kind = combined(call, [scores, *others], range(1, 4))
-    return kind.moved(1) if isinstance(kind, Rows) and kind.axis != WHOLE else kind
+    return kind.moved(1) if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE else kind
 
 
 _LOSSES = {

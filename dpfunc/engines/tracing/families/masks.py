@@ -1,12 +1,12 @@
-"""Places that a mask selects, in the order of the batch."""
+"""Positions that a mask selects, in the order of the batch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
-from dpfunc.engines.tracing.families.positions import PLACES
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, gathered, spread
+from dpfunc.engines.tracing.families.positions import COORDINATES
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, gathered, samples_by_position
 
 
 def nonzero(call: Call) -> Type:
@@ -15,15 +15,15 @@ def nonzero(call: Call) -> Type:
     kind = call.type_of(input)
     if isinstance(kind, Mixed):
         return kind._replace(shaped=True)
-    if kind is None or kind.axis == WHOLE:
+    if kind is None or kind.axis == ONE_SAMPLE:
         return kind and kind._replace(ragged=True)
-    call.types.mark(PLACES, call.out[:, kind.axis])
-    ids = spread(kind)[call.out[:, kind.axis].cpu()]
+    call.types.mark(COORDINATES, call.out[:, kind.axis])
+    ids = samples_by_position(kind)[call.out[:, kind.axis].cpu()]
     return gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True)
 
 
 def masked_scatter(call: Call) -> Type:
-    """`self[mask] = source`, in order: each sample must have as many places as its own source has numbers."""
+    """`self[mask] = source`, in order: each sample must have as many positions as its own source has numbers."""
     self, mask, source = call.args[:3]
     kind, filled = call.type_of(self), call.type_of(source)
     if isinstance(kind, Mixed) or isinstance(filled, Mixed):
@@ -41,8 +41,8 @@ def masked_scatter(call: Call) -> Type:
         return call.mixed("in the order of the batch")
     if not isinstance(filled, Rows) or filled.axis != 0 or filled.ids is not None or filled.pre != 1:
         return call.mixed("in the order of the batch")
-    places_B = mask.expand_as(self).reshape(call.types.num_samples, -1).sum(1)
-    if not bool((places_B == source.numel() // call.types.num_samples).all()):
+    counts_B = mask.expand_as(self).reshape(call.types.num_samples, -1).sum(1)
+    if not bool((counts_B == source.numel() // call.types.num_samples).all()):
         return mask_rows.doubted("masked_scatter with counts that differ between samples")
     return mask_rows.doubted(filled.doubt) if filled.doubt else mask_rows
 
@@ -54,9 +54,9 @@ def masked_scatter_backward(call: Call) -> Type:
     if not isinstance(kind, Rows) or kind.axis != 0 or kind.ids is not None or kind.pre != 1:
         return kind if isinstance(kind, Mixed) else call.mixed()
     count = call.types.num_samples
-    places_B = mask.expand_as(grad).reshape(count, -1).sum(1)
+    counts_B = mask.expand_as(grad).reshape(count, -1).sum(1)
     wanted = call.out.numel() // count
-    if sizes[0] % count or not bool((places_B == wanted).all()):
+    if sizes[0] % count or not bool((counts_B == wanted).all()):
         return call.mixed("with counts that differ between samples")
     return Rows(0, count, 1, sizes[0] // count, doubt=kind.doubt)
 

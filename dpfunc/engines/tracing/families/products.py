@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows
 
 
 def product(*letters: str, out: str, first: int = 0) -> Handler:
@@ -39,7 +39,7 @@ def grouped(call: Call) -> Type:
     if not isinstance(kind, Rows) or kind.axis != 0:
         return kind if kind is None or isinstance(kind, Mixed) else call.mixed()
     segments = torch.searchsorted(offs.long(), torch.arange(len(rows), device=offs.device), right=True)
-    if int(offs[-1]) != len(rows) or not call.types.own(segments, kind):
+    if int(offs[-1]) != len(rows) or not call.types.are_own_integers(segments, kind):
         return kind.doubted(f"{call.name} with segments that are not each row's own")
     return kind
 
@@ -53,18 +53,18 @@ def linear(call: Call) -> Type:
     return combined(call, operands + ([lettered(bias, "o", lead + "o")] if bias is not None else []))
 
 
-def _place(places: list[int], axis: int) -> int:
-    return places.index(axis) if axis in places else -1
+def _position(axes: list[int], axis: int) -> int:
+    return axes.index(axis) if axis in axes else -1
 
 
 def trilinear(call: Call) -> Type:
     """`(i1, i2, i3, expand1, expand2, expand3, sumdim)`: axes are added, all three multiplied, axes summed."""
     operands, summed = [], call.args[6]
     for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
-        places = [place for place in range(tensor.ndim + len(added)) if place not in added]
-        operands.append(Aligned(tensor, places.__getitem__, partial(_place, places)))
+        axes = [axis for axis in range(tensor.ndim + len(added)) if axis not in added]
+        operands.append(Aligned(tensor, axes.__getitem__, partial(_position, axes)))
     kind = combined(call, operands, summed)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     return kind.moved(kind.axis - sum(axis < kind.axis for axis in summed))
 

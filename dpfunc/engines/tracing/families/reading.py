@@ -1,4 +1,4 @@
-"""Operations that turn numbers into Python values or shapes: what follows may depend on them."""
+"""Operations that turn numbers into Python values or shapes, on which the rest of the step may depend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpfunc.engines.tracing.call import Call, Type
 def read(call: Call) -> Type:
     """Note that Python was given a number, or the answer to a question about tensors."""
     for tensor in call.inputs:
-        call.types.taken(call.name, tensor, call.out)
+        call.types.note_read(call.name, tensor, call.out)
     return None
 
 

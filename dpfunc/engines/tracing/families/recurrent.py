@@ -38,7 +38,7 @@ def recurrent_backward(call: Call) -> list[Type]:
     kind = combined(call, [_time_first(t) for t in own], (0, 2))
     mixed = call.mixed("gradient of weights")
     return [
-        mixed if 1 <= place <= 4 else _as_time_first(kind, value) for place, value in enumerate(call.out)
+        mixed if 1 <= position <= 4 else _as_time_first(kind, value) for position, value in enumerate(call.out)
     ]  # fmt: skip
 
 

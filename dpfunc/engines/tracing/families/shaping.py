@@ -1,4 +1,4 @@
-"""Operations that put numbers elsewhere: joining, repeating, padding, and the backward passes of views."""
+"""Operations that move numbers: joining, repeating, padding, and the backward passes of views."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, same_ids, spread
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, gathered, same_ids, samples_by_position
 
 
 def cat(call: Call) -> Type:
@@ -23,24 +23,24 @@ def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     """Tensors one after the other along `dim`."""
     kinds = [call.type_of(tensor) for tensor in tensors]
     found = [kind for kind in kinds if isinstance(kind, Rows)]
-    if all(kind.axis not in (dim, WHOLE) for kind in found):
+    if all(kind.axis not in (dim, ONE_SAMPLE) for kind in found):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
-    if len(found) < len(kinds) and all(kind.axis == WHOLE and same_ids(kind.ids, found[0].ids) for kind in found):
+    if len(found) < len(kinds) and all(kind.axis == ONE_SAMPLE and same_ids(kind.ids, found[0].ids) for kind in found):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])  # one sample, and constants
     pieces, doubt = [], ""
     for tensor, kind in zip(tensors, kinds, strict=True):
         if isinstance(kind, Mixed):
             return kind
-        if kind is None or (kind.axis not in (dim, WHOLE)):
+        if kind is None or (kind.axis not in (dim, ONE_SAMPLE)):
             return call.mixed("of samples and other things")
         doubt = (
             doubt or kind.doubt or ("" if kind.slots is None else "rows in an order that depends on several samples")
         )
-        if kind.axis == WHOLE:
+        if kind.axis == ONE_SAMPLE:
             sample = torch.zeros(1, dtype=torch.int64) if kind.ids is None else kind.ids
             pieces.append(sample.expand(tensor.shape[dim]))
         else:
-            pieces.append(spread(kind))
+            pieces.append(samples_by_position(kind))
     return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)
 
 
@@ -49,17 +49,17 @@ def stack(call: Call) -> Type:
     tensors: Sequence[Tensor] = call.args[0]
     (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim + 1)
     kinds = [call.type_of(tensor) for tensor in tensors]
-    if kinds and all(isinstance(kind, Rows) and kind.axis == WHOLE for kind in kinds):
+    if kinds and all(isinstance(kind, Rows) and kind.axis == ONE_SAMPLE for kind in kinds):
         return joined(call, [tensor.unsqueeze(dim) for tensor in tensors], dim)
     kind = combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
-    return kind.moved(kind.axis + (kind.axis >= dim)) if isinstance(kind, Rows) and kind.axis != WHOLE else kind
+    return kind.moved(kind.axis + (kind.axis >= dim)) if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE else kind
 
 
 def repeat(call: Call) -> Type:
     """Each axis is repeated as a whole; axes may be added on the left."""
     input, sizes = call.args[0], call.args[1]
     kind = call.type_of(input)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     shift = len(sizes) - input.ndim
     return kind._replace(axis=kind.axis + shift, pre=kind.pre * sizes[kind.axis + shift])
@@ -82,21 +82,21 @@ def view_backward(dim: int) -> Callable[[Call], Type]:
         kind = call.type_of(grad)
         if not isinstance(kind, Rows):
             return kind
-        if kind.axis == axis or (kind.axis == WHOLE and sizes[axis] == call.types.num_samples):
-            return _put_back(call, grad, kind, axis)
+        if kind.axis == axis or (kind.axis == ONE_SAMPLE and sizes[axis] == call.types.num_samples):
+            return _samples_put_back(call, grad, kind, axis)
         return kind
 
     return handler
 
 
-def _put_back(call: Call, grad: Tensor, kind: Rows, axis: int) -> Type:
-    """A part of the samples, put back at their places."""
+def _samples_put_back(call: Call, grad: Tensor, kind: Rows, axis: int) -> Type:
+    """A part of the samples, put back at their positions."""
     if call.out.shape[axis] != call.types.num_samples:
         return call.mixed()
     start, step = call.args[3], call.args[5] if len(call.args) > 5 else 1
-    places = torch.arange(call.types.num_samples)[start : call.args[4] : step] if len(call.args) > 4 else None
-    ids = spread(kind) if kind.axis != WHOLE else kind.ids
-    if places is None or ids is None or not torch.equal(places, ids):
+    positions = torch.arange(call.types.num_samples)[start : call.args[4] : step] if len(call.args) > 4 else None
+    ids = samples_by_position(kind) if kind.axis != ONE_SAMPLE else kind.ids
+    if positions is None or ids is None or not torch.equal(positions, ids):
         return call.mixed()
     return Rows(axis, call.types.num_samples, doubt=kind.doubt)
 
@@ -108,7 +108,7 @@ def select_backward(call: Call) -> Type:
     kind = call.type_of(grad)
     if not isinstance(kind, Rows):
         return kind
-    if kind.axis == WHOLE:
+    if kind.axis == ONE_SAMPLE:
         sample = 0 if kind.ids is None else int(kind.ids[0])
         if call.args[1][axis] == call.types.num_samples and sample == call.args[3] % call.types.num_samples:
             return Rows(axis, call.types.num_samples, doubt=kind.doubt)
@@ -117,7 +117,7 @@ def select_backward(call: Call) -> Type:
 
 
 def slice_scatter(call: Call) -> Type:
-    """`(self, source, dim, ...)`: both have all axes, and the places along `dim` are combined."""
+    """`(self, source, dim, ...)`: both have all axes, and the positions along `dim` are combined."""
     (axis,) = axes_of(call.arg(2, "dim", 0), call.args[0].ndim)
     operands = [broadcast(call.args[0], call.out.ndim), broadcast(call.args[1], call.out.ndim)]
     return combined(call, operands, (axis,))
@@ -154,15 +154,15 @@ def reshaped(call: Call) -> Type:
     """A copy of another shape: as the view of a contiguous copy would be."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     inner = math.prod(input.shape[kind.axis + 1 :]) * kind.post
-    place = inner
+    length_of_row = inner
     for axis in reversed(range(call.out.ndim)):  # the axis whose stride divides a row
         stride = math.prod(call.out.shape[axis + 1 :])
-        if stride <= place < stride * call.out.shape[axis] and place % stride == 0:
+        if stride <= length_of_row < stride * call.out.shape[axis] and length_of_row % stride == 0:
             length = call.out.shape[axis]
-            post = place // stride
+            post = length_of_row // stride
             if length % (post * kind.count) == 0:
                 return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt, kind.ragged)
     return call.mixed("a reshape across samples")
@@ -173,7 +173,7 @@ def diagonal_backward(call: Call) -> Type:
     kind = call.type_of(call.args[0])
     grad: Tensor = call.args[0]
     dims = axes_of(call.args[3:5], len(call.args[1]))
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     if kind.axis == grad.ndim - 1:
         return call.mixed()
@@ -185,7 +185,7 @@ def diag_embed(call: Call) -> Type:
     """The last axis becomes two, the axes of a matrix with the numbers on a diagonal."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     if kind.axis == input.ndim - 1:
         return call.mixed()
@@ -205,7 +205,7 @@ def pixel_shuffle(call: Call) -> Type:
 
 
 def channel_shuffle(call: Call) -> Type:
-    """Channels are exchanged: the places of axis 1 are combined."""
+    """Channels are exchanged: the positions of axis 1 are combined."""
     return combined(call, [broadcast(call.args[0], call.args[0].ndim)], (1,))
 
 

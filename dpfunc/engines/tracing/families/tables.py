@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import Rows, gathered, spread
+from dpfunc.engines.tracing.rows import Rows, gathered, samples_by_position
 
 
 def embedding(call: Call) -> Type:
@@ -29,7 +29,7 @@ def embedding_bag(call: Call) -> Type | list[Type]:
         kind = together
     starts = offsets.cpu().reshape(-1)
     bags = call.out[0].shape[0]
-    samples = spread(kind)
+    samples = samples_by_position(kind)
     bag_of = torch.searchsorted(starts[:bags].contiguous(), torch.arange(len(samples)), right=True) - 1
     first = samples[starts[:bags].clamp(max=len(samples) - 1)]
     if not bool((first[bag_of] == samples).all()) or call.type_of(offsets) is not None:
