@@ -24,10 +24,10 @@ from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
-log = logging.getLogger("dpfunc")
+_log = logging.getLogger("dpfunc")
 
 # Consecutive steps without a proof after which the fast engine is not tried again for rows of this shape.
-MAX_UNPROVEN = 2
+_MAX_UNPROVEN = 2
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Auto:
             return loop()(loss_fn, params, batch)
         shapes = () if in_lockstep() else signature(batch)  # all processes must remember the same
         history = self._histories.setdefault(loss_fn, {}).setdefault(shapes, _History())
-        if history.alone is not None and history.failures >= MAX_UNPROVEN:
+        if history.alone is not None and history.failures >= _MAX_UNPROVEN:
             self._decide(loss_fn, Decision(history.name, f"rows alone, since {history.reason}"))
             return history.alone(loss_fn, params, batch)
         before = python_state(loss_fn) if not history.state_checked else 0
@@ -147,7 +147,7 @@ class Auto:
         before = self._decisions.get(loss_fn)
         if before is None or before.engine != decision.engine or before.proven != decision.proven:
             level = logging.INFO if decision.engine == "bookkeeping" and decision.proven else logging.WARNING
-            log.log(level, "engine %s: %s", decision.engine, decision.reason)
+            _log.log(level, "engine %s: %s", decision.engine, decision.reason)
         self._decisions[loss_fn] = decision
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:

@@ -77,7 +77,7 @@ class Explanation:
 
 
 @dataclass
-class CostRecorder(FactorRecorder):
+class _CostRecorder(FactorRecorder):
     """Recorder of book-keeping that also notes the cost of each use."""
 
     costs: list[UseCost] = field(default_factory=list)
@@ -142,7 +142,7 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | 
     with torch_seed(insecure_key(0)):
         discovery = DiscoveryRecorder(Trace(num_samples))
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-        recorder = CostRecorder(DEFAULT_BUDGET if memory_budget is None else memory_budget)
+        recorder = _CostRecorder(DEFAULT_BUDGET if memory_budget is None else memory_budget)
         tracker = Tracker(leaves, num_samples, discovery, recorder)
         with following(discovery.trace, batch), torch.enable_grad(), backward_inside(), tracker:
             check_differentiable(loss_fn(leaves, batch), num_samples)

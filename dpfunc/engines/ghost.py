@@ -43,7 +43,7 @@ from dpfunc.types import Batch, Engine, LossFn, Params
 
 
 @dataclass
-class NormRecorder:
+class _NormRecorder:
     """Record of uses that takes norms in the first backward pass, and weighted sums in the second.
 
     Args:
@@ -123,7 +123,7 @@ class Ghost:
 
     losses_B: Tensor
     kept: PerSample
-    _meter: NormRecorder = field(repr=False)
+    _meter: _NormRecorder = field(repr=False)
     _tracker: Tracker = field(repr=False)
     _scope: Scope = field(repr=False)
     _graph: list[Tensor] = field(repr=False)
@@ -222,7 +222,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
     leaves = leaves_of(params)
     first = next(iter(leaves.values()))
     trace = discovery.trace
-    meter = NormRecorder(
+    meter = _NormRecorder(
         {id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device), trace
     )
     tracker = Tracker(leaves, num_samples, discovery, meter)

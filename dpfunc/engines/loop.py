@@ -23,7 +23,7 @@ from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
-LoopEngine = Callable[[LossFn, Params, Batch], PerSample]
+_LoopEngine = Callable[[LossFn, Params, Batch], PerSample]
 
 
 def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
@@ -96,7 +96,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     return engine
 
 
-def _check_repeats(engine: LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
+def _check_repeats(engine: _LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
     """Check that the first row gives the same again: a loss may keep Python numbers of its row."""
     again = engine(loss_fn, params, rows(batch, 0, 1))
     pairs = [(again.losses_B, first.losses_B[:1])]

@@ -11,9 +11,9 @@ from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
 # Activations of one microbatch on a CPU. Twice as much or half as much changes the time of a step by a few per cent.
-CPU_BYTES = 2**28
+_CPU_BYTES = 2**28
 # The same on an accelerator, as a share of its memory: the rest is for the model, gradients and what kernels need.
-DEVICE_SHARE = 4
+_DEVICE_SHARE = 4
 
 
 def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
@@ -31,9 +31,9 @@ def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
         return 1
     one, two = (_saved_bytes(loss_fn, params, rows(few, 0, count)) for count in (1, 2))
     device = next(iter(params.values())).device
-    allowed = CPU_BYTES
+    allowed = _CPU_BYTES
     if device.type == "cuda":
-        allowed = torch.cuda.get_device_properties(device).total_memory // DEVICE_SHARE
+        allowed = torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE
     return max(1, allowed // max(1, two - one))
 
 

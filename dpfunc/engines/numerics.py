@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
-PIECE = 2**12
+_PIECE = 2**12
 # Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
 SCRATCH = 2**22
 # Look-ups of a sample that are added one by one in float32; with more, the drift could exceed what is tolerated.
@@ -17,7 +17,7 @@ LONG = 1024
 # Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
 ROUNDINGS = 4
 # Parts that are this much larger than their sum are added up sample by sample.
-CANCELS = 64
+_CANCELS = 64
 # Relative error of a squared norm that clipping.bounds.SLACK pays for.
 TOLERATED = 2.0**-13
 
@@ -73,11 +73,11 @@ def lengths(tensor: Tensor, dim: int) -> Tensor:
 
 def sq_sum(flat_BP: Tensor) -> Tensor:
     """Squared norms of rows, summed in pieces."""
-    in_pieces = flat_BP.shape[1] // PIECE * PIECE
+    in_pieces = flat_BP.shape[1] // _PIECE * _PIECE
     rest_B = lengths(flat_BP[:, in_pieces:], 1).square()
     if not in_pieces:
         return rest_B
-    pieces_BN = lengths(torch.unflatten(flat_BP[:, :in_pieces], 1, (-1, PIECE)), 2)
+    pieces_BN = lengths(torch.unflatten(flat_BP[:, :in_pieces], 1, (-1, _PIECE)), 2)
     return rest_B + pieces_BN.square().sum(1)
 
 
@@ -91,7 +91,7 @@ def safe_sq_norms(sq_norms_B: Tensor, reach_B: Tensor, cancels: list[Tensor]) ->
     """
     norms_B = sq_norms_B.sqrt()
     if not torch.compiler.is_compiling():
-        cancels[:] = [reach_B > CANCELS * norms_B]
+        cancels[:] = [reach_B > _CANCELS * norms_B]
     return (norms_B + ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
 
 

@@ -15,7 +15,7 @@ from dpfunc.engines.rules import RULES
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.errors import InvalidArgument
 
-TOLERANCE = 1e-8
+_TOLERANCE = 1e-8
 
 
 def register_rule(
@@ -85,7 +85,7 @@ def _compare(op: Callable[..., Tensor], parameter: str, example: Mapping[str, An
     params = {parameter: example[parameter]}
     found, truth = (engine(loss_fn, params, batch).grads[parameter].dense() for engine in (bookkeeping(), loop()))
     off = float((found - truth).abs().max()) / max(float(truth.abs().max()), 1e-12)
-    if found.shape != truth.shape or not off <= TOLERANCE:
+    if found.shape != truth.shape or not off <= _TOLERANCE:
         raise InvalidArgument(
             f"Expected the rule for {getattr(op, '__name__', op)} to give what single samples give, got a relative "
             f"difference of {off:.3g}. Compare per_sample_grad with the gradient of one sample."

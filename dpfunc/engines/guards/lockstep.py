@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ProcessContext:
+class _ProcessContext:
     """Other processes that take part in a step.
 
     Args:
@@ -34,13 +34,13 @@ class ProcessContext:
     independent: bool
 
 
-_context: ContextVar[ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
+_context: ContextVar[_ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
 
 
 @contextmanager
 def process_context(group: ProcessGroup | None, *, independent: bool) -> Iterator[None]:
     """Inside, a step computes its gradients together with these processes, or independently of them."""
-    token = _context.set(ProcessContext(group, independent))
+    token = _context.set(_ProcessContext(group, independent))
     try:
         yield
     finally:

@@ -16,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.errors import UnsupportedModel
 
-MOST = 100_000
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-OPAQUE = (type, ModuleType, BuiltinFunctionType)
+_MAX_OBJECTS = 100_000
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OPAQUE = (type, ModuleType, BuiltinFunctionType)
 
 
 def python_state(loss_fn: object) -> int:
@@ -35,9 +35,9 @@ def python_state(loss_fn: object) -> int:
     visited: set[int] = set()
     values: list[object] = []
     todo: list[Any] = [loss_fn]
-    while todo and len(visited) < MOST:
+    while todo and len(visited) < _MAX_OBJECTS:
         value = todo.pop()
-        if id(value) in visited or isinstance(value, OPAQUE):
+        if id(value) in visited or isinstance(value, _OPAQUE):
             continue
         visited.add(id(value))
         if isinstance(value, functools._lru_cache_wrapper):
@@ -45,7 +45,7 @@ def python_state(loss_fn: object) -> int:
             todo.append(value.__wrapped__)
             continue
         for item in _inside(value):
-            if isinstance(item, PLAIN):
+            if isinstance(item, _PLAIN):
                 values.append(item)
             elif isinstance(item, Tensor):  # those that a batch has left in memory are seen where they are used
                 values.append("tensor")
@@ -62,7 +62,7 @@ def _inside(value: object) -> Iterable[Any]:
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr) if len(value) < MOST else ()
+        return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, MethodType):

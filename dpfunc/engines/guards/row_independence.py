@@ -23,8 +23,8 @@ from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
-LOSS_ROWS = 8
-SHAKE = 0.02
+_LOSS_ROWS = 8
+_PERTURBATION = 0.02
 # Relative differences that rounding may make: float64, float32, and 16 bits or autocast.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 COARSE = 0.1
@@ -43,7 +43,7 @@ def perturbed_params(params: Params) -> dict[str, Tensor]:
     moved = {}
     for name, param in params.items():
         noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
-        noise = (SHAKE * noise).to(param.device, param.dtype)  # the same on all ranks
+        noise = (_PERTURBATION * noise).to(param.device, param.dtype)  # the same on all ranks
         moved[name] = (param.detach() + shard_like(noise, param)).detach()
     return moved
 
@@ -81,7 +81,7 @@ def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, recorder: Coll
     Raises:
         UnsupportedModel: a row's loss depends on the rows beside it, or on other ranks.
     """
-    few = some_rows(batch, min(LOSS_ROWS, max(2, batch_size(batch))))
+    few = some_rows(batch, min(_LOSS_ROWS, max(2, batch_size(batch))))
     count = batch_size(few)
     params = {name: param.detach().requires_grad_() for name, param in params.items()}
     trace = Trace(count, recording=True)

@@ -40,7 +40,7 @@ def embedding_bag(
     if offsets is not None:
         positions_NL, real_NL = _positions(len(input), offsets, include_last_offset)
         bounds = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
-        positions_NL = declare_bags(input, bounds, positions_NL, real_NL)
+        positions_NL = _declare_bags(input, bounds, positions_NL, real_NL)
         ids_NL = _at(input, positions_NL)
         weights_NL = None if per_sample_weights is None else _at(per_sample_weights, positions_NL)
     if padding_idx is not None:
@@ -56,7 +56,7 @@ def embedding_bag(
     return sums_Nd if mode == "sum" else sums_Nd / real_NL1.sum(1).clamp(min=1)
 
 
-def declare_bags(ids: Tensor, bounds: Tensor, positions_NL: Tensor, real_NL: Tensor) -> Tensor:
+def _declare_bags(ids: Tensor, bounds: Tensor, positions_NL: Tensor, real_NL: Tensor) -> Tensor:
     """Declare the positions of each bag as those of one sample, after a check that its ids are of one sample."""
     trace = current_trace()
     return positions_NL if trace is None else trace.declare_parts(ids, bounds, positions_NL, real_NL)

@@ -330,7 +330,7 @@ def _grads(use: Use, grad: Tensor, x: Tensor, args: ConvolutionArgs) -> Grads:
     return grads
 
 
-def convolution(
+def _convolution(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -352,7 +352,7 @@ def convolution(
     return _grads(use, grad, input, args)
 
 
-def transposed(
+def _transposed(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -373,10 +373,13 @@ def transposed(
     )
 
 
-NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
+_NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
 RULES = (
-    Rule((F.conv1d, F.conv2d, F.conv3d), convolution, NEEDS, partial(_form, transposed=False)),
+    Rule((F.conv1d, F.conv2d, F.conv3d), _convolution, _NEEDS, partial(_form, transposed=False)),
     Rule(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed, NEEDS, partial(_form, transposed=True)
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        _transposed,
+        _NEEDS,
+        partial(_form, transposed=True),
     ),
 )

@@ -12,7 +12,7 @@ from dpfunc.engines.per_sample import Dense
 from dpfunc.engines.rules.table import Grads, Rule, Use
 
 
-def einsum(use: Use, grad: Tensor, equation: str, first: Tensor | None, second: Tensor | None) -> Grads:
+def _einsum(use: Use, grad: Tensor, equation: str, first: Tensor | None, second: Tensor | None) -> Grads:
     """`y = einsum("bti,oi->bto", x, W)` gives `grad = einsum("bti,bto->boi", x, g)`; repeated letters are refused."""
     inputs, arrow, right = equation.replace(" ", "").partition("->")
     letters = dict(zip(("first", "second"), inputs.split(","), strict=True))
@@ -43,4 +43,4 @@ def einsum(use: Use, grad: Tensor, equation: str, first: Tensor | None, second: 
     }
 
 
-RULES = (Rule((torch.einsum,), einsum, {"first": ("second",), "second": ("first",)}),)
+RULES = (Rule((torch.einsum,), _einsum, {"first": ("second",), "second": ("first",)}),)

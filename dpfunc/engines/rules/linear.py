@@ -15,7 +15,7 @@ from dpfunc.engines.rules.cost import matrix_form
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
 
-def form(use: Use) -> Form:
+def _form(use: Use) -> Form:
     """Choose the form that takes less time; gradients of vectors are formed."""
     matrices = [shape for shape in use.shapes.values() if len(shape) > 1]
     if not matrices:
@@ -23,22 +23,22 @@ def form(use: Use) -> Form:
     return matrix_form(use.output.numel() // max(1, use.num_samples * use.output[-1]), *matrices[0][-2:])
 
 
-def column_sum(use: Use, grad: Tensor) -> Dense:
+def _column_sum(use: Use, grad: Tensor) -> Dense:
     """The sum over the positions of each sample: the gradient of a bias."""
     return Dense(to_accumulation_dtype(use.positions(grad)).sum(1))
 
 
-def linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Grads:
+def _linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Grads:
     """`y = x W^T + b`."""
     grads: dict[str, PerSampleGrad] = {}
     if "weight" in use.wanted:
         grads["weight"] = Outer(use.positions(grad), use.positions(input), tuple(use.shapes["weight"]))
     if "bias" in use.wanted:
-        grads["bias"] = column_sum(use, grad)
+        grads["bias"] = _column_sum(use, grad)
     return grads
 
 
-def inner(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
+def _inner(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
     """`y = x W^T`, or `y = x . w`, by the last axis of both; the parameter is the second argument."""
     shape = tuple(use.shapes["other"])
     if len(shape) > 2 or input.ndim == 1:
@@ -48,7 +48,7 @@ def inner(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
     return {"other": Outer(use.positions(grad), use.positions(input), shape)}
 
 
-def addmm(
+def _addmm(
     use: Use, grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Grads:
     """`y = beta b + alpha x W`."""
@@ -58,7 +58,7 @@ def addmm(
     if "input" in use.wanted:
         if len(use.shapes["input"]) != 1:
             raise use.refuse("the added parameter is not a vector.")
-        grads["input"] = column_sum(use, _times(grad, beta))
+        grads["input"] = _column_sum(use, _times(grad, beta))
     return grads
 
 
@@ -66,7 +66,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1 else tensor * factor
 
 
-def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
+def _matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
     """`y = x W` with a vector, a matrix or a stack of matrices W, `y = W x` with a matrix or a stack of them."""
     argument = next(iter(use.wanted))
     shape = tuple(use.shapes[argument])
@@ -104,7 +104,7 @@ def _stack(use: Use, shape: tuple[int, ...], first: Tensor, second: Tensor) -> D
     return Dense(torch.einsum(equation, *sides).reshape(-1, *shape))
 
 
-def bilinear(
+def _bilinear(
     use: Use, grad: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Grads:
     """`y_o = x1^T W_o x2 + b_o`."""
@@ -113,11 +113,11 @@ def bilinear(
         products_BTq = (use.positions(input1)[..., :, None] * use.positions(input2)[..., None, :]).flatten(2)
         grads["weight"] = Outer(use.positions(grad), products_BTq, tuple(use.shapes["weight"]))
     if "bias" in use.wanted:
-        grads["bias"] = column_sum(use, grad)
+        grads["bias"] = _column_sum(use, grad)
     return grads
 
 
-def grouped(
+def _grouped(
     use: Use, grad: Tensor, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Grads:  # fmt: skip
@@ -138,7 +138,7 @@ def grouped(
     return {"mat_b": Dense(formed)}
 
 
-MATMULS = (
+_MATMULS = (
     torch.matmul,
     Tensor.matmul,
     Tensor.__matmul__,
@@ -149,14 +149,14 @@ MATMULS = (
     torch.mv,
     Tensor.mv,
 )
-GROUPED = tuple(  # newer versions of torch have them
+_GROUPED = tuple(  # newer versions of torch have them
     vars(space)[name] for space, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if name in vars(space)
 )
 RULES: Sequence[Rule] = (
-    Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
-    Rule((torch.inner, Tensor.inner), inner, {"other": ("input",)}, form),
-    Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),
-    Rule(MATMULS, matmul, {"other": ("input",), "input": ("other",)}, form),
-    Rule(GROUPED, grouped, {"mat_b": ("mat_a", "offs")}),
-    Rule((F.bilinear, torch.bilinear), bilinear, {"weight": ("input1", "input2"), "bias": ()}, form),
+    Rule((F.linear,), _linear, {"weight": ("input",), "bias": ()}, _form),
+    Rule((torch.inner, Tensor.inner), _inner, {"other": ("input",)}, _form),
+    Rule((torch.addmm, Tensor.addmm), _addmm, {"mat2": ("mat1",), "input": ()}, _form),
+    Rule(_MATMULS, _matmul, {"other": ("input",), "input": ("other",)}, _form),
+    Rule(_GROUPED, _grouped, {"mat_b": ("mat_a", "offs")}),
+    Rule((F.bilinear, torch.bilinear), _bilinear, {"weight": ("input1", "input2"), "bias": ()}, _form),
 )

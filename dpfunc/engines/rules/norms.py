@@ -45,7 +45,7 @@ def _per_channel(use: Use, values: Tensor) -> Dense:  # (B, m, C, ...) -> (B, C)
     return Dense(rows_B.sum([axis for axis in range(1, rows_B.ndim) if axis != 2]))
 
 
-def layer_norm(
+def _layer_norm(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -63,7 +63,7 @@ def layer_norm(
     return _last_axes(use, grad, normed)
 
 
-def rms_norm(
+def _rms_norm(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -75,7 +75,7 @@ def rms_norm(
     return _last_axes(use, grad, F.rms_norm(to_accumulation_dtype(input), list(normalized_shape), None, eps))
 
 
-def group_norm(
+def _group_norm(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -103,7 +103,7 @@ def group_norm(
     return {name: Dense(use.split(summed[name].reshape(rows, channels)).sum(1)) for name in use.wanted}
 
 
-def instance_norm(
+def _instance_norm(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -117,12 +117,12 @@ def instance_norm(
 ) -> Grads:
     """Gradients of weight and bias of a norm over each channel of each sample."""
     if not use_input_stats:
-        return batch_norm(use, grad, input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return _batch_norm(use, grad, input, running_mean, running_var, weight, bias, False, momentum, eps)
     normed = F.instance_norm(to_accumulation_dtype(input), eps=eps) if "weight" in use.wanted else None
     return _channels(use, grad, normed)
 
 
-def batch_norm(
+def _batch_norm(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -151,7 +151,7 @@ def batch_norm(
     )
 
 
-def prelu(use: Use, grad: Tensor, input: Tensor, weight: Tensor) -> Grads:
+def _prelu(use: Use, grad: Tensor, input: Tensor, weight: Tensor) -> Grads:
     """`y = max(x, 0) + w min(x, 0)`, with one weight, or one a channel."""
     product = to_accumulation_dtype(grad) * to_accumulation_dtype(input).clamp(max=0)
     if use.shapes["weight"].numel() == 1:
@@ -159,13 +159,13 @@ def prelu(use: Use, grad: Tensor, input: Tensor, weight: Tensor) -> Grads:
     return {"weight": _per_channel(use, product)}
 
 
-X: tuple[str, ...] = ("input",)
-STATISTICS = ("running_mean", "running_var")
+_INPUT: tuple[str, ...] = ("input",)
+_STATISTICS = ("running_mean", "running_var")
 RULES = (
-    Rule((F.layer_norm,), layer_norm, {"weight": X, "bias": ()}),
-    Rule((F.rms_norm, torch.rms_norm), rms_norm, {"weight": X}),
-    Rule((F.group_norm,), group_norm, {"weight": X, "bias": ()}),
-    Rule((F.instance_norm,), instance_norm, {"weight": ("input", "running_mean", "running_var"), "bias": ()}),
-    Rule((F.batch_norm,), batch_norm, {"weight": ("input", *STATISTICS), "bias": STATISTICS}),
-    Rule((F.prelu, torch.prelu), prelu, {"weight": X}),
+    Rule((F.layer_norm,), _layer_norm, {"weight": _INPUT, "bias": ()}),
+    Rule((F.rms_norm, torch.rms_norm), _rms_norm, {"weight": _INPUT}),
+    Rule((F.group_norm,), _group_norm, {"weight": _INPUT, "bias": ()}),
+    Rule((F.instance_norm,), _instance_norm, {"weight": ("input", "running_mean", "running_var"), "bias": ()}),
+    Rule((F.batch_norm,), _batch_norm, {"weight": ("input", *_STATISTICS), "bias": _STATISTICS}),
+    Rule((F.prelu, torch.prelu), _prelu, {"weight": _INPUT}),
 )

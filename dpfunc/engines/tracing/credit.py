@@ -18,7 +18,7 @@ class WrongGuess(Exception):
     """A gradient has shown that a guessed sample axis was wrong; never leaves the engines."""
 
 
-def agrees(kind: Type, sample_axis: SampleAxis) -> bool:
+def _agrees(kind: Type, sample_axis: SampleAxis) -> bool:
     """True if a gradient has the rows that its use has."""
     if not isinstance(kind, Rows):
         return False
@@ -37,7 +37,7 @@ def check_credited(trace: Trace, tensor: Tensor, sample_axis: SampleAxis, what: 
         WrongGuess: the sample axis was guessed, and the tensor has another one.
     """
     kind = trace.type_of(tensor)
-    if sample_axis.guess is not None and kind is not None and not agrees(kind, sample_axis):
+    if sample_axis.guess is not None and kind is not None and not _agrees(kind, sample_axis):
         raise WrongGuess(sample_axis.guess)
     if kind is None:
         whole = Rows(sample_axis.axis, trace.num_samples, sample_axis.pre, sample_axis.post)

@@ -31,7 +31,7 @@ Unproven = Literal["audit", "vmap", "refuse"]
 UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
 
 
-class Result(Protocol):
+class _Result(Protocol):
     """Per-sample gradients of a traced engine: the part that is used here."""
 
     @property
@@ -43,7 +43,7 @@ class Result(Protocol):
     def sq_norms(self) -> Mapping[str, Tensor]: ...
 
 
-def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
+def _check_norms(result: _Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
     """Check, for split layers, that all processes have the same losses and the same norms of replicated parameters.
 
     Raises:
@@ -58,7 +58,7 @@ def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) ->
 R = TypeVar("R", bound=Any)
 
 
-def unproven_message(doubts: Sequence[str]) -> str:
+def _unproven_message(doubts: Sequence[str]) -> str:
     """Message that lists the doubts and their usual causes."""
     return (
         "It cannot be shown that the samples of this batch do not influence each other: "
@@ -77,7 +77,7 @@ def refuse_unproven(doubts: Sequence[str]) -> None:
     """
     with refused_by_all():
         if doubts:
-            raise UnsupportedModel(unproven_message(doubts))
+            raise UnsupportedModel(_unproven_message(doubts))
 
 
 @dataclass
@@ -116,7 +116,7 @@ class DiscoveryCache:
         finally:
             if discovery.trace.reads:
                 self.reads.setdefault(loss_fn, f"{discovery.trace.reads[0]}, which may be kept")
-        check_norms(result, params, discovery.trace.meshes)
+        _check_norms(result, params, discovery.trace.meshes)
         kept = (self.reads[loss_fn],) if loss_fn in self.reads and not discovery.trace.reads else ()
         return replace(
             result,
@@ -157,7 +157,7 @@ def _freed(reference: StorageWeakRef) -> bool:
 
 
 class _Traceable(Protocol):
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> Result: ...
+    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> _Result: ...
 
 
 def _size(batch: Batch) -> int:

@@ -34,7 +34,7 @@ COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
 # Memory that depends on batches of earlier steps and is still in use; weak references, no result depends on them.
 EARLIER_MEMORY: dict[int, StorageWeakRef] = {}
-FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
+_FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 
 
 def forget_freed() -> None:
@@ -51,7 +51,7 @@ def part(tensor: Tensor) -> Tensor:
         return tensor
     if is_dtensor(tensor):
         return part(tensor._local_tensor)
-    if kind.__module__ == FUNCTIONAL_COLLECTIVES:
+    if kind.__module__ == _FUNCTIONAL_COLLECTIVES:
         return part(tensor.elem)  # type: ignore[attr-defined]
     return tensor
 

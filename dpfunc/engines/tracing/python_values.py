@@ -17,7 +17,7 @@ READING = frozenset(
 SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # type: ignore[attr-defined]
 
 
-class Reader(Protocol):
+class _Reader(Protocol):
     """Receiver of notes about values that Python was given."""
 
     def note_read(self, what: str, value: Tensor, result: object) -> None:
@@ -32,7 +32,7 @@ class Reader(Protocol):
 class PythonValues(TorchFunctionMode):
     """Mode that notes what Python is given, where no tracker is active."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: _Reader) -> None:
         super().__init__()
         self.reader = reader
 

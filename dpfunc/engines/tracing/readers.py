@@ -69,7 +69,7 @@ ONE_BY_ONE = tuple((module, "*Model.get_rope_index") for module in dict.fromkeys
 ))  # fmt: skip
 
 # Modules of the frames between the code that reads a number and the operation.
-PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
+_PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
 
 # Modules of the frames between the code that reads a shape and the trace.
 _TRACING_MODULES = (
@@ -95,7 +95,7 @@ def reader() -> tuple[str, int, str]:
         module = str(frame.f_globals.get("__name__", "?"))
         if module.startswith("dpfunc.engines.rules"):
             return module, frame.f_lineno, frame.f_code.co_qualname
-        if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in PLUMBING):
+        if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in _PLUMBING):
             return module, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return "?", 0, ""

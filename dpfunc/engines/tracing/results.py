@@ -28,7 +28,7 @@ from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
-LIFTED = ("lift_fresh", "lift_fresh_copy")
+_LIFTED = ("lift_fresh", "lift_fresh_copy")
 
 
 def type_results(trace: Trace, known: Known, call: Call) -> None:
@@ -48,7 +48,7 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
         return
     if call.constant():
         constant: Entry = constant_of(trace, known, call.inputs)
-        if known.name in LIFTED:  # numbers that may be of the batch stay in memory
+        if known.name in _LIFTED:  # numbers that may be of the batch stay in memory
             constant = kept_numbers() or constant
         for result in tensors_of(results):
             if key_of(part(result)) not in trace.entries:
@@ -113,7 +113,7 @@ def _lawful(trace: Trace, inputs: Sequence[Tensor]) -> bool:
 
 def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constant:
     """Kind of constant that an operation on constants gives: elementwise functions keep EQUAL and RANDOM."""
-    if known.name in LIFTED:  # made of Python or NumPy numbers
+    if known.name in _LIFTED:  # made of Python or NumPy numbers
         module, _, name = reader()
         return Constant.RANDOM if listed(DRAWING, module, name) else Constant.ANY
     if known.kind is not Kind.POINTWISE and known.name not in COPYING:

@@ -14,7 +14,7 @@ from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
-GRID = 3
+_GRID_SIZE = 3
 """Numbers of the grid of an image: frames, height, width."""
 
 
@@ -24,7 +24,7 @@ def may_read(trace: Trace, value: Tensor, kind: Type, module: str, name: str) ->
         return True
     if listed(ONE_BY_ONE, module, name):
         return _own(kind)
-    return listed(SAME_FOR_ALL, module, name) and same_for_all(trace, value)
+    return listed(SAME_FOR_ALL, module, name) and _same_for_all(trace, value)
 
 
 def may_measure(trace: Trace, kind: Type, module: str, name: str) -> bool:
@@ -45,7 +45,7 @@ def _own(kind: Type) -> bool:
     return isinstance(kind, Rows) and kind.axis == ONE_SAMPLE and not kind.doubt
 
 
-def same_for_all(trace: Trace, value: Tensor) -> bool:
+def _same_for_all(trace: Trace, value: Tensor) -> bool:
     """True if integers are each of one sample, of all samples, and the same for each image.
 
     Then what follows from them is what it would be of each sample alone. Of one image, the others are beside it in its
@@ -66,7 +66,7 @@ def same_for_all(trace: Trace, value: Tensor) -> bool:
     numbers = memory[first : first + length]
     if len(numbers) != length or not length:
         return False
-    size = own.numel() if own.ndim else GRID
+    size = own.numel() if own.ndim else _GRID_SIZE
     grids = numbers.view(-1, size if length % (size * trace.num_samples) == 0 else 1)
     return bool((grids == grids[:1]).all())
 
@@ -79,7 +79,7 @@ def as_numbers(trace: Trace, call: Call, kind: Type) -> bool:
     if any(tensor.is_floating_point() for tensor in given):
         return False
     module, _, name = reader()
-    return bool(given) and listed(SAME_FOR_ALL, module, name) and all(same_for_all(trace, tensor) for tensor in given)
+    return bool(given) and listed(SAME_FOR_ALL, module, name) and all(_same_for_all(trace, tensor) for tensor in given)
 
 
 def kept_numbers() -> Mixed | None:

@@ -178,7 +178,7 @@ class DiscoveryRecorder:
 
     @contextmanager
     def ignoring_reads(self, func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Drop doubts about numbers that a check reads; but a number of classes that is inferred is one of the batch."""
+        """Drop doubts about numbers that a check reads, but not about an inferred number of classes."""
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
         doubts, reads = len(self.trace.doubts), len(self.trace.reads)
         yield

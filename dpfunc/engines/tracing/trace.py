@@ -56,7 +56,7 @@ from dpfunc.types import Batch
 
 __all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
 
-INTEGERS = 8
+_KEPT_INTEGERS = 8
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class Trace(DispatchMode):
     ragged: bool = False
     coarse: bool = False
     untraced_memory: dict[int, StorageWeakRef] = field(default_factory=dict)
-    integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=INTEGERS))
+    integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=_KEPT_INTEGERS))
     shuffled: bool = False
     constants: Tensor | None = None
     meshes: list[Any] = field(default_factory=list)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfunc.types import Params
 
 
-class ParameterSource(Protocol):
+class _ParameterSource(Protocol):
     """Source of the tensors that a module computes with."""
 
     def leaves(self, params: Params) -> Mapping[str, Tensor]:
@@ -24,11 +24,11 @@ class ParameterSource(Protocol):
         ...
 
 
-_source: ContextVar[ParameterSource | None] = ContextVar("dpfunc_parameter_source", default=None)
+_source: ContextVar[_ParameterSource | None] = ContextVar("dpfunc_parameter_source", default=None)
 
 
 @contextmanager
-def using_source(source: ParameterSource) -> Iterator[None]:
+def using_source(source: _ParameterSource) -> Iterator[None]:
     """Inside, the tensors of a module are used in place of parameters."""
     token = _source.set(source)
     try:

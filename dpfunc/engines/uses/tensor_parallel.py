@@ -20,7 +20,7 @@ from dpfunc.errors import UnsupportedModel
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-ADVICE = (
+_ADVICE = (
     "Train linear layers that parallelize_module has split with ColwiseParallel or RowwiseParallel, and plain "
     "parameters that see whole activations; leave this one out, or do not split it."
 )
@@ -118,7 +118,7 @@ def unsupported(
     result = f", result {_placement_of(output)}" if isinstance(output, Tensor) else ""
     return UnsupportedModel(
         f"{name} of parameter {names} over several ranks has no rule for these placements: {placements}{result}. "
-        f"{ADVICE}"
+        f"{_ADVICE}"
     )
 
 

@@ -106,9 +106,9 @@ class Tracker(TorchFunctionMode):
                 f"The loss puts a hook on {shorten([found[0].name])}, or on a value computed from it, which would not "
                 'see per-sample gradients. Change the loss instead of the gradient, or use engine="loop".'
             )
-        if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and fills(*args):
+        if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and _fills(*args):
             with self:  # the values are the same wherever the mask is true
-                return args[0].copy_(torch.where(expanded_mask(*args[:2]), args[2], args[0]))
+                return args[0].copy_(torch.where(_expanded_mask(*args[:2]), args[2], args[0]))
         if (
             writes(func, kwargs)
             and args
@@ -394,12 +394,12 @@ class Tracker(TorchFunctionMode):
         return self.recorder.use(use, output, tensors)
 
 
-def fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
+def _fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
     """True if `target[index] = value` fills the positions of a mask with one slice."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
     return is_mask and target.requires_grad and value.ndim <= target.ndim - index.ndim
 
 
-def expanded_mask(target: Tensor, mask: Tensor) -> Tensor:
+def _expanded_mask(target: Tensor, mask: Tensor) -> Tensor:
     """A mask of the leading axes, beside all axes."""
     return mask.reshape(*mask.shape, *[1] * (target.ndim - mask.ndim))

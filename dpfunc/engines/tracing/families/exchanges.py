@@ -14,7 +14,7 @@ from dpfunc.engines.tracing.call import Call, Type
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows
 
 
-def complete(call: Call, kind: Type) -> Type:
+def _complete(call: Call, kind: Type) -> Type:
     """The rows, with a doubt where they are not those of all samples in order."""
     if not isinstance(kind, Rows) or (
         kind.axis != ONE_SAMPLE and kind.count == call.types.num_samples and kind.ids is None
@@ -23,39 +23,39 @@ def complete(call: Call, kind: Type) -> Type:
     return kind.doubted(f"{call.name} of a part of the samples")
 
 
-def summed(call: Call) -> Type:
+def _summed(call: Call) -> Type:
     """Each number is computed from those at the same position in all processes."""
-    return complete(call, call.type_of(call.args[0]))
+    return _complete(call, call.type_of(call.args[0]))
 
 
-def gathered(call: Call) -> Type:
+def _gathered(call: Call) -> Type:
     """Parts of all processes, joined along axis 0."""
-    kind = complete(call, call.type_of(call.args[0]))
+    kind = _complete(call, call.type_of(call.args[0]))
     if isinstance(kind, Rows) and kind.axis == 0:
         return kind._replace(pre=kind.pre * int(call.args[1]))
     return kind
 
 
-def scattered(call: Call) -> Type:
+def _scattered(call: Call) -> Type:
     """The sum over processes, sharded along axis 0: the shard of this process."""
-    kind, size = complete(call, call.type_of(call.args[0])), int(call.args[2])
+    kind, size = _complete(call, call.type_of(call.args[0])), int(call.args[2])
     if not isinstance(kind, Rows) or kind.axis != 0:
         return kind
     return kind._replace(pre=kind.pre // size) if kind.pre % size == 0 else call.mixed("across samples")
 
 
-def exchanged(call: Call) -> Type:
+def _exchanged(call: Call) -> Type:
     """All-to-all: tensors are split along one axis and joined along another."""
-    kind = complete(call, call.type_of(call.args[0]))
+    kind = _complete(call, call.type_of(call.args[0]))
     if isinstance(kind, Mixed) or kind is None or kind.axis not in call.args[1:3]:
         return kind
     return call.mixed("across samples")
 
 
 FAMILY: dict[str, Callable[[Call], Type]] = {
-    "all_reduce": summed,
-    "broadcast": summed,
-    "all_gather_into_tensor": gathered,
-    "reduce_scatter_tensor": scattered,
-    "shard_dim_alltoall": exchanged,
+    "all_reduce": _summed,
+    "broadcast": _summed,
+    "all_gather_into_tensor": _gathered,
+    "reduce_scatter_tensor": _scattered,
+    "shard_dim_alltoall": _exchanged,
 }

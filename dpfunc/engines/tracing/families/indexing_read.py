@@ -39,25 +39,25 @@ from dpfunc.engines.tracing.rows import (
 )
 
 
-def index(call: Call) -> Type:
+def _index(call: Call) -> Type:
     """Elements at tensors of positions or masks: `self[i, j, ...]`."""
     self: Tensor = call.args[0]
-    kind = indexed(call, self, expanded_masks(call, call.args[1]))
+    kind = _indexed(call, self, expanded_masks(call, call.args[1]))
     masks = [item for item in call.args[1] if item is not None and item.dtype in (torch.bool, torch.uint8)]
     if any(call.type_of(mask) is not None for mask in masks):  # how many there are depends on values
         return kind._replace(shaped=True) if isinstance(kind, Mixed) else kind and kind._replace(ragged=True)
     return kind
 
 
-def index_select(call: Call) -> Type:
+def _index_select(call: Call) -> Type:
     """Rows of whole slices at a list of positions on one axis: `self[..., index, ...]`."""
     self: Tensor = call.args[0]
     (axis,) = axes_of(call.args[1], self.ndim)
     positions = call.args[2].reshape(-1)
-    return indexed(call, self, [*[None] * axis, Positions(positions, call.type_of(call.args[2]))])
+    return _indexed(call, self, [*[None] * axis, Positions(positions, call.type_of(call.args[2]))])
 
 
-def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Type:
+def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Type:
     """The rows of what is read at positions."""
     kind = call.type_of(self)
     if isinstance(kind, Mixed):
@@ -80,7 +80,7 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     if found is None:
         return call.mixed("of several samples")
     axis, ids = found
-    ordered = reordered(call, self, kind, on_samples, ids, start)
+    ordered = _reordered(call, self, kind, on_samples, ids, start)
     if ordered is not None:
         return ordered if len(given) == 1 else ordered.doubted("several lists of positions in a changed order")
     doubt = kind.doubt or doubt_of(on_samples) or doubt_of_counts(kind, on_samples, self.shape[kind.axis])
@@ -103,7 +103,7 @@ def indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Ty
     return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
 
 
-def reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor, start: int) -> Rows | None:
+def _reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor, start: int) -> Rows | None:
     """Rows at positions that several samples decide: all of them, each as often as the others, in another order."""
     values, length = item.values.cpu(), self.shape[kind.axis]
     if not isinstance(item.kind, Mixed) or values.ndim != 1 or kind.doubt or not equally_often(values, length):
@@ -176,6 +176,6 @@ def _of_other_axes(
 
 
 FAMILY: dict[str, Handler] = {
-    **dict.fromkeys(("index", "_unsafe_index"), index),
-    "index_select": index_select,
+    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    "index_select": _index_select,
 }

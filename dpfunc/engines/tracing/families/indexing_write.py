@@ -33,7 +33,7 @@ from dpfunc.engines.tracing.rows import (
 )
 
 
-def index_put(call: Call) -> Type:
+def _index_put(call: Call) -> Type:
     """`self[i, j, ...] = values`, or `+=`."""
     self, indices, values = call.args[:3]
     mask = indices[0]
@@ -42,18 +42,18 @@ def index_put(call: Call) -> Type:
     )
     if filled and call.type_of(values) is None:  # the same values wherever the mask is true
         return combined(call, [leading(self), leading(mask)])
-    return written(call, self, expanded_masks(call, indices), values)
+    return _written(call, self, expanded_masks(call, indices), values)
 
 
-def index_add(call: Call) -> Type:
+def _index_add(call: Call) -> Type:
     """`self[..., index, ...] += source`, for whole slices; index_copy writes instead."""
     self: Tensor = call.args[0]
     (axis,) = axes_of(call.arg(1, "dim"), self.ndim)
     positions = positions_of(call, call.arg(2, "index"))
-    return written(call, self, [*[None] * axis, positions], call.arg(3, "source"))
+    return _written(call, self, [*[None] * axis, positions], call.arg(3, "source"))
 
 
-def written(call: Call, self: Tensor, indices: Sequence[Positions | None], values: Tensor) -> Type:
+def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], values: Tensor) -> Type:
     """The rows of a tensor after values were written at positions."""
     kind, incoming = call.type_of(self), call.type_of(values)
     if isinstance(kind, Mixed):
@@ -77,7 +77,7 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
                 doubt = doubt or "a tensor whose values differ between positions of the batch"
             return here.doubted(doubt) if doubt else here
         rows = rows.moved(rows.axis - start)
-    reordered = written_in_changed_order(call, self, kind, indices, rows, doubt) if rows is not None else None
+    reordered = _written_in_changed_order(call, self, kind, indices, rows, doubt) if rows is not None else None
     if reordered is not None:
         ragged = (kind is not None and kind.ragged) or (rows is not None and rows.ragged)
         return reordered._replace(ragged=True) if isinstance(reordered, Rows) and ragged else reordered
@@ -118,7 +118,7 @@ def written(call: Call, self: Tensor, indices: Sequence[Positions | None], value
     return _written_at_own_positions(call, self, kind, indices, rows, width, doubt)
 
 
-def written_in_changed_order(
+def _written_in_changed_order(
     call: Call, self: Tensor, kind: Rows | None, indices: Sequence[Positions | None], rows: Rows, doubt: str
 ) -> Type:
     """All rows, written or added at positions that several samples decide; None if that is not the case."""
@@ -255,6 +255,6 @@ def _rows_of_constants(
 
 
 FAMILY: dict[str, Handler] = {
-    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), index_put),
-    **dict.fromkeys(("index_add", "index_copy"), index_add),
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _index_put),
+    **dict.fromkeys(("index_add", "index_copy"), _index_add),
 }

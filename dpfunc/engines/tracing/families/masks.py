@@ -9,7 +9,7 @@ from dpfunc.engines.tracing.families.positions import COORDINATES
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, gathered, samples_by_position
 
 
-def nonzero(call: Call) -> Type:
+def _nonzero(call: Call) -> Type:
     """The coordinates of what is not zero, (N, ndim): each of the sample that it is found in."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
@@ -22,7 +22,7 @@ def nonzero(call: Call) -> Type:
     return gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True)
 
 
-def masked_scatter(call: Call) -> Type:
+def _masked_scatter(call: Call) -> Type:
     """`self[mask] = source`, in order: each sample must have as many positions as its own source has numbers."""
     self, mask, source = call.args[:3]
     kind, filled = call.type_of(self), call.type_of(source)
@@ -47,7 +47,7 @@ def masked_scatter(call: Call) -> Type:
     return mask_rows.doubted(filled.doubt) if filled.doubt else mask_rows
 
 
-def masked_scatter_backward(call: Call) -> Type:
+def _masked_scatter_backward(call: Call) -> Type:
     """`(grad, mask, sizes)`: the gradient of the source."""
     grad, mask, sizes = call.args[:3]
     kind = combined(call, [broadcast(grad, grad.ndim), broadcast(mask, grad.ndim)])
@@ -62,7 +62,7 @@ def masked_scatter_backward(call: Call) -> Type:
 
 
 FAMILY: dict[str, Handler] = {
-    "nonzero": nonzero,
-    "masked_scatter": masked_scatter,
-    "masked_scatter_backward": masked_scatter_backward,
+    "nonzero": _nonzero,
+    "masked_scatter": _masked_scatter,
+    "masked_scatter_backward": _masked_scatter_backward,
 }

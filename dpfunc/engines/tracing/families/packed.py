@@ -28,7 +28,7 @@ def doubt_of_lengths(types: Types, kind: Rows, lengths: torch.Tensor) -> str:
     return own.doubt
 
 
-def pack(call: Call) -> list[Type]:
+def _pack(call: Call) -> list[Type]:
     """`_pack_padded_sequence(input, lengths, batch_first)`: the rows of each time, in the order of falling length."""
     input, batch_first = call.args[0], call.args[2]
     kind = call.type_of(input)
@@ -40,7 +40,7 @@ def pack(call: Call) -> list[Type]:
     return [gathered(ids, 0, call.types.num_samples, doubt)._replace(ragged=True), None]
 
 
-def pack_backward(call: Call) -> Type:
+def _pack_backward(call: Call) -> Type:
     """`(grad, sizes, batch_sizes, batch_first)`: rows back at their positions; the samples are in the order before."""
     grad, sizes, batch_sizes, batch_first = call.args[:4]
     kind = call.type_of(grad)
@@ -57,6 +57,6 @@ def pack_backward(call: Call) -> Type:
 
 
 FAMILY: dict[str, Handler] = {
-    "_pack_padded_sequence": pack,
-    "_pack_padded_sequence_backward": pack_backward,
+    "_pack_padded_sequence": _pack,
+    "_pack_padded_sequence_backward": _pack_backward,
 }

@@ -67,7 +67,7 @@ def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
 def doubt_of(positions: Positions) -> str:
     """Reason why positions on the axis of the samples may depend on other samples; empty if they do not.
 
-    Positions that several samples decide are looked at before, in `reordered` and `written_in_changed_order`.
+    Positions that several samples decide are looked at before, in `indexing_read` and `indexing_write`.
     """
     if isinstance(positions.kind, Mixed):
         return f"positions from {positions.kind.reason}"

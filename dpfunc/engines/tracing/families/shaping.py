@@ -12,14 +12,14 @@ from dpfunc.engines.tracing.call import Call, Type, broadcast, combined
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, gathered, same_ids, samples_by_position
 
 
-def cat(call: Call) -> Type:
+def _cat(call: Call) -> Type:
     """Along another axis, the rows of all; along theirs, the rows of each one after the other."""
     tensors: Sequence[Tensor] = [tensor for tensor in call.args[0] if tensor.shape != (0,)]
     (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim)
-    return joined(call, tensors, dim)
+    return _joined(call, tensors, dim)
 
 
-def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
+def _joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     """Tensors one after the other along `dim`."""
     kinds = [call.type_of(tensor) for tensor in tensors]
     found = [kind for kind in kinds if isinstance(kind, Rows)]
@@ -44,18 +44,18 @@ def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)
 
 
-def stack(call: Call) -> Type:
+def _stack(call: Call) -> Type:
     """Tensors side by side on a new axis, before or behind that of the rows."""
     tensors: Sequence[Tensor] = call.args[0]
     (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim + 1)
     kinds = [call.type_of(tensor) for tensor in tensors]
     if kinds and all(isinstance(kind, Rows) and kind.axis == ONE_SAMPLE for kind in kinds):
-        return joined(call, [tensor.unsqueeze(dim) for tensor in tensors], dim)
+        return _joined(call, [tensor.unsqueeze(dim) for tensor in tensors], dim)
     kind = combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
     return kind.moved(kind.axis + (kind.axis >= dim)) if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE else kind
 
 
-def repeat(call: Call) -> Type:
+def _repeat(call: Call) -> Type:
     """Each axis is repeated as a whole; axes may be added on the left."""
     input, sizes = call.args[0], call.args[1]
     kind = call.type_of(input)
@@ -65,14 +65,14 @@ def repeat(call: Call) -> Type:
     return kind._replace(axis=kind.axis + shift, pre=kind.pre * sizes[kind.axis + shift])
 
 
-def padded(call: Call) -> Type:
+def _padded(call: Call) -> Type:
     """Padding by constants: pairs from the last axis on."""
     input, pads = call.args[0], call.args[1]
     axes = [input.ndim - 1 - pair // 2 for pair in range(len(pads)) if pads[pair]]
     return combined(call, [broadcast(input, input.ndim)], axes)
 
 
-def view_backward(dim: int) -> Callable[[Call], Type]:
+def _view_backward(dim: int) -> Callable[[Call], Type]:
     """`slice_backward(grad, sizes, dim, ...)`: the gradient put back into zeros."""
 
     def handler(call: Call) -> Type:
@@ -101,7 +101,7 @@ def _samples_put_back(call: Call, grad: Tensor, kind: Rows, axis: int) -> Type:
     return Rows(axis, call.types.num_samples, doubt=kind.doubt)
 
 
-def select_backward(call: Call) -> Type:
+def _select_backward(call: Call) -> Type:
     """`(grad, sizes, dim, index)`: the gradient of one slice put back into zeros."""
     grad: Tensor = call.args[0]
     (axis,) = axes_of(call.args[2], len(call.args[1]))
@@ -116,14 +116,14 @@ def select_backward(call: Call) -> Type:
     return kind.moved(kind.axis + (kind.axis >= axis))
 
 
-def slice_scatter(call: Call) -> Type:
+def _slice_scatter(call: Call) -> Type:
     """`(self, source, dim, ...)`: both have all axes, and the positions along `dim` are combined."""
     (axis,) = axes_of(call.arg(2, "dim", 0), call.args[0].ndim)
     operands = [broadcast(call.args[0], call.out.ndim), broadcast(call.args[1], call.out.ndim)]
     return combined(call, operands, (axis,))
 
 
-def select_scatter(call: Call) -> Type:
+def _select_scatter(call: Call) -> Type:
     """`(self, source, dim, index)`: the source lacks the axis."""
     (axis,) = axes_of(call.args[2], call.args[0].ndim)
     return combined(
@@ -131,7 +131,7 @@ def select_scatter(call: Call) -> Type:
     )
 
 
-def unfold_backward(call: Call) -> Type:
+def _unfold_backward(call: Call) -> Type:
     """`(grad, sizes, dim, size, step)`: windows along an axis are added up; the last axis is that of the windows."""
     grad: Tensor = call.args[0]
     (axis,) = axes_of(call.args[2], len(call.args[1]))
@@ -141,7 +141,7 @@ def unfold_backward(call: Call) -> Type:
     return kind
 
 
-def split_with_copies(call: Call) -> list[Type]:
+def _split_with_copies(call: Call) -> list[Type]:
     """Splits that copy: each part as its input, unless the samples are split."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
@@ -150,7 +150,7 @@ def split_with_copies(call: Call) -> list[Type]:
     return [call.mixed() if mixed else kind] * len(call.out)
 
 
-def reshaped(call: Call) -> Type:
+def _reshaped(call: Call) -> Type:
     """A copy of another shape: as the view of a contiguous copy would be."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
@@ -168,7 +168,7 @@ def reshaped(call: Call) -> Type:
     return call.mixed("a reshape across samples")
 
 
-def diagonal_backward(call: Call) -> Type:
+def _diagonal_backward(call: Call) -> Type:
     """`(grad, sizes, offset, dim1, dim2)`: rows must be on an axis that both have."""
     kind = call.type_of(call.args[0])
     grad: Tensor = call.args[0]
@@ -181,7 +181,7 @@ def diagonal_backward(call: Call) -> Type:
     return kind.moved(kept[kind.axis])
 
 
-def diag_embed(call: Call) -> Type:
+def _diag_embed(call: Call) -> Type:
     """The last axis becomes two, the axes of a matrix with the numbers on a diagonal."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
@@ -193,49 +193,49 @@ def diag_embed(call: Call) -> Type:
     return kind.moved([axis for axis in range(input.ndim + 1) if axis not in made][kind.axis])
 
 
-def like_first(call: Call) -> Type:
+def _like_first(call: Call) -> Type:
     """Copies: the type is that of the first argument."""
     return call.type_of(call.args[0])
 
 
-def pixel_shuffle(call: Call) -> Type:
+def _pixel_shuffle(call: Call) -> Type:
     """Channels and space are exchanged; leading axes stay."""
     input: Tensor = call.args[0]
     return combined(call, [broadcast(input, input.ndim)], range(input.ndim - 3, input.ndim))
 
 
-def channel_shuffle(call: Call) -> Type:
+def _channel_shuffle(call: Call) -> Type:
     """Channels are exchanged: the positions of axis 1 are combined."""
     return combined(call, [broadcast(call.args[0], call.args[0].ndim)], (1,))
 
 
-def repeat_interleave(call: Call) -> Type:
+def _repeat_interleave(call: Call) -> Type:
     """With counts in a tensor: the positions that result."""
     return call.mixed("with counts from values") if call.type_of(call.args[0]) is not None else None
 
 
 FAMILY: dict[str, Callable[[Call], object]] = {
-    "cat": cat,
-    "stack": stack,
-    "repeat": repeat,
-    "constant_pad_nd": padded,
-    "slice_backward": view_backward(2),
-    "select_backward": select_backward,
-    "slice_scatter": slice_scatter,
-    "select_scatter": select_scatter,
-    "unfold_backward": unfold_backward,
-    "diagonal_backward": diagonal_backward,
-    "diag_embed": diag_embed,
-    "_reshape_copy": reshaped,
-    "clone": like_first,
-    "_to_copy": like_first,
-    "contiguous": like_first,
-    "_to_dense": like_first,
-    "split_with_sizes_copy": split_with_copies,
-    "split_copy": split_with_copies,
-    "pixel_shuffle": pixel_shuffle,
-    "pixel_unshuffle": pixel_shuffle,
-    "channel_shuffle": channel_shuffle,
-    "native_channel_shuffle": channel_shuffle,
-    "repeat_interleave": repeat_interleave,
+    "cat": _cat,
+    "stack": _stack,
+    "repeat": _repeat,
+    "constant_pad_nd": _padded,
+    "slice_backward": _view_backward(2),
+    "select_backward": _select_backward,
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
+    "unfold_backward": _unfold_backward,
+    "diagonal_backward": _diagonal_backward,
+    "diag_embed": _diag_embed,
+    "_reshape_copy": _reshaped,
+    "clone": _like_first,
+    "_to_copy": _like_first,
+    "contiguous": _like_first,
+    "_to_dense": _like_first,
+    "split_with_sizes_copy": _split_with_copies,
+    "split_copy": _split_with_copies,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_shuffle,
+    "channel_shuffle": _channel_shuffle,
+    "native_channel_shuffle": _channel_shuffle,
+    "repeat_interleave": _repeat_interleave,
 }
