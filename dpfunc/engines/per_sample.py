@@ -314,15 +314,19 @@ def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
     gathers = [use for use in uses if isinstance(use, Gather)]
     if len(outers) + len(gathers) < len(uses):
         return Dense(torch.stack([use.dense() for use in uses]).sum(0))
-    gather = gathers and Gather(
-        torch.cat([use.ids_BT for use in gathers], 1), torch.cat([use.g_BTd for use in gathers], 1), gathers[0].shape
-    )
-    outer = outers and Outer(
-        torch.cat([use.a_BTp for use in outers], 1), torch.cat([use.b_BTd for use in outers], 1), outers[0].shape
-    )
-    if isinstance(gather, Gather) and isinstance(outer, Outer):
-        return Tied(gather, outer)
-    return gather if isinstance(gather, Gather) else outers[0] if not isinstance(outer, Outer) else outer
+    if not gathers:
+        return _joined_outer(outers)
+    if not outers:
+        return _joined_gather(gathers)
+    return Tied(_joined_gather(gathers), _joined_outer(outers))
+
+
+def _joined_gather(uses: Sequence[Gather]) -> Gather:
+    return Gather(torch.cat([use.ids_BT for use in uses], 1), torch.cat([use.g_BTd for use in uses], 1), uses[0].shape)
+
+
+def _joined_outer(uses: Sequence[Outer]) -> Outer:
+    return Outer(torch.cat([use.a_BTp for use in uses], 1), torch.cat([use.b_BTd for use in uses], 1), uses[0].shape)
 
 
 @dataclass(frozen=True)

@@ -163,21 +163,17 @@ def assumed(call: Call, reason: str) -> list[Type]:
     inputs = [(tensor, call.type_of(tensor)) for tensor in call.inputs]
     if all(kind is None for _, kind in inputs):
         return [None] * len(results)
-    found: list[Type] = []
-    for result in results:
-        guess: Type = Mixed(reason)
-        if not isinstance(result, Tensor):
-            found.append(None)
-            continue
-        for tensor, kind in inputs:
-            if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE:
-                same = [axis for axis in (kind.axis, 0) if axis < result.ndim]
-                fits = [axis for axis in same if result.shape[axis] == tensor.shape[kind.axis]]
-                if fits:
-                    guess = kind.moved(fits[0]).doubted(reason)
-                    break
-        found.append(guess)
-    return found
+    return [_assumed_type(result, inputs, reason) if isinstance(result, Tensor) else None for result in results]
+
+
+def _assumed_type(result: Tensor, inputs: Sequence[tuple[Tensor, Type]], reason: str) -> Type:
+    for tensor, kind in inputs:
+        if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE:
+            same = [axis for axis in (kind.axis, 0) if axis < result.ndim]
+            fits = [axis for axis in same if result.shape[axis] == tensor.shape[kind.axis]]
+            if fits:
+                return kind.moved(fits[0]).doubted(reason)
+    return Mixed(reason)
 
 
 __all__ = ["Aligned", "Call", "Handler", "Type", "Types", "assumed", "broadcast", "combined", "leading", "lettered",

@@ -116,6 +116,21 @@ def are_sorted(trace: Trace, tensor: Tensor) -> bool:
     return isinstance(kind, Rows) and kind.slots is not None
 
 
+def _relabelled(trace: Trace, kind: Rows, *, changed: bool, is_sorted: bool) -> Rows:
+    """Rows on the sample axis that leave a packed layer (changed), or enter it; see `ordered`."""
+    kind = kind._replace(slots=None, of=0, ragged=kind.ragged and not changed)  # the result has a row for each sample
+    if not changed:
+        ids = None if kind.ids is None else rows_module.normal(kind.ids, trace.num_samples)
+        return kind._replace(ids=ids)
+    if kind.ids is None and not is_sorted:
+        return kind
+    trace.shuffle()
+    slots, of = rows_module.slots_of(kind, trace.num_samples)
+    if of != trace.num_samples:
+        return kind.doubted("samples of some rows")
+    return kind._replace(ids=rows_module.samples_by_position(kind), slots=slots, of=of)
+
+
 def ordered(
     trace: Trace, tensor: Tensor, axis: int, *, changed: bool, is_sorted: bool = False, doubt: str = ""
 ) -> Tensor:
@@ -133,18 +148,7 @@ def ordered(
         trace.note(made, Constant.ANY if kind is None else stored(Rows(ONE_SAMPLE, 1), made))
         return made
     if isinstance(kind, Rows) and kind.axis == axis and fits(kind, made):
-        # the result has a row for each sample
-        kind = kind._replace(slots=None, of=0, ragged=kind.ragged and not changed)
-        if not changed and kind.ids is not None:
-            kind = kind._replace(ids=rows_module.normal(kind.ids, trace.num_samples))
-        if changed and (kind.ids is not None or is_sorted):
-            slots, of = rows_module.slots_of(kind, trace.num_samples)
-            kind = (
-                kind._replace(ids=rows_module.samples_by_position(kind), slots=slots, of=of)
-                if of == trace.num_samples
-                else kind.doubted("samples of some rows")
-            )
-            trace.shuffle()
+        kind = _relabelled(trace, kind, changed=changed, is_sorted=is_sorted)
         kind = kind.doubted(doubt) if doubt else kind
     elif isinstance(kind, Rows):
         if kind.axis != ONE_SAMPLE or kind.slots is not None:

@@ -35,16 +35,7 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
     """Store the types of the results of an operation that writes into none of its arguments."""
     results = list(call.out) if isinstance(call.out, (list, tuple)) else [call.out]
     if known.kind is Kind.FILLED or known.kind is Kind.RANDOM:
-        kind: Type = None
-        entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
-        if known.name in ("bernoulli", "normal"):
-            kind = _pointwise(trace, call)
-            entry = Constant.RANDOM if _lawful(trace, call.inputs) else Constant.ANY
-        elif trace.ragged:  # how many there are depends on values
-            same = (tensor for tensor in call.inputs if tensor.shape == results[0].shape)
-            kind = next((kind for kind in map(partial(_shaped, trace), same) if kind is not None), None)
-        for result in tensors_of(results):
-            trace.store(result, kind, entry)
+        _type_filled(trace, known, call, results)
         return
     if call.constant():
         constant: Entry = constant_of(trace, known, call.inputs)
@@ -65,6 +56,20 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
         for statistic in tensors_of(call.args[3:5]):
             if key_of(part(statistic)) in trace.entries:
                 trace.note(part(statistic), Mixed(f"statistics of {known.name}"))
+
+
+def _type_filled(trace: Trace, known: Known, call: Call, results: Sequence[Any]) -> None:
+    """Store the types of results that are filled with one number, or with random numbers."""
+    kind: Type = None
+    entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
+    if known.name in ("bernoulli", "normal"):
+        kind = _pointwise(trace, call)
+        entry = Constant.RANDOM if _lawful(trace, call.inputs) else Constant.ANY
+    elif trace.ragged:  # how many there are depends on values
+        same = (tensor for tensor in call.inputs if tensor.shape == results[0].shape)
+        kind = next((kind for kind in map(partial(_shaped, trace), same) if kind is not None), None)
+    for result in tensors_of(results):
+        trace.store(result, kind, entry)
 
 
 def _mark_sparse(trace: Trace, call: Call, result: Tensor) -> None:

@@ -58,6 +58,11 @@ def _same_for_all(trace: Trace, value: Tensor) -> bool:
     if kind.axis != ONE_SAMPLE:
         every = kind.ids is None and kind.count == trace.num_samples
         return every and bool((own == own.narrow(kind.axis, 0, 1)).all())
+    return _same_for_all_in_memory(trace, own)
+
+
+def _same_for_all_in_memory(trace: Trace, own: Tensor) -> bool:
+    """True if the numbers of all images in the memory of a tensor of one image are the same for each."""
     entry = trace.entries[key_of(own)][1]
     if not isinstance(entry, Stored) or entry.ids is not None or entry.count != trace.num_samples:
         return False

@@ -65,11 +65,7 @@ def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> T
     start, width, taken = indexed_axes(indices, self.ndim)
     given = [item for item in indices if item is not None]
     if kind is not None and kind.axis == ONE_SAMPLE:
-        others = [item.kind for item in given if item.kind is not None]
-        same = all(
-            isinstance(other, Rows) and other.axis == ONE_SAMPLE and same_ids(other.ids, kind.ids) for other in others
-        )
-        return kind if same else call.mixed()
+        return kind if all(item.kind is None or _of_same_sample(item.kind, kind) for item in given) else call.mixed()
     if kind is None or kind.axis not in taken:
         return _of_other_axes(call, self, kind, given, start, width, taken)
     on_samples = indices[kind.axis]
@@ -103,6 +99,11 @@ def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> T
     return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
 
 
+def _of_same_sample(one: Type, other: Rows) -> bool:
+    """True if both tensors belong to one sample each, the same one."""
+    return isinstance(one, Rows) and one.axis == other.axis == ONE_SAMPLE and same_ids(one.ids, other.ids)
+
+
 def _reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor, start: int) -> Rows | None:
     """Rows at positions that several samples decide: all of them, each as often as the others, in another order."""
     values, length = item.values.cpu(), self.shape[kind.axis]
@@ -123,7 +124,7 @@ def _doubt_about(call: Call, item: Positions, rows: Rows, width: int, on_samples
     if item.kind is None:
         if on_samples or rows.axis == ONE_SAMPLE or call.types.uniform(item.values, rows, rows.axis - shift):
             return ""
-        return "positions that differ between positions of the batch"
+        return "indices that differ between positions of the batch"
     if isinstance(item.kind, Mixed):
         return "" if on_samples else item.kind.reason
     if (item.kind.slots is not None or rows.slots is not None) and not same_slots(item.kind, rows):
@@ -170,7 +171,7 @@ def _of_other_axes(
         if not uniform and not bool(
             (self == self.narrow(axis, 0, 1)).all()
         ):  # of a table of equal rows each is the same
-            doubt = doubt or "positions that differ between positions of the batch"
+            doubt = doubt or "indices that differ between positions of the batch"
     moved = rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + start)
     return moved._replace(doubt=doubt)
 

@@ -65,17 +65,10 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
     doubt = incoming.reason if isinstance(incoming, Mixed) else rows.doubt if rows is not None else ""
     if rows is not None and rows.axis != ONE_SAMPLE:
         rows = rows.moved(rows.axis + shift)
-        if not start <= rows.axis < start + width:  # an axis that is not indexed
+        if not start <= rows.axis < start + width:
             before = rows.axis if rows.axis < start else rows.axis - width
             own = [axis for axis in range(self.ndim) if axis not in taken][before]
-            if any(item is not None and item.kind is not None for item in indices):
-                return call.mixed("at positions of samples")
-            here = rows.moved(own)
-            if kind is not None and (kind.axis != own or not same_rows(kind, here)):
-                return call.mixed()
-            if kind is None and not call.types.uniform(self, here, own):
-                doubt = doubt or "a tensor whose values differ between positions of the batch"
-            return here.doubted(doubt) if doubt else here
+            return _written_on_other_axis(call, self, kind, indices, rows.moved(own), doubt)
         rows = rows.moved(rows.axis - start)
     reordered = _written_in_changed_order(call, self, kind, indices, rows, doubt) if rows is not None else None
     if reordered is not None:
@@ -98,12 +91,13 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
         elif item is not None and isinstance(item.kind, Mixed):
             doubt = doubt or doubt_of(item)
     if rows is None and kind is not None:
-        axis = (
-            -1 if kind.axis == ONE_SAMPLE or kind.axis in taken else kept_axis(kind.axis, start, width, taken) - shift
-        )
-        same = kind.axis in taken and _same_for_each_row(self, kind, indices, values)
-        if kind.axis != ONE_SAMPLE and not same and (kind.axis in taken or not call.types.uniform(values, kind, axis)):
-            doubt = doubt or "constants written at positions of the batch"
+        if kind.axis in taken:
+            same = _same_for_each_row(self, kind, indices, values)
+        else:
+            same = kind.axis == ONE_SAMPLE or call.types.uniform(
+                values, kind, kept_axis(kind.axis, start, width, taken) - shift
+            )
+        doubt = doubt or ("" if same else "constants written at positions of the batch")
         return kind.doubted(doubt) if doubt else kind
     if rows is None:
         return Mixed(doubt) if doubt else None
@@ -116,6 +110,19 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
     if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
         doubt = doubt or "values that differ between positions of the batch"
     return _written_at_own_positions(call, self, kind, indices, rows, width, doubt)
+
+
+def _written_on_other_axis(
+    call: Call, self: Tensor, kind: Rows | None, indices: Sequence[Positions | None], rows: Rows, doubt: str
+) -> Type:
+    """Rows written whole: their axis, that of `rows` in `self`, is none of those that are indexed."""
+    if any(item is not None and item.kind is not None for item in indices):
+        return call.mixed("at positions of samples")
+    if kind is not None and (kind.axis != rows.axis or not same_rows(kind, rows)):
+        return call.mixed()
+    if kind is None and not call.types.uniform(self, rows, rows.axis):
+        doubt = doubt or "a tensor whose values differ between positions of the batch"
+    return rows.doubted(doubt) if doubt else rows
 
 
 def _written_in_changed_order(
@@ -214,7 +221,7 @@ def _doubt_of_other_axes(
         if item.kind is not None or rows.axis == ONE_SAMPLE:
             continue
         if not call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim)):
-            return "positions that differ between positions of the batch"
+            return "indices that differ between positions of the batch"
     return ""
 
 

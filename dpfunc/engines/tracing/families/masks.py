@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
@@ -31,15 +33,7 @@ def _masked_scatter(call: Call) -> Type:
     if call.type_of(mask) is None and kind is None and filled is None:
         return None
     mask_rows = combined(call, [broadcast(self, self.ndim), broadcast(mask, self.ndim)])
-    if (
-        filled is None
-        or not isinstance(mask_rows, Rows)
-        or mask_rows.axis != 0
-        or mask_rows.ids is not None
-        or mask_rows.pre != 1
-    ):
-        return call.mixed("in the order of the batch")
-    if not isinstance(filled, Rows) or filled.axis != 0 or filled.ids is not None or filled.pre != 1:
+    if not _one_sample_after_the_other(mask_rows) or not _one_sample_after_the_other(filled):
         return call.mixed("in the order of the batch")
     counts_B = mask.expand_as(self).reshape(call.types.num_samples, -1).sum(1)
     if not bool((counts_B == source.numel() // call.types.num_samples).all()):
@@ -47,11 +41,16 @@ def _masked_scatter(call: Call) -> Type:
     return mask_rows.doubted(filled.doubt) if filled.doubt else mask_rows
 
 
+def _one_sample_after_the_other(kind: Type) -> TypeGuard[Rows]:
+    """True for rows of all samples on axis 0, in the order of the batch."""
+    return isinstance(kind, Rows) and kind.axis == 0 and kind.ids is None and kind.pre == 1
+
+
 def _masked_scatter_backward(call: Call) -> Type:
     """`(grad, mask, sizes)`: the gradient of the source."""
     grad, mask, sizes = call.args[:3]
     kind = combined(call, [broadcast(grad, grad.ndim), broadcast(mask, grad.ndim)])
-    if not isinstance(kind, Rows) or kind.axis != 0 or kind.ids is not None or kind.pre != 1:
+    if not _one_sample_after_the_other(kind):
         return kind if isinstance(kind, Mixed) else call.mixed()
     count = call.types.num_samples
     counts_B = mask.expand_as(grad).reshape(count, -1).sum(1)
