@@ -57,11 +57,11 @@ def shard_frozen(
     parameters.
 
     A process holds 1 / size of the frozen parameters and gathers one layer at a time. Trained parameters stay
-    whole, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them as well.
+    unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them as well.
 
     Args:
         model: a module, which is sharded in place (its frozen parameters no longer require gradients); or an adapter of
-            `dpfunc.lora.attach`, whose copy of the structure is sharded. The adapter's own `module` keeps its whole
+            `dpfunc.lora.attach`, whose copy of the structure is sharded. The adapter's own `module` keeps its unsharded
             parameters, on the device they are on: leave it on the CPU.
         mesh: as for `fully_shard`: one dimension, or two (replicas, parts) for HSDP. Parameters move to its device.
         layers: the parts that are gathered at once: a regular expression that is searched in their names (of nested

@@ -26,7 +26,7 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = _SMALL) -> dict[s
     steps on DTensors). While a step lasts, `make_dp_step` gathers all of them once, and each sum once.
 
     Args:
-        params: name -> whole tensor, the same on all processes; those that are DTensors already stay as they are.
+        params: name -> full tensor, the same on all processes; those that are DTensors already stay as they are.
         mesh: of the processes that share the parameters, as for `fully_shard`: with one dimension rows are sharded over
             it; with two they are sharded over the second and replicated over the first (HSDP).
         min_size: numbers; smaller parameters, and those without dimensions, are replicated. They are DTensors too,

@@ -90,18 +90,12 @@ class Auto:
         """Gradients by the fast engine if the step is proven, else by one that computes rows alone."""
         if not batch_size(batch):
             return loop()(loss_fn, params, batch)
-        shapes = () if in_lockstep() else signature(batch)  # all processes must remember the same
+        shapes = () if in_lockstep() else signature(batch)  # all processes need the same history
         history = self._histories.setdefault(loss_fn, {}).setdefault(shapes, _History())
         if history.alone is not None and history.failures >= _MAX_UNPROVEN:
             self._decide(loss_fn, Decision(history.name, f"rows alone, since {history.reason}"))
             return history.alone(loss_fn, params, batch)
-        before = python_state(loss_fn) if not history.state_checked else 0
-        result, reason = self._attempt(loss_fn, params, batch)
-        read = self._engines[0].read(loss_fn)  # type: ignore[attr-defined]
-        with refused_by_all():
-            if read and not history.state_checked:
-                refuse_kept(loss_fn, before, read)
-        history.checked_state()
+        result, reason = self._attempt(loss_fn, params, batch, history)
         doubts = getattr(result, "doubts", ())
         impossible, doubted = anywhere(torch.tensor([result is None, bool(doubts)]), params).tolist()
         if result is not None and not impossible and not doubted:
@@ -117,7 +111,20 @@ class Auto:
         history.failed()
         return self._alone(loss_fn, params, batch, history, reason)
 
-    def _attempt(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
+    def _attempt(
+        self, loss_fn: LossFn, params: Params, batch: Batch, history: _History
+    ) -> tuple[PerSampleGrads | None, str]:
+        """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
+        before = python_state(loss_fn) if not history.state_checked else 0
+        result, reason = self._run_fast(loss_fn, params, batch)
+        read = self._engines[0].read(loss_fn)  # type: ignore[attr-defined]
+        with refused_by_all():
+            if read and not history.state_checked:
+                refuse_kept(loss_fn, before, read)
+        history.checked_state()
+        return result, reason
+
+    def _run_fast(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
         if not self._engines:
             self._engines.append(self.fast())
         try:

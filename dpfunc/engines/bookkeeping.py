@@ -192,7 +192,7 @@ class Bookkeeping:
         return result
 
     def read(self, loss_fn: LossFn) -> str:
-        """The first place where a loss gave numbers of its batch to Python; empty if it never did."""
+        """The first read of numbers of the batch by Python, in words; empty if there was none."""
         return self._cache.reads.get(loss_fn, "")
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:

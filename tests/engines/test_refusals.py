@@ -608,7 +608,7 @@ def test_what_depends_on_the_size_is_seen_by_the_audit(engine, name):
         prepared(params(s=random(1)[0]), batch())
 
 
-def test_layouts_give_each_sample_its_rows():
+def test_a_sample_axis_gives_each_sample_its_rows():
     rows = torch.arange(12.0).reshape(6, 2)
     assert torch.equal(SampleAxis(0, 1, 2).split(rows, 3), rows.reshape(3, 2, 2))
     assert torch.equal(SampleAxis(0, 2, 1).split(rows, 3), rows.reshape(2, 3, 2).movedim(1, 0))

@@ -47,7 +47,7 @@ def python_state(loss_fn: object) -> int:
         for item in _inside(value):
             if isinstance(item, _PLAIN):
                 values.append(item)
-            elif isinstance(item, Tensor):  # those that a batch has left in memory are seen where they are used
+            elif isinstance(item, Tensor):  # the trace refuses those that depend on a batch where they are used
                 values.append("tensor")
             else:
                 todo.append(item)
@@ -81,7 +81,7 @@ def _filled(cell: Any) -> bool:  # noqa: ANN401  (a cell of a closure)
         return False
 
 
-# Losses that were seen to keep something; no result depends on it.
+# Losses that have kept something; no result depends on it.
 _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
@@ -102,5 +102,5 @@ def refuse_kept(loss_fn: object, before: int, read: str) -> None:
 
 
 def was_kept(loss_fn: object) -> bool:
-    """True if a loss was seen to keep numbers of its rows."""
+    """True if a loss has kept numbers of its rows."""
     return loss_fn in _keeping

@@ -1,9 +1,9 @@
 """Recurrent layers: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call; and single cells.
 
-A layer is two linears over the whole sequence, one of the inputs and one of the states, and what joins them in the
-order of time (`walks`). The rule of linear applies to both.
+A layer is two linears over the whole sequence, one of the inputs and one of the states, and the steps that
+join them in the order of time (`walks`). The rule of linear applies to both.
 
-The rows of a PackedSequence, in which samples of different lengths lie one behind the other, are put into a padded
+The rows of a PackedSequence, which has samples of different lengths one after the other, are put into a padded
 (T, B, d) by one `index_select`, and the results are packed again by another; a mask stops each sample at its end.
 
 Axis letters: T steps, B samples, N rows of packed data, d features, H state, G gates times H, L layers times

@@ -40,8 +40,8 @@ def check_credited(trace: Trace, tensor: Tensor, sample_axis: SampleAxis, what: 
     if sample_axis.guess is not None and kind is not None and not _agrees(kind, sample_axis):
         raise WrongGuess(sample_axis.guess)
     if kind is None:
-        whole = Rows(sample_axis.axis, trace.num_samples, sample_axis.pre, sample_axis.post)
-        if sample_axis.ids is None and not trace.uniform(tensor, whole, sample_axis.axis):
+        expected = Rows(sample_axis.axis, trace.num_samples, sample_axis.pre, sample_axis.post)
+        if sample_axis.ids is None and not trace.uniform(tensor, expected, sample_axis.axis):
             trace.doubts.append(f"{what} differs between positions of the batch and does not depend on it")
     elif isinstance(kind, Mixed):
         trace.doubts.append(f"{what} comes from {kind.reason}")

@@ -33,7 +33,7 @@ class Known:
     Args:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
             name, that it writes into. random: it draws random numbers. exchange: it communicates. shares: its results
-            lie in the memory of its argument, always: nothing is to be noted. pure: its type follows from shapes and
+            always share the memory of its argument, whose entry holds for them. pure: its type follows from shapes and
             types alone, whatever the numbers are. number: of its own.
     """
 
@@ -72,7 +72,7 @@ PLACING = frozenset((
     "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add",
     "scatter_reduce", "masked_scatter", "slice_scatter", "select_scatter",
 ))  # fmt: skip
-# They write statistics into arguments 3 and 4, which their schema does not say.
+# They write statistics into arguments 3 and 4, which their schema does not declare.
 WRITING_STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 # Families that know what to do with rows in an order that depends on several samples.
 ORDERED = frozenset((

@@ -43,13 +43,13 @@ SAME_FOR_ALL = (
     ("transformers.vision_utils", "get_vision_interpolation_indices_and_weights"),
     *((f"transformers.models.{kind}.modeling_{kind}", f"*Model.{function}") for kind in
       ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
-      # The number of patches of each image, by which the images are taken apart; positions of one image.
+      # The number of patches of each image, by which the images are separated; positions of one image.
       for function in ("get_image_features", "get_video_features", "get_vision_position_ids")),
-    # How many parts an image of a size has been cut into, and what of it is padding.
+    # How many parts an image of a size has been split into, and its padding.
     *((f"transformers.models.{kind}.modeling_{kind}", function)
       for kind in ("llava_next", "llava_next_video", "llava_onevision")
       for function in ("get_anyres_image_grid_shape", "image_size_to_num_patches", "unpad_image")),
-    # The number of real images of each sample, by which the images are taken apart.
+    # The number of real images of each sample, by which the images are separated.
     *((f"transformers.models.{kind}.modeling_{kind}", "*Model.get_image_features") for kind in
       ("idefics2", "idefics3", "smolvlm")),
 )  # fmt: skip

@@ -5,8 +5,8 @@ A tensor that depends on the batch has one axis whose positions belong to sample
 sample r, or to sample `ids[r]` where rows were permuted, selected or packed.
 
 The type belongs to memory, not to tensors: row `r` is the block of `step` bytes at `base + r * step`, repeated after
-`count` rows. So a view (a transpose, a slice, a reshape) has the type that its strides say, and no operation that only
-views needs a rule; an alias cannot be lost sight of.
+`count` rows. So a view (a transpose, a slice, a reshape) has the type that follows from its strides, and no operation
+that only views needs a rule; all aliases of a memory have types from the same entry.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> T
     kind = call.type_of(self)
     if isinstance(kind, Mixed):
         return kind
-    start, width, taken = indexed_axes(indices, self.ndim)
+    start, width, indexed = indexed_axes(indices, self.ndim)
     given = [item for item in indices if item is not None]
     if kind is not None and kind.axis == ONE_SAMPLE:
         return kind if all(item.kind is None or _of_same_sample(item.kind, kind) for item in given) else call.mixed()
-    if kind is None or kind.axis not in taken:
-        return _of_other_axes(call, self, kind, given, start, width, taken)
+    if kind is None or kind.axis not in indexed:
+        return _of_other_axes(call, self, kind, given, start, width, indexed)
     on_samples = indices[kind.axis]
     if on_samples is None:
         return call.mixed()
@@ -138,7 +138,7 @@ def _doubt_about(call: Call, item: Positions, rows: Rows, width: int, on_samples
 
 
 def _of_other_axes(
-    call: Call, self: Tensor, kind: Rows | None, given: Sequence[Positions], start: int, width: int, taken: list[int]
+    call: Call, self: Tensor, kind: Rows | None, given: Sequence[Positions], start: int, width: int, indexed: list[int]
 ) -> Type:
     """Positions on axes without samples: of a constant table, or the same for each sample."""
     rows: Rows | None = None
@@ -160,11 +160,11 @@ def _of_other_axes(
     if kind is not None and rows is not None:
         return call.mixed("at positions of other samples")
     if kind is not None:
-        moved = kind.moved(kept_axis(kind.axis, start, width, taken))
+        moved = kind.moved(kept_axis(kind.axis, start, width, indexed))
         return moved.doubted(doubt) if doubt else moved
     if rows is None:
         return Mixed(doubt) if doubt else None
-    for item, axis in zip(given, taken, strict=True):
+    for item, axis in zip(given, indexed, strict=True):
         if item.kind is not None or rows.axis == ONE_SAMPLE:
             continue
         uniform = call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim))

@@ -58,8 +58,8 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
     kind, incoming = call.type_of(self), call.type_of(values)
     if isinstance(kind, Mixed):
         return kind
-    start, width, taken = indexed_axes(indices, self.ndim)
-    out_ndim = self.ndim - len(taken) + width
+    start, width, indexed = indexed_axes(indices, self.ndim)
+    out_ndim = self.ndim - len(indexed) + width
     shift = out_ndim - values.ndim
     rows = incoming if isinstance(incoming, Rows) else None
     doubt = incoming.reason if isinstance(incoming, Mixed) else rows.doubt if rows is not None else ""
@@ -67,7 +67,7 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
         rows = rows.moved(rows.axis + shift)
         if not start <= rows.axis < start + width:
             before = rows.axis if rows.axis < start else rows.axis - width
-            own = [axis for axis in range(self.ndim) if axis not in taken][before]
+            own = [axis for axis in range(self.ndim) if axis not in indexed][before]
             return _written_on_other_axis(call, self, kind, indices, rows.moved(own), doubt)
         rows = rows.moved(rows.axis - start)
     reordered = _written_in_changed_order(call, self, kind, indices, rows, doubt) if rows is not None else None
@@ -91,11 +91,11 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
         elif item is not None and isinstance(item.kind, Mixed):
             doubt = doubt or doubt_of(item)
     if rows is None and kind is not None:
-        if kind.axis in taken:
+        if kind.axis in indexed:
             same = _same_for_each_row(self, kind, indices, values)
         else:
             same = kind.axis == ONE_SAMPLE or call.types.uniform(
-                values, kind, kept_axis(kind.axis, start, width, taken) - shift
+                values, kind, kept_axis(kind.axis, start, width, indexed) - shift
             )
         doubt = doubt or ("" if same else "constants written at positions of the batch")
         return kind.doubted(doubt) if doubt else kind
@@ -115,7 +115,7 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
 def _written_on_other_axis(
     call: Call, self: Tensor, kind: Rows | None, indices: Sequence[Positions | None], rows: Rows, doubt: str
 ) -> Type:
-    """Rows written whole: their axis, that of `rows` in `self`, is none of those that are indexed."""
+    """Rows written along their own axis, that of `rows` in `self`, which is not indexed."""
     if any(item is not None and item.kind is not None for item in indices):
         return call.mixed("at positions of samples")
     if kind is not None and (kind.axis != rows.axis or not same_rows(kind, rows)):

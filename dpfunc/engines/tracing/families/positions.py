@@ -67,7 +67,7 @@ def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
 def doubt_of(positions: Positions) -> str:
     """Reason why positions on the axis of the samples may depend on other samples; empty if they do not.
 
-    Positions that several samples decide are looked at before, in `indexing_read` and `indexing_write`.
+    Positions that several samples decide are handled before, in `indexing_read` and `indexing_write`.
     """
     if isinstance(positions.kind, Mixed):
         return f"positions from {positions.kind.reason}"
@@ -95,15 +95,15 @@ def doubt_of_counts(rows: Rows, positions: Positions, length: int) -> str:
 
 def indexed_axes(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, list[int]]:
     """Start and number of the common axes of the positions in the result, and the axes that are indexed."""
-    taken = [axis for axis, index in enumerate(indices) if index is not None]
+    indexed = [axis for axis, index in enumerate(indices) if index is not None]
     width = max(index.values.ndim for index in indices if index is not None)
-    adjacent = taken == list(range(taken[0], taken[-1] + 1))
-    return (taken[0] if adjacent else 0), width, taken
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    return (indexed[0] if adjacent else 0), width, indexed
 
 
-def kept_axis(axis: int, start: int, width: int, taken: Sequence[int]) -> int:
+def kept_axis(axis: int, start: int, width: int, indexed: Sequence[int]) -> int:
     """Position in the result of an axis that is not indexed."""
-    before = sum(other < axis for other in taken)
+    before = sum(other < axis for other in indexed)
     return axis - before + (width if axis - before >= start else 0)
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices and what is made of them: each is an einsum, whose letters say which axes are combined."""
+"""Products of matrices and what is made of them: each is an einsum, whose letters name the axes that are combined."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _product(*letters: str, out: str, first: int = 0) -> Handler:
 def _grouped(call: Call) -> Type:
     """`(rows (S, d), matrices (E, d, n), offs (E,))`: segments of rows, each with its own matrix.
 
-    Which matrix a row meets must be a number of its own sample: an integer that was seen, such as its expert.
+    The number of a row's matrix must be of its own sample: an integer that the trace has kept, such as its expert.
     """
     rows, matrices, offs = call.args[0], call.args[1], call.arg(2, "offs")
     kind = call.type_of(rows)
