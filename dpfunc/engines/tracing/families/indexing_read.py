@@ -21,6 +21,7 @@ from dpfunc.engines.tracing.families.positions import (
     expanded_masks,
     indexed_axes,
     kept_axis,
+    rows_in_result,
     same_rows,
     single_axis,
 )
@@ -149,11 +150,7 @@ def _of_other_axes(
                 doubt = doubt or item.kind.reason
         elif item.kind is not None:
             doubt = doubt or item.kind.doubt
-            here = (
-                item.kind
-                if item.kind.axis == ONE_SAMPLE
-                else item.kind.moved(item.kind.axis + width - item.values.ndim)
-            )
+            here = rows_in_result(item.kind, item, width)
             if rows is not None and (here.axis != rows.axis or not same_rows(here, rows)):
                 return call.mixed("at positions of different samples")
             rows = here
@@ -168,12 +165,15 @@ def _of_other_axes(
         if item.kind is not None or rows.axis == ONE_SAMPLE:
             continue
         uniform = call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim))
-        if not uniform and not bool(
-            (self == self.narrow(axis, 0, 1)).all()
-        ):  # of a table of equal rows each is the same
+        if not uniform and not _all_equal_along(self, axis):
             doubt = doubt or "indices that differ between positions of the batch"
     moved = rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + start)
     return moved._replace(doubt=doubt)
+
+
+def _all_equal_along(table: Tensor, axis: int) -> bool:
+    """True if all slices of a table along an axis are equal, so that it does not matter which one is read."""
+    return bool((table == table.narrow(axis, 0, 1)).all())
 
 
 FAMILY: dict[str, Handler] = {

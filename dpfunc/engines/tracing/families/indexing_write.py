@@ -18,6 +18,7 @@ from dpfunc.engines.tracing.families.positions import (
     indexed_axes,
     kept_axis,
     positions_of,
+    rows_in_result,
     same_rows,
 )
 from dpfunc.engines.tracing.rows import (
@@ -78,11 +79,7 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
         return call.mixed("in an order that depends on several samples")
     for item in indices:  # what is written where may be decided by the samples' positions alone
         if item is not None and isinstance(item.kind, Rows):
-            here = (
-                item.kind
-                if item.kind.axis == ONE_SAMPLE
-                else item.kind.moved(item.kind.axis + width - item.values.ndim)
-            )
+            here = rows_in_result(item.kind, item, width)
             if rows is None:
                 rows = here
             elif here.axis != rows.axis or not same_rows(here, rows):
@@ -190,11 +187,7 @@ def _written_at_own_positions(
         if own is None or own.axis != axis:
             continue
         target = samples_by_position(own)[item.values.cpu()]
-        shape = [1] * width
-        if rows.axis != ONE_SAMPLE:
-            shape[rows.axis] = len(samples)
-        wanted = samples.reshape(shape) if rows.axis != ONE_SAMPLE else samples
-        if bool((target == wanted).all()):
+        if bool((target == _broadcast_samples(samples, rows, width)).all()):
             problem = doubt or doubt_of(item) or doubt_of_counts(own, item, self.shape[axis])
             problem = problem or _doubt_of_other_axes(call, indices, item, rows, width)
             if kind is None and not call.types.uniform(self, own, axis):
@@ -230,35 +223,45 @@ def _rows_of_constants(
 ) -> Rows | None:
     """Rows of a tensor of constants, from the first samples that are written at positions of an axis."""
     count, length = call.types.num_samples, self.shape[axis]
-    flat = item.values.reshape(-1).cpu()
-    own_choice = isinstance(item.kind, Rows)  # then that it is a permutation is an accident
-    if (
-        isinstance(item.kind, Rows) and not item.kind.doubt and not item.are_coordinates
-    ):  # and also that it is the position of the sample
-        return None
-    if not own_choice and len(flat) == len(samples) == length and item.values.ndim == 1 and all_once(flat, length):
-        return gathered(torch.empty_like(samples).index_put((flat,), samples), axis, count, "")
-    shape = [1] * width
-    if rows.axis != ONE_SAMPLE:
-        shape[rows.axis] = len(samples)
-    wanted = samples.reshape(shape) if rows.axis != ONE_SAMPLE else samples
     values = item.values.cpu()
-    if item.kind is None:  # fixed positions: each must be of one sample
-        owner = torch.full((length,), -1)
-        owner[values] = wanted.expand(values.shape)
-        period = len(samples.unique())  # type: ignore[no-untyped-call]
-        if (
-            bool((owner < 0).any()) and length % period == 0
-        ):  # positions that are left out belong to the sample of their neighbours
-            owner = owner.view(-1, period).amax(0).repeat(length // period)
-        if bool((owner >= 0).all()) and bool((owner[values] == wanted).all()):
-            return gathered(owner, axis, count, "")
+    # where samples choose positions themselves, a permutation, or the sample's own position, is an accident
+    own_choice = isinstance(item.kind, Rows)
+    if isinstance(item.kind, Rows) and not item.kind.doubt and not item.are_coordinates:
+        return None
+    if not own_choice and values.ndim == 1 and len(values) == len(samples) == length and all_once(values, length):
+        return gathered(torch.empty_like(samples).index_put((values,), samples), axis, count, "")
+    wanted = _broadcast_samples(samples, rows, width)
+    owner = _owner_of_fixed_positions(values, wanted, samples, length) if item.kind is None else None
+    if owner is not None:
+        return gathered(owner, axis, count, "")
     if length % count:
         return None
     other = length // count
     if bool((values // other == wanted).all()):
         return Rows(axis, count, 1, other)
     return Rows(axis, count, other, 1) if bool((values % count == wanted).all()) else None
+
+
+def _owner_of_fixed_positions(values: Tensor, wanted: Tensor, samples: Tensor, length: int) -> Tensor | None:
+    """The sample of each of `length` positions, from those that are written; None if one is of several samples.
+
+    Args:
+        values: the positions that are written. wanted: their samples. samples: the same, in one axis.
+    """
+    owner = torch.full((length,), -1)
+    owner[values] = wanted.expand(values.shape)
+    period = len(samples.unique())  # type: ignore[no-untyped-call]
+    if bool((owner < 0).any()) and length % period == 0:
+        # positions that are left out belong to the same sample as those a multiple of the period away
+        owner = owner.view(-1, period).amax(0).repeat(length // period)
+    return owner if bool((owner >= 0).all()) and bool((owner[values] == wanted).all()) else None
+
+
+def _broadcast_samples(samples: Tensor, rows: Rows, width: int) -> Tensor:
+    """Samples of rows, in the shape that broadcasts with the `width` common axes of positions."""
+    if rows.axis == ONE_SAMPLE:
+        return samples
+    return samples.reshape([len(samples) if axis == rows.axis else 1 for axis in range(width)])
 
 
 FAMILY: dict[str, Handler] = {

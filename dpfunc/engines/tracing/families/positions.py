@@ -107,6 +107,11 @@ def kept_axis(axis: int, start: int, width: int, indexed: Sequence[int]) -> int:
     return axis - before + (width if axis - before >= start else 0)
 
 
+def rows_in_result(kind: Rows, positions: Positions, width: int) -> Rows:
+    """Rows of positions, on the axis that theirs has among the `width` common axes of all positions."""
+    return kind if kind.axis == ONE_SAMPLE else kind.moved(kind.axis + width - positions.values.ndim)
+
+
 def same_rows(one: Rows, other: Rows) -> bool:
     """True if positions of two axes belong to the same samples, in the same order."""
     return same_ids(samples_by_position(one), samples_by_position(other)) and same_slots(one, other)
