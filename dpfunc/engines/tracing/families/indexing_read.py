@@ -83,13 +83,9 @@ def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> T
     doubt = kind.doubt or doubt_of(on_samples) or doubt_of_counts(kind, on_samples, self.shape[kind.axis])
     if kind.slots is not None:
         doubt = doubt or "positions of samples among rows whose order depends on several samples"
-    rows = Rows(ONE_SAMPLE, 1, ids=ids) if axis == ONE_SAMPLE else gathered(ids, axis, call.types.num_samples, "")
-    if axis != ONE_SAMPLE:
-        rows = rows.moved(axis + width - target.ndim)
-    if isinstance(on_samples.kind, Rows) and on_samples.kind.slots is not None and axis != ONE_SAMPLE:
-        if len(on_samples.kind.slots) != len(ids):
-            return call.mixed("at several positions of each row")
-        rows = Rows(rows.axis, len(ids), 1, 1, ids, slots=on_samples.kind.slots, of=on_samples.kind.of)
+    rows = _rows_at(call, on_samples, ids, axis, width - target.ndim)
+    if rows is None:
+        return call.mixed("at several positions of each row")
     for item in given:
         problem = _doubt_about(call, item, rows, width, item is on_samples)
         if problem is None:
@@ -98,6 +94,21 @@ def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> T
     ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
     moved = rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + start)
     return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
+
+
+def _rows_at(call: Call, item: Positions, ids: Tensor, axis: int, shift: int) -> Rows | None:
+    """Rows of numbers at positions whose samples are `ids` along an axis; None if rows have several positions.
+
+    Args:
+        axis: of the positions; ONE_SAMPLE if all are of one sample. shift: from their axes to the common ones.
+    """
+    if axis == ONE_SAMPLE:
+        return Rows(ONE_SAMPLE, 1, ids=ids)
+    if not isinstance(item.kind, Rows) or item.kind.slots is None:
+        return gathered(ids, axis, call.types.num_samples, "").moved(axis + shift)
+    if len(item.kind.slots) != len(ids):
+        return None
+    return Rows(axis + shift, len(ids), 1, 1, ids, slots=item.kind.slots, of=item.kind.of)
 
 
 def _of_same_sample(one: Type, other: Rows) -> bool:

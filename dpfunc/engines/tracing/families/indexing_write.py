@@ -77,23 +77,16 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
         return reordered._replace(ragged=True) if isinstance(reordered, Rows) and ragged else reordered
     if (rows is not None and rows.slots is not None) or (kind is not None and kind.slots is not None):
         return call.mixed("in an order that depends on several samples")
-    for item in indices:  # what is written where may be decided by the samples' positions alone
-        if item is not None and isinstance(item.kind, Rows):
-            here = rows_in_result(item.kind, item, width)
-            if rows is None:
-                rows = here
-            elif here.axis != rows.axis or not same_rows(here, rows):
-                return call.mixed("at positions of different samples")
-            doubt = doubt or item.kind.doubt
-        elif item is not None and isinstance(item.kind, Mixed):
-            doubt = doubt or doubt_of(item)
+    found = _rows_of_positions(indices, rows, width)
+    if found is None:
+        return call.mixed("at positions of different samples")
+    rows, doubt = found[0], doubt or found[1]
     if rows is None and kind is not None:
         if kind.axis in indexed:
             same = _same_for_each_row(self, kind, indices, values)
         else:
-            same = kind.axis == ONE_SAMPLE or call.types.uniform(
-                values, kind, kept_axis(kind.axis, start, width, indexed) - shift
-            )
+            axis = kind.axis if kind.axis == ONE_SAMPLE else kept_axis(kind.axis, start, width, indexed) - shift
+            same = kind.axis == ONE_SAMPLE or call.types.uniform(values, kind, axis)
         doubt = doubt or ("" if same else "constants written at positions of the batch")
         return kind.doubted(doubt) if doubt else kind
     if rows is None:
@@ -107,6 +100,28 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
     if incoming is None and not call.types.uniform(values, rows, rows.axis + start - shift):
         doubt = doubt or "values that differ between positions of the batch"
     return _written_at_own_positions(call, self, kind, indices, rows, width, doubt)
+
+
+def _rows_of_positions(
+    indices: Sequence[Positions | None], rows: Rows | None, width: int
+) -> tuple[Rows | None, str] | None:
+    """The rows of values and of all positions, and a doubt about positions; None if they are of different samples.
+
+    Args:
+        rows: of the values, None for constants: then samples decide by their positions alone what is written where.
+    """
+    doubt = ""
+    for item in indices:
+        if item is not None and isinstance(item.kind, Rows):
+            here = rows_in_result(item.kind, item, width)
+            if rows is None:
+                rows = here
+            elif here.axis != rows.axis or not same_rows(here, rows):
+                return None
+            doubt = doubt or item.kind.doubt
+        elif item is not None and isinstance(item.kind, Mixed):
+            doubt = doubt or doubt_of(item)
+    return rows, doubt
 
 
 def _written_on_other_axis(
