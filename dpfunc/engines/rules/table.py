@@ -26,7 +26,7 @@ class Use:
         rule: what applies. name: of the operation. num_samples: B.
         wanted: argument of the operation -> name of the parameter. targets: -> identity of its tensor.
         shapes: argument -> shape of the parameter there.
-        sample_axis: where the samples are, in the operation's result and in its inputs.
+        sample_axis: axis of the samples in the operation's result, and in its inputs.
         options: the operation's other arguments, without the tensors that the rule does not need.
         output: shape of the result.
     """
