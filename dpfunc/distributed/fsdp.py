@@ -145,7 +145,7 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
         InvalidArgument: none, or unknown ones.
 
     >>> model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.Linear(1, 1))
-    >>> _layer_names(model, None), layer_names(model, "^1$")
+    >>> _layer_names(model, None), _layer_names(model, "^1$")
     (['0.0', '0.1'], ['1'])
     """
     names = [name for name, _ in module.named_modules() if name]
