@@ -32,7 +32,7 @@ from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import ours, plain
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder, bookkeeping, record_factors
 from dpfunc.engines.guards.audit import ROWS_IN, STEPS_IN, TIME_SHARE, audit, credited_by
-from dpfunc.engines.tracing.places import Remembered
+from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes
 
 RESULT = Path(__file__).parent / "results" / "overhead.json"
 
@@ -48,7 +48,7 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
         return problem.losses(forward(params, inputs), targets)
 
     engine = bookkeeping(DEFAULT_BUDGET)
-    known = Remembered(engine._memory.recalled(loss_fn, params, batch, engine))
+    known = CachedSampleAxes(engine._cache.discover(loss_fn, params, batch, engine))
 
     def untraced() -> Any:  # noqa: ANN401
         """As a compiled step does: the places are those of an earlier trace, and nothing is followed."""

@@ -23,7 +23,7 @@ from dpfunc.engines.guards.audit import Audits, audit, credited_by, drawn_rows
 from dpfunc.engines.guards.row_independence import tolerance_of
 from dpfunc.engines.loop import loop
 from dpfunc.engines.microbatch import automatic_size
-from dpfunc.engines.numerics import accumulation_dtype, exact, wide
+from dpfunc.engines.numerics import accumulation_dtype, exact, to_accumulation_dtype
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, torch_seed
@@ -40,7 +40,7 @@ from dpfunc.types import (
     Unreleased,
 )
 
-WholeNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
+FullNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From squared norms of what this process holds of each gradient to those of whole gradients."""
 
 Clipped = tuple[dict[str, Tensor], Tensor, Tensor]
@@ -67,7 +67,7 @@ def check_params(params: Params) -> None:
                 f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
                 "Leave it out of params: it cannot be trained by gradients."
             )
-    sums = torch.stack([wide(local(param).detach().sum()).cpu() for param in params.values()])
+    sums = torch.stack([to_accumulation_dtype(local(param).detach().sum()).cpu() for param in params.values()])
     if not bool(torch.isfinite(sums).all()):  # a sum is quick, and may overflow: then look closely
         bad = [name for name, param in params.items() if not bool(torch.isfinite(local(param).detach()).all())]
     else:
@@ -89,7 +89,7 @@ class ClippedGrad:
     microbatch_size: int | Literal["auto"] | None
     adjacency: Adjacency
     compile: bool
-    whole_norms: WholeNorms | None = field(default=None, repr=False)
+    full_norms: FullNorms | None = field(default=None, repr=False)
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _cores: dict[tuple[str, ...], Core] = field(default_factory=dict, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
@@ -105,7 +105,7 @@ class ClippedGrad:
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
     ) -> tuple[ClippedSum, Unreleased]:
         """The same, of parameters that were checked before."""
-        if self.whole_norms is None and any(is_dtensor(param) for param in params.values()):
+        if self.full_norms is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
@@ -154,7 +154,7 @@ class ClippedGrad:
                 sq_norms = per_sample.sq_norms()
                 if check is not None:
                     check(sq_norms)
-                norms_BG = parts.norms(self.whole_norms(params, sq_norms) if self.whole_norms else sq_norms)
+                norms_BG = parts.norms(self.full_norms(params, sq_norms) if self.full_norms else sq_norms)
                 factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
                 sums = per_sample.weighted_sum(parts.spread(factors_BG))
             return sums, per_sample.losses_B, norms_BG
@@ -168,7 +168,7 @@ class ClippedGrad:
                 credited = credited_by(per_sample, sq_norms)
                 self._audits.note(credited)
                 if credited is not None:
-                    wanted = self._audits.due(microbatch, credited.doubts, credited.strange, seconds)
+                    wanted = self._audits.due(microbatch, credited.doubts, credited.untraced, seconds)
                     rows = drawn_rows(key, batch_size(microbatch), wanted)
                     start = time.perf_counter()
                     audit(self.loss_fn, params, microbatch, credited, rows)
@@ -297,11 +297,11 @@ def make_clipped_grad(
     microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
     compile: bool = False,
-    whole_norms: WholeNorms | None = None,
+    full_norms: FullNorms | None = None,
 ) -> ClippedGrad:
     """Prepare `clipped_grad` for many batches; the arguments are the same.
 
-    With `whole_norms`, parameters may be DTensors of which the engine sees the local parts.
+    With `full_norms`, parameters may be DTensors of which the engine sees the local parts.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> from dpfunc.clipping import Flat
@@ -325,7 +325,7 @@ def make_clipped_grad(
         )
     if compile:
         check_compile()
-    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile, whole_norms)
+    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile, full_norms)
 
 
 def clipped_grad(

@@ -18,16 +18,16 @@ from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.distributed.collective_step import Several
+from dpfunc.distributed.collective_step import ManyProcesses
 from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.processes import OneProcess, Processes, Rows
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.distributed.reduce import whole_norms
+from dpfunc.distributed.reduce import full_norms
 from dpfunc.engines.auto import Decision, auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
 from dpfunc.engines.loop import loop
-from dpfunc.engines.tracing.memory import UNPROVEN, Unproven
+from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
@@ -81,7 +81,7 @@ class DPStep:
 
     @cached_property
     def _processes(self) -> Processes:
-        return OneProcess() if self.ranks is None else Several(self.ranks)
+        return OneProcess() if self.ranks is None else ManyProcesses(self.ranks)
 
     def init(
         self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
@@ -386,6 +386,6 @@ def make_dp_step(
         microbatch_size=microbatch_size,
         adjacency=plan.adjacency,
         compile=compile,
-        whole_norms=None if ranks is None else partial(whole_norms, ranks=ranks),
+        full_norms=None if ranks is None else partial(full_norms, ranks=ranks),
     )
     return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)

@@ -42,7 +42,7 @@ from dpfunc.checkpoint.saving import check_whole
 from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
 from dpfunc.checkpoint.values import decode
 from dpfunc.distributed.launch import is_writer
-from dpfunc.distributed.object_collectives import all_or_none, joint_group, place, shared
+from dpfunc.distributed.object_collectives import all_or_none, joint_group, rank_and_size, shared
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
@@ -182,7 +182,7 @@ def _found(parent: Path, ranks: Ranks | None) -> bytes:
 
 def _verify_share(path: Path, ranks: Ranks | None) -> None:
     """Verify this process's share of the files; each file is verified by one process."""
-    number, count = place(ranks)
+    number, count = rank_and_size(ranks)
     verify(path, dict(sorted(read_manifest(path).items())[number::count]))
 
 

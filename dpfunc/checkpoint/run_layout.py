@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.distributed.object_collectives import everyone, place
+from dpfunc.distributed.object_collectives import digest_over_ranks, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.types import Params
 
@@ -24,14 +24,14 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     >>> layout({"w": torch.zeros(2)}, None)["data processes"]
     1
     """
-    alone = place(ranks)[1] == 1
+    alone = rank_and_size(ranks)[1] == 1
     return {
         "data processes": 1 if ranks is None else ranks.size,
-        "tensor processes": place(ranks)[1] // (1 if ranks is None else ranks.size),
+        "tensor processes": rank_and_size(ranks)[1] // (1 if ranks is None else ranks.size),
         "backend": None if ranks is None or alone else str(dist.get_backend(ranks.group)),
-        "parts of parameters": everyone(str([_cut(p) for p in params.values()]), None),
+        "parts of parameters": digest_over_ranks(str([_cut(p) for p in params.values()]), None),
         "machine": _machine(params),
-        "all machines": everyone(_machine(params), None if alone else ranks),
+        "all machines": digest_over_ranks(_machine(params), None if alone else ranks),
     }
 
 

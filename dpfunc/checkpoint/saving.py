@@ -46,7 +46,7 @@ from dpfunc.checkpoint.run_layout import layout
 from dpfunc.checkpoint.tensors import PARAMS, write_tensors
 from dpfunc.checkpoint.values import encode
 from dpfunc.distributed.launch import is_writer
-from dpfunc.distributed.object_collectives import agreed, all_or_none, joint_group, place, shared
+from dpfunc.distributed.object_collectives import all_or_none, check_agreement, joint_group, rank_and_size, shared
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
@@ -136,7 +136,7 @@ def save(
 
     files = all_or_none(prepare, ranks, FAILED)
     said = {name: json.dumps(values) for name, values in files.items()}
-    agreed({**said, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
+    check_agreement({**said, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
     files[STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
     with ExitStack() as stack:
@@ -213,7 +213,7 @@ def _commit(
     if not is_writer(ranks):
         return b""
     parent = work.parent
-    parts = [work / f"part-{number}.json" for number in range(place(ranks)[1])]
+    parts = [work / f"part-{number}.json" for number in range(rank_and_size(ranks)[1])]
     if not all(part.exists() for part in parts):
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}

@@ -97,7 +97,7 @@ def _processes() -> Iterator[Ranks | None]:
             f"Process {ranks.rank} lost the others: one of them ended or did not answer in time; its own error says "
             f"why. Every step that was released is in the journal; training goes on with --resume. ({error})"
         ) from error
-    distributed.leave()
+    distributed.shutdown()
 
 
 def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:

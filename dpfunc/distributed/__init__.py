@@ -2,8 +2,8 @@
 
 from dpfunc.distributed.fsdp import shard_frozen
 from dpfunc.distributed.fully_sharded import functionalize_managed
-from dpfunc.distributed.launch import check_same, from_environment, is_writer, leave, once, replicate
-from dpfunc.distributed.params import shard, whole
+from dpfunc.distributed.launch import check_same, from_environment, is_writer, once, replicate, shutdown
+from dpfunc.distributed.params import shard, unshard
 from dpfunc.distributed.ranks import Ranks, any_rank, data_parallel, sharded, shared_key
 
 __all__ = [
@@ -14,12 +14,12 @@ __all__ = [
     "from_environment",
     "functionalize_managed",
     "is_writer",
-    "leave",
     "once",
     "replicate",
     "shard",
     "shard_frozen",
     "sharded",
     "shared_key",
-    "whole",
+    "shutdown",
+    "unshard",
 ]

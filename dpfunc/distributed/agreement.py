@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor, local, shard_dims, window
 from dpfunc.batches import batch_size, signature
-from dpfunc.distributed.mesh_axes import cut_over
+from dpfunc.distributed.mesh_axes import is_sharded_over
 from dpfunc.distributed.ranks import Ranks, any_rank, message_device
 from dpfunc.errors import RankMismatch, StepAborted
 from dpfunc.types import Batch, Params
 
-WORD, PIECE = 8, 2**16
+_WORD, _PIECE = 8, 2**16
 
 
 class RankSummary(NamedTuple):
@@ -29,9 +29,10 @@ class RankSummary(NamedTuple):
     Args:
         step: number of the step. num_samples: records this process has. failed: it cannot take the step.
         run: digest of plan, key, ledger and settings. rows: of the shapes of a row. data: of the batch itself.
-        params: of the parameters that the processes of the data group hold alike. whole: of those that the
-            tensor group holds alike.
-        part: which part this process holds of those that are sharded over the data group. replica: its digest.
+        params: of the parameters that are equal on all processes of the data group. shared_params: of those that are
+            equal on all processes of the tensor group.
+        part: digest of the positions of this process's shards, of parameters sharded over the data group.
+        replica: digest of the values of these shards.
     """
 
     step: int
@@ -41,14 +42,14 @@ class RankSummary(NamedTuple):
     rows: int
     data: int
     params: int
-    whole: int
+    shared_params: int
     part: int = 0
     replica: int = 0
 
 
-SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
-# What must agree, and what to say when it does not.
-ADVICE = {
+_SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
+# Advice for the error message, for each field of `RankSummary` that must agree.
+_ADVICE = {
     "step": "All processes take every step, also when they have no records.",
     "run": (
         "Plan, key, ledger, engine, microbatch_size, journal or other settings differ (all pass a journal, one writes "
@@ -59,7 +60,7 @@ ADVICE = {
         "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
         "initialisation, update every replica in the same way, and load the same checkpoint."
     ),
-    "whole": (
+    "shared_params": (
         "Parameters that processes with the same records hold alike differ in at least one bit. Start from the same "
         "initialisation."
     ),
@@ -67,11 +68,11 @@ ADVICE = {
         "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
         "processes."
     ),
-    "data": SAME_RECORDS,
-    "num_samples": SAME_RECORDS,
+    "data": _SAME_RECORDS,
+    "num_samples": _SAME_RECORDS,
 }
-AMONG_DATA = ("step", "run", "params")
-AMONG_PARTS = ("step", "run", "whole", "rows", "data", "num_samples")
+_EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
+_EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
 
 
 def digest(text: str | bytes) -> int:
@@ -85,35 +86,35 @@ def digest(text: str | bytes) -> int:
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """A digest of names, shapes and all bits, weighted by their place: it detects one changed bit, and a changed order.
+    """A digest of names, shapes and all bits, weighted by position: it detects one changed bit, and a changed order.
 
     Made for accidents, not for adversaries.
 
     >>> checksum([("w", torch.ones(3))]) == checksum([("w", torch.tensor([1, 1, 1 + 2**-23]))])
     False
     """
-    said, sums = [], []
+    descriptions, sums = [], []
     for name, tensor in tensors:
         part = local(tensor).detach().contiguous()
-        said.append(f"{name}{part.dtype}{tuple(part.shape)}")
+        descriptions.append(f"{name}{part.dtype}{tuple(part.shape)}")
         flat = part.reshape(-1).view(torch.uint8)
-        words = len(flat) // WORD * WORD
-        head = flat[:words] if flat.storage_offset() % WORD == 0 else flat[:words].clone()
-        sums += [_mixed(head.view(torch.int64)), flat[words:].sum()]
+        words = len(flat) // _WORD * _WORD
+        head = flat[:words] if flat.storage_offset() % _WORD == 0 else flat[:words].clone()
+        sums += [_hash_words(head.view(torch.int64)), flat[words:].sum()]
     values = torch.stack(sums).tolist() if sums else []
-    return digest(f"{said}{values}")
+    return digest(f"{descriptions}{values}")
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _hash_words(words: Tensor) -> Tensor:
     """`sum_i (2 i + 1) (w_i xor (w_i >> 29))` in pieces: the shift lets high bits count in low places, too."""
     total = words.new_zeros(())
-    piece_size = min(len(words), PIECE if words.is_cpu else 64 * PIECE)  # as fits into a cache, or fills a GPU
+    piece_size = min(len(words), _PIECE if words.is_cpu else 64 * _PIECE)  # as fits into a cache, or fills a GPU
     weights = torch.arange(1, 2 * piece_size + 1, 2, device=words.device)
     buffer = torch.empty_like(weights)
     for number, piece in enumerate(torch.split(words, max(piece_size, 1))):
-        mixed = torch.bitwise_right_shift(piece, 29, out=buffer[: len(piece)])
-        mixed.bitwise_xor_(piece).mul_(weights[: len(piece)])
-        total = total * 31 + mixed.sum() + number
+        hashed = torch.bitwise_right_shift(piece, 29, out=buffer[: len(piece)])
+        hashed.bitwise_xor_(piece).mul_(weights[: len(piece)])
+        total = total * 31 + hashed.sum() + number
     return total
 
 
@@ -135,8 +136,8 @@ def digest_of_all(released: Params, ranks: Ranks) -> str:
     own = checksum(released.items())
     parts = any(is_dtensor(value) for value in released.values())
     for group in ranks.groups if parts else ():
-        told = [row[0] for row in gathered_rows(torch.tensor([own], device=message_device(group)), group)]
-        own = told[0] if len(set(told)) == 1 else digest(str(told))
+        digests = [row[0] for row in gathered_rows(torch.tensor([own], device=message_device(group)), group)]
+        own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
     return in_hex(own)
 
 
@@ -149,22 +150,24 @@ def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks
     """
     data = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_leaves_with_path(batch)]
     rows = [name for name, _ in data], signature(batch)
-    layouts = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
-    over_data = {name for name, p in params.items() if cut_over(p, ranks)}
-    alike = [(name, p) for name, p in params.items() if name not in over_data]
-    cut = [(name, params[name]) for name in params if name in over_data]
-    parts = ranks.tensor_group is not None
+    placements = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
+    over_data = {name for name, p in params.items() if is_sharded_over(p, ranks)}
+    replicated = [(name, p) for name, p in params.items() if name not in over_data]
+    sharded = [(name, params[name]) for name in params if name in over_data]
+    tensor_parallel = ranks.tensor_group is not None
     return RankSummary(
         step=step,
         num_samples=batch_size(batch),
         failed=0,
-        run=digest(f"{run}{layouts}"),
+        run=digest(f"{run}{placements}"),
         rows=digest(str(rows)),
-        data=checksum(data) if parts else 0,
-        params=checksum(alike),
-        whole=checksum((name, p) for name, p in params.items() if not cut_over(p, ranks, tensor=True)) if parts else 0,
-        part=digest(str([(name, window(p, name)) for name, p in cut])),
-        replica=checksum(cut),
+        data=checksum(data) if tensor_parallel else 0,
+        params=checksum(replicated),
+        shared_params=checksum((name, p) for name, p in params.items() if not is_sharded_over(p, ranks, tensor=True))
+        if tensor_parallel
+        else 0,
+        part=digest(str([(name, window(p, name)) for name, p in sharded])),
+        replica=checksum(sharded),
     )
 
 
@@ -183,35 +186,48 @@ def agree(own: RankSummary, ranks: Ranks) -> int:
     """
     message = torch.tensor(own, dtype=torch.int64, device=ranks.device)
     tables = [[RankSummary(*row) for row in gathered_rows(message, group)] for group in ranks.groups]
-    among = (AMONG_DATA if ranks.independent else (*AMONG_DATA, "rows"), AMONG_PARTS)
     failed = any(row.failed for table in tables for row in table)
-    differing = [
-        (name, [getattr(row, name) for row in table])
-        for table, names in zip(tables, among, strict=False)
-        for name in names
-        if len({getattr(row, name) for row in table}) > 1
-    ]
-    held: dict[int, set[int]] = {}
-    for row in tables[0]:
-        held.setdefault(row.part, set()).add(row.replica)
-    if any(len(replicas) > 1 for replicas in held.values()):
-        differing.append(("params", [row.replica for row in tables[0]]))
-    if ranks.tensor_group is not None:  # all processes must learn what one group found
-        failed, elsewhere = any_rank(failed, ranks), any_rank(bool(differing), ranks)
-    else:
-        elsewhere = bool(differing)
+    differing = _differing(tables, ranks)
+    differs = bool(differing)
+    if ranks.tensor_group is not None:  # all processes must know what one group found
+        failed, differs = any_rank(failed, ranks), any_rank(differs, ranks)
     if own.failed:
         return 0  # the caller's own error is on its way
     if failed:
-        who = [rank for rank, row in enumerate(tables[0]) if row.failed]
-        named = f"Process {who} of the data group" if who else "Another process"
-        raise StepAborted(
-            f"{named} could not take step {own.step}; its own error says why. No process took the step, nothing was "
-            "released and nothing was spent."
-        )
-    if differing or elsewhere:
-        raise RankMismatch(_explained(differing, own))
+        raise StepAborted(_failure_message(tables[0], own.step))
+    if differs:
+        raise RankMismatch(_mismatch_message(differing, own.step))
     return max(row.num_samples for row in tables[0])
+
+
+def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str, list[int]]]:
+    """Fields that must agree in a group of processes and do not, with the values of all its processes.
+
+    Args:
+        tables: summaries of the data group, then of the tensor group if there is one.
+    """
+    over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
+    differing = [
+        (name, [getattr(row, name) for row in table])
+        for table, names in zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
+        for name in names
+        if len({getattr(row, name) for row in table}) > 1
+    ]
+    replicas_of_part: dict[int, set[int]] = {}
+    for row in tables[0]:
+        replicas_of_part.setdefault(row.part, set()).add(row.replica)
+    if any(len(replicas) > 1 for replicas in replicas_of_part.values()):
+        differing.append(("params", [row.replica for row in tables[0]]))
+    return differing
+
+
+def _failure_message(data_group: list[RankSummary], step: int) -> str:
+    failed_ranks = [rank for rank, row in enumerate(data_group) if row.failed]
+    named = f"Process {failed_ranks} of the data group" if failed_ranks else "Another process"
+    return (
+        f"{named} could not take step {step}; its own error says why. No process took the step, nothing was "
+        "released and nothing was spent."
+    )
 
 
 def gathered_rows(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
@@ -222,13 +238,11 @@ def gathered_rows(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
     return table
 
 
-def _explained(differing: list[tuple[str, list[int]]], own: RankSummary) -> str:
+def _mismatch_message(differing: list[tuple[str, list[int]]], step: int) -> str:
     if not differing:
-        return f"Other processes of this run disagree at step {own.step}; they say about what. Nothing was spent."
+        return f"Other processes of this run disagree at step {step}; they say about what. Nothing was spent."
     name, values = differing[0]
     # Digests of parameters and settings say which process differs; numbers about records are not put into messages.
     shown = values if name == "step" else [f"{value:016x}" for value in values]
-    said = "" if name in ("rows", "data", "num_samples") else f": {shown}, in the order of their ranks"
-    return (
-        f"The processes of this run disagree about {name} at step {own.step}{said}. {ADVICE[name]} Nothing was spent."
-    )
+    listed = "" if name in ("rows", "data", "num_samples") else f": {shown}, in the order of their ranks"
+    return f"The processes of this run disagree about {name} at step {step}{listed}. {_ADVICE[name]} Nothing was spent."

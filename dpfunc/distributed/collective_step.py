@@ -19,7 +19,7 @@ from dpfunc.batches import batch_size, pad_rows, signature, tree_map
 from dpfunc.distributed.agreement import RankSummary, agree, digest_of_all, summarize
 from dpfunc.distributed.processes import Clip, Rows
 from dpfunc.distributed.ranks import Ranks, all_or_raise
-from dpfunc.distributed.reduce import check_layout, gathered, sum_over
+from dpfunc.distributed.reduce import check_placements, gathered, sum_over
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
@@ -27,14 +27,14 @@ from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 
 @dataclass(frozen=True)
-class Several:
+class ManyProcesses:
     """The processes of `ranks`, which take each step together; see `processes.Processes`."""
 
     ranks: Ranks
 
     @property
     def rank(self) -> int:
-        """Place of this process among those with other records."""
+        """Rank of this process among those with other records."""
         return self.ranks.rank
 
     @property
@@ -56,8 +56,8 @@ class Several:
         own, largest, mask_B = RankSummary(step, 0, 1, 0, 0, 0, 0, 0), 0, None
         try:
             mask_B = check()
-            check_layout(params, self.ranks)
-            dummy_of(batch, self.ranks)
+            check_placements(params, self.ranks)
+            _dummy_of(batch, self.ranks)
             own = summarize(step=step, batch=batch, params=params, run=run(), ranks=self.ranks)
         finally:
             largest = agree(own, self.ranks)
@@ -75,12 +75,12 @@ class Several:
         ranks, done = self.ranks, None
         try:
             with process_context(ranks.group, independent=ranks.independent):
-                whole = gathered(params, ranks)  # first: what could fail on one process comes after what is collective
-                done = clip(whole, *padded(rows.batch, rows.mask_B, rows.size, ranks))
+                full = gathered(params, ranks)  # first: what could fail on one process comes after what is collective
+                done = clip(full, *_padded(rows.batch, rows.mask_B, rows.size, ranks))
         finally:
             if done is None and ranks.independent:
-                nothing = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
-                sum_over(ranks, nothing, params, failed=True)
+                zeros = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
+                sum_over(ranks, zeros, params, failed=True)
         clipped, unreleased = done
         return ClippedSum(sum_over(ranks, clipped.sums, params), clipped.group_of, clipped.sensitivities), unreleased
 
@@ -101,7 +101,7 @@ class Several:
         all_or_raise(write, self.ranks, StepAborted(unwritten))
 
 
-def padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batch, Tensor]:
+def _padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batch, Tensor]:
     """The batch with rows of weight zero up to the size that all processes run.
 
     The rows repeat the first one; a process without records runs the public dummy row.
@@ -110,11 +110,11 @@ def padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batch
     if missing <= 0:
         return batch, mask_B
     if not batch_size(batch):
-        batch = dummy_of(batch, ranks)
+        batch = _dummy_of(batch, ranks)
     return pad_rows(batch, size), torch.cat([mask_B, mask_B.new_zeros(missing)])
 
 
-def dummy_of(batch: Batch, ranks: Ranks) -> Batch:
+def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
     """The public row that a process without records runs.
 
     Raises:

@@ -8,7 +8,7 @@ from dpfunc.distributed.launch import check_same
 from dpfunc.distributed.ranks import Ranks, all_or_raise
 from dpfunc.errors import StepAborted
 
-SAME_ORDER = (
+_SAME_ORDER = (
     "A draw is a list of record numbers: all processes need the same records in the same order, prepared alike. "
     "Otherwise a record can be in one batch twice. Sort lists of files, do not iterate over sets, and shuffle with the "
     "same seed. If records differ each time they are read (random numbers other than torch's), name the data set: "
@@ -37,5 +37,5 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
     """
     unread = "Another process could not read its data set; its own error says why. Nothing was spent."
     text = all_or_raise(describe, ranks, StepAborted(unread))
-    check_same("data sets", text, ranks, SAME_ORDER)
+    check_same("data sets", text, ranks, _SAME_ORDER)
     return text

@@ -57,11 +57,11 @@ def shard_frozen(
     parameters.
 
     A process holds 1 / size of the frozen parameters and gathers one layer at a time. Trained parameters stay
-    whole, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them as well.
+    unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them as well.
 
     Args:
         model: a module, which is sharded in place (its frozen parameters no longer require gradients); or an adapter of
-            `dpfunc.lora.attach`, whose copy of the structure is sharded. The adapter's own `module` keeps its whole
+            `dpfunc.lora.attach`, whose copy of the structure is sharded. The adapter's own `module` keeps its unsharded
             parameters, on the device they are on: leave it on the CPU.
         mesh: as for `fully_shard`: one dimension, or two (replicas, parts) for HSDP. Parameters move to its device.
         layers: the parts that are gathered at once: a regular expression that is searched in their names (of nested
@@ -115,13 +115,13 @@ def _shard(
 ) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    there = communicates(module)
-    if there is not None:
+    found = communicates(module)
+    if found is not None:
         raise UnsupportedModel(
-            f"Expected a module that is whole, got one with {there}. For tensor parallelism as well, call "
+            f"Expected a module that is whole, got one with {found}. For tensor parallelism as well, call "
             "parallelize_module, then fully_shard(layer, mesh=mesh['dp'], ignored_params=trained)."
         )
-    parts = [module.get_submodule(name) for name in layer_names(module, layers)]
+    parts = [module.get_submodule(name) for name in _layer_names(module, layers)]
     _to_device(module, set(trained), mesh.device_type)
     ignored = {param for name, param in module.named_parameters() if name in set(trained)}
     for param in module.parameters():
@@ -138,31 +138,39 @@ def _shard(
         )
 
 
-def layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
+def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
     """The names of layers, see `shard_frozen`.
 
     Raises:
         InvalidArgument: none, or unknown ones.
 
     >>> model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.Linear(1, 1))
-    >>> layer_names(model, None), layer_names(model, "^1$")
+    >>> _layer_names(model, None), _layer_names(model, "^1$")
     (['0.0', '0.1'], ['1'])
     """
     names = [name for name, _ in module.named_modules() if name]
     if layers is None:
-        lists = _outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
-        return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
+        return _elements_of_lists(module, names)
     if isinstance(layers, str):
         searched = pattern("layers", layers)
         found = _outermost(name for name in names if searched.search(name))
     else:
-        unknown = [name for name in layers if name not in names]
-        if unknown:
-            raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
-        found = [name for name in names if name in set(layers)]
+        found = _listed(layers, names)
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
     return found[::-1] if _nested(found) else found
+
+
+def _elements_of_lists(module: nn.Module, names: Sequence[str]) -> list[str]:
+    lists = _outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
+    return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
+
+
+def _listed(layers: Sequence[str], names: Sequence[str]) -> list[str]:
+    unknown = [name for name in layers if name not in names]
+    if unknown:
+        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
+    return [name for name in names if name in set(layers)]
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
@@ -184,10 +192,11 @@ def _own_parameters(module: nn.Module, trained: set[str]) -> None:
 
 
 def _to_device(module: nn.Module, trained: set[str], device: str) -> None:
-    """FSDP does not move what it ignores."""
-    away = {id(p) for name, p in module.named_parameters() if name in trained and p.device.type != device}
+    """Move the trained parameters, which FSDP ignores and does not move."""
+    elsewhere = {id(p) for name, p in module.named_parameters() if name in trained and p.device.type != device}
     _replace(
-        module, lambda p: nn.Parameter(p.detach().to(device), requires_grad=p.requires_grad) if id(p) in away else p
+        module,
+        lambda p: nn.Parameter(p.detach().to(device), requires_grad=p.requires_grad) if id(p) in elsewhere else p,
     )
 
 

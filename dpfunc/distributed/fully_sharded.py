@@ -1,4 +1,4 @@
-"""Full fine-tuning of a model that `fully_shard` manages: one layer is whole at a time, in weights and in sums.
+"""Full fine-tuning of a model that `fully_shard` manages: one layer is gathered at a time, in weights and in sums.
 
 The module swaps its own tensors in and out while it runs. They stand for the parameters: the ghost engine recognises
 their uses, and each weighted sum is sharded over the processes as soon as it is computed.
@@ -6,7 +6,7 @@ their uses, and each weighted sum is sharded over the processes as soon as it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -77,8 +77,8 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
         )
     forward = ManagedForward(module, trained)
     params = {name: param.detach().clone() for name, param in trained.items()}
-    whole = replace(ranks, keeps_parts=True)
-    return Managed(forward, params, ManagedEngine(forward, whole), whole)
+    sharding_ranks = replace(ranks, keeps_parts=True)
+    return Managed(forward, params, ManagedEngine(forward, sharding_ranks), sharding_ranks)
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,12 @@ class ManagedForward:
         refuse_unsupported(self.module, checkpointing=True)
         if all(is_dtensor(param) for param in params.values()):
             self.write(params)
-        before = {name: buffer._version for name, buffer in self.module.named_buffers()}
-        if scope is not None:
-            scope.hold(self._recovered)
-            output = self.module(*args, **kwargs)
-        else:
+        with _buffers_unchanged(self.module):
+            if scope is not None:
+                scope.hold(self._recovered)
+                return self.module(*args, **kwargs)
             with recovered(self.module):
-                output = self.module(*args, **kwargs)
-        written = [name for name, buffer in self.module.named_buffers() if buffer._version != before[name]]
-        if written:
-            raise UnsupportedModel(
-                f"The forward pass writes into the buffers {shorten(written)}: samples would influence each other."
-            )
-        return output
+                return self.module(*args, **kwargs)
 
     def write(self, params: Params) -> None:
         """Write parameter shards into the module; layers still gathered from an earlier pass are released."""
@@ -130,7 +123,7 @@ class ManagedForward:
         with recovered(self.module):
             yield
 
-    def whole(self) -> dict[str, Tensor]:
+    def gathered_tensors(self) -> dict[str, Tensor]:
         """The tensors that the module computes with, without their values. FSDP makes them once, and keeps them."""
         found: dict[str, Tensor] = {}
         for part in fsdp_parts(self.module).values():
@@ -142,6 +135,22 @@ class ManagedForward:
         return {name: found[name] for name in self.parts}
 
 
+@contextmanager
+def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
+    """Inside, refuse writes into buffers.
+
+    Raises:
+        UnsupportedModel: the forward pass wrote into one.
+    """
+    before = {name: buffer._version for name, buffer in module.named_buffers()}
+    yield
+    written = [name for name, buffer in module.named_buffers() if buffer._version != before[name]]
+    if written:
+        raise UnsupportedModel(
+            f"The forward pass writes into the buffers {shorten(written)}: samples would influence each other."
+        )
+
+
 @dataclass(frozen=True)
 class ManagedEngine:
     """The ghost engine over the tensors of a sharded module; see `functionalize_managed`."""
@@ -149,22 +158,22 @@ class ManagedEngine:
     forward: ManagedForward = field(repr=False)
     ranks: Ranks = field(repr=False)
     _ghost: GhostEngine = field(default_factory=GhostEngine, repr=False, compare=False)
-    _whole: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _gathered: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> ManagedSamples:
         num_samples = batch_size(batch)
         if not all(is_dtensor(param) for param in params.values()):
             raise InvalidArgument("Expected parameters in parts. Use the ranks that functionalize_managed returned.")
-        if not self._whole:
-            self._whole.update(self.forward.whole())
+        if not self._gathered:
+            self._gathered.update(self.forward.gathered_tensors())
         with using_source(self):  # one row is computed twice, and counted once
             found = self._ghost(loss_fn, params, pad_rows(batch, 2) if num_samples == 1 else batch)
         if not isinstance(found, Ghost):
             raise UnsupportedModel("Expected at least two rows.")
-        unseen = [name for name, grad in found.kept.grads.items() if isinstance(grad, Zeros)]
-        if unseen:
+        unused = [name for name, grad in found.kept.grads.items() if isinstance(grad, Zeros)]
+        if unused:
             raise UnsupportedModel(
-                f"The loss does not use the trained parameters {shorten(unseen)}, or FSDP shows others in their place. "
+                f"The loss does not use the trained parameters {shorten(unused)}, or FSDP shows others in their place. "
                 "Freeze what is not used."
             )
         return ManagedSamples(found, num_samples, self)
@@ -172,7 +181,7 @@ class ManagedEngine:
     def leaves(self, params: Params) -> dict[str, Tensor]:
         """The module's own tensors, after these parts were written into it."""
         self.forward.write(params)
-        return dict(self._whole)
+        return dict(self._gathered)
 
     def reduced(self, name: str, total: Tensor) -> Tensor:
         """The part of a sum over all processes that belongs to this one."""

@@ -1,4 +1,4 @@
-"""A run that torchrun started: this process joins the others, and leaves them in good order."""
+"""A run that torchrun started: this process joins the process group, and shuts it down at the end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dpfunc.distributed.agreement import digest, gathered_rows
 from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, all_or_raise, any_rank, data_parallel
 from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
 
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Launchers that say how many processes there are, and do not say it the way torch reads it.
-OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-TORCHRUN = "Start it with `torchrun --nproc-per-node N ...`, or one process without a launcher."
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Launchers that say how many processes there are, and set variables that torch does not read.
+_OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_TORCHRUN = "Start it with `torchrun --nproc-per-node N ...`, or one process without a launcher."
 
 
 def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
@@ -49,9 +49,9 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
     if "WORLD_SIZE" not in os.environ:
         check_launch(os.environ, 1)
         return None
-    missing = [name for name in NEEDED if name not in os.environ]
+    missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
-        raise InvalidArgument(f"Expected {missing[0]} beside WORLD_SIZE in the environment. {TORCHRUN}")
+        raise InvalidArgument(f"Expected {missing[0]} beside WORLD_SIZE in the environment. {_TORCHRUN}")
     if torch.cuda.is_available():
         device, devices = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
         if device >= devices:
@@ -79,14 +79,14 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
     dpfunc.errors.InvalidArgument: Expected 2 processes, as OMPI_COMM_WORLD_SIZE says, got 1. Start it with \
 `torchrun --nproc-per-node N ...`, or one process without a launcher.
     """
-    for name in ("WORLD_SIZE",) if "WORLD_SIZE" in environment else OTHER_LAUNCHERS:
-        said = environment.get(name, "1")
-        if not said.isdigit() or int(said) > num_processes:
-            raise InvalidArgument(f"Expected {said} processes, as {name} says, got {num_processes}. {TORCHRUN}")
+    for name in ("WORLD_SIZE",) if "WORLD_SIZE" in environment else _OTHER_LAUNCHERS:
+        promised = environment.get(name, "1")
+        if not promised.isdigit() or int(promised) > num_processes:
+            raise InvalidArgument(f"Expected {promised} processes, as {name} says, got {num_processes}. {_TORCHRUN}")
     if "WORLD_SIZE" not in environment and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= environment.keys():
         raise InvalidArgument(
             "Expected the number of processes that `accelerate launch` was told, got one process: with --cpu it starts "
-            f"no more. {TORCHRUN}"
+            f"no more. {_TORCHRUN}"
         )
 
 
@@ -105,21 +105,21 @@ def check_alone(environment: Mapping[str, str]) -> None:
 own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to \
 make_dp_step and plan.batches; for runs on different data, unset what the launcher set.
     """
-    said = [
-        f"{name}={environment[name]}" for name in ("WORLD_SIZE", *OTHER_LAUNCHERS) if environment.get(name, "1") != "1"
+    found = [
+        f"{name}={environment[name]}" for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS) if environment.get(name, "1") != "1"
     ]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        said.append(f"the process group has {dist.get_world_size()} processes")
-    if said:
+        found.append(f"the process group has {dist.get_world_size()} processes")
+    if found:
         raise InvalidArgument(
-            f"Expected ranks=..., because {said[0]}: without it each process is a run of its own, and nobody adds up "
+            f"Expected ranks=..., because {found[0]}: without it each process is a run of its own, and nobody adds up "
             "what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to make_dp_step and "
             "plan.batches; for runs on different data, unset what the launcher set."
         )
 
 
-def leave() -> None:
-    """Leave the process group in good order; a process cannot join it again. Does nothing for a single process."""
+def shutdown() -> None:
+    """Destroy the process group at the end of a run; a process cannot join it again. Nothing for a single process."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -167,7 +167,7 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
         return
     own = torch.tensor([digest(text)], device=ranks.device)
     every = [[f"{value:016x}" for (value,) in gathered_rows(own, group)] for group in ranks.groups]
-    differing = [told for told in every if len(set(told)) > 1]
+    differing = [digests for digests in every if len(set(digests)) > 1]
     if any_rank(bool(differing), ranks):
         shown = f"{differing[0]}, in the order of their ranks" if differing else "others say which"
         advice = f" {hint}" if hint else ""

@@ -25,14 +25,14 @@ def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int
     members = set(dist.get_process_group_ranks(group))
 
     def belongs(axis: int) -> bool:
-        there = set(dist.get_process_group_ranks(mesh.get_group(axis)))
-        if len(there) == 1:  # this process alone is in both groups: the name of the dimension decides
+        processes = set(dist.get_process_group_ranks(mesh.get_group(axis)))
+        if len(processes) == 1:  # this process alone is in both groups: the name of the dimension decides
             return (names[axis] in ranks.tensor_axes) == tensor
-        return there <= members
+        return processes <= members
 
     return tuple(axis for axis in range(mesh.ndim) if belongs(axis))
 
 
-def cut_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> bool:
+def is_sharded_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> bool:
     """True if a parameter is sharded over the data group, or with `tensor` over the tensor group."""
     return bool(set(axes_over(param, ranks, tensor=tensor)) & shard_dims(param).keys())

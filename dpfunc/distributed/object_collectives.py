@@ -34,11 +34,11 @@ def shared(value: bytes, ranks: Ranks | None) -> bytes:
     """The bytes of the process that writes, on all of them."""
     if ranks is None:
         return value
-    mine = value if ranks.writes else b""
-    size = _summed(torch.tensor([len(mine)], device=ranks.device), ranks)
+    own_bytes = value if ranks.writes else b""
+    size = _summed(torch.tensor([len(own_bytes)], device=ranks.device), ranks)
     values = torch.zeros(int(size.item()), dtype=torch.int64, device=ranks.device)
     if ranks.writes:
-        values.copy_(torch.tensor(list(mine), dtype=torch.int64))
+        values.copy_(torch.tensor(list(own_bytes), dtype=torch.int64))
     return bytes(_summed(values, ranks).tolist())
 
 
@@ -48,11 +48,11 @@ def _summed(values: Tensor, ranks: Ranks) -> Tensor:
     return values
 
 
-def agreed(said: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
+def check_agreement(texts: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
     """Check that all processes agree, and that those with the same part of a tensor have the same numbers.
 
     Args:
-        said: name -> text that must agree. tensors: name -> tensor or DTensor. ranks: of the run.
+        texts: name -> text that must agree. tensors: name -> tensor or DTensor. ranks: of the run.
 
     Raises:
         RankMismatch: on all processes.
@@ -60,16 +60,16 @@ def agreed(said: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks 
     if ranks is None:
         return
     shapes = str([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
-    texts = {**said, "names and shapes of tensors": shapes}
-    _compare({name: (0, digest(text)) for name, text in texts.items()}, ranks)
+    all_texts = {**texts, "names and shapes of tensors": shapes}
+    _compare({name: (0, digest(text)) for name, text in all_texts.items()}, ranks)
     _compare({name: (_part(t), checksum([(name, t)])) for name, t in tensors.items()}, ranks)
 
 
 def _part(tensor: Tensor) -> int:
     """Number that identifies this process's part of a tensor by its position in the mesh."""
     axes = shard_dims(tensor)
-    where = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]
-    return digest(str([where[axis] for axis in axes]))
+    coordinates = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]
+    return digest(str([coordinates[axis] for axis in axes]))
 
 
 def _compare(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> None:
@@ -85,7 +85,7 @@ def _compare(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> None:
         raise RankMismatch(
             f"The processes of this run disagree about {named}; no checkpoint was made. Each must pass the same "
             "directory, plan, state, data, parameters and optimizer state; a state is that after the last step, which "
-            "all have taken. What is not cut into parts must be equal in every bit."
+            "all have taken. What is not sharded must be equal in every bit."
         )
 
 
@@ -97,16 +97,16 @@ def _gathered(row: list[int], ranks: Ranks, group: dist.ProcessGroup) -> list[li
     return table
 
 
-def everyone(said: str, ranks: Ranks | None) -> str:
+def digest_over_ranks(text: str, ranks: Ranks | None) -> str:
     """Short digest of the texts of all processes, in the order of their ranks; the same on all."""
-    value = digest(said)
+    value = digest(text)
     if ranks is not None:
         for group in ranks.groups:
             value = digest(str(_gathered([value], ranks, group)))
     return f"{value:016x}"
 
 
-def place(ranks: Ranks | None) -> tuple[int, int]:
+def rank_and_size(ranks: Ranks | None) -> tuple[int, int]:
     """Number of this process among all processes of the run, and how many there are."""
     if ranks is None:
         return 0, 1
@@ -126,10 +126,10 @@ def joint_group(ranks: Ranks) -> dist.ProcessGroup:
     """
     if ranks.tensor_group is None:
         return ranks.group
-    if place(ranks)[1] != dist.get_world_size():
+    if rank_and_size(ranks)[1] != dist.get_world_size():
         raise InvalidArgument(
             f"Expected the run to have all {dist.get_world_size()} processes of torch.distributed, got "
-            f"{place(ranks)[1]}. Start the processes of a run in a job of their own."
+            f"{rank_and_size(ranks)[1]}. Start the processes of a run in a job of their own."
         )
     world = dist.group.WORLD
     return world if world is not None else ranks.group

@@ -16,17 +16,17 @@ from dpfunc.types import Params
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-SMALL = 1024
+_SMALL = 1024
 
 
-def shard(params: Params, mesh: DeviceMesh, *, min_size: int = SMALL) -> dict[str, Tensor]:
-    """Parameters as DTensors: rows sharded over the processes of a mesh. A step's gradients are sharded alike.
+def shard(params: Params, mesh: DeviceMesh, *, min_size: int = _SMALL) -> dict[str, Tensor]:
+    """Parameters as DTensors: rows sharded over the processes of a mesh. A step's gradients are sharded replicated.
 
     At rest a process holds 1 / size of weights, of released gradients, and of the optimizer's state (a torch optimizer
     steps on DTensors). While a step lasts, `make_dp_step` gathers all of them once, and each sum once.
 
     Args:
-        params: name -> whole tensor, the same on all processes; those that are DTensors already stay as they are.
+        params: name -> full tensor, the same on all processes; those that are DTensors already stay as they are.
         mesh: of the processes that share the parameters, as for `fully_shard`: with one dimension rows are sharded over
             it; with two they are sharded over the second and replicated over the first (HSDP).
         min_size: numbers; smaller parameters, and those without dimensions, are replicated. They are DTensors too,
@@ -49,32 +49,32 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = SMALL) -> dict[st
             f"Expected a mesh with one dimension, or two (replicas, parts), got {mesh}. Take a part of it: mesh['dp']."
         )
     limit = whole_number("min_size", min_size, minimum=0)
-    alike: list[Any] = [Replicate()] * mesh.ndim
-    cut: list[Any] = [*alike[1:], Shard(0)]
+    replicated: list[Any] = [Replicate()] * mesh.ndim
+    sharded: list[Any] = [*replicated[1:], Shard(0)]
 
-    def laid(param: Tensor) -> Tensor:
+    def distribute(param: Tensor) -> Tensor:
         if is_dtensor(param):
             return param
         divisible = param.ndim > 0 and param.numel() >= limit
-        return distribute_tensor(param.detach(), mesh, cut if divisible else alike, src_data_rank=None)
+        return distribute_tensor(param.detach(), mesh, sharded if divisible else replicated, src_data_rank=None)
 
-    return {name: laid(param) for name, param in params.items()}
+    return {name: distribute(param) for name, param in params.items()}
 
 
-def whole(params: Params) -> dict[str, Tensor]:
+def unshard(params: Params) -> dict[str, Tensor]:
     """Parameters gathered on every process: to evaluate, to save, or for `dpfunc.with_params`. All must call it.
 
     Args:
         params: name -> tensor, DTensors or not.
 
     >>> import torch
-    >>> whole({"w": torch.ones(2)})
+    >>> unshard({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
     """
-    return {name: _whole(param) for name, param in params.items()}
+    return {name: _full_tensor(param) for name, param in params.items()}
 
 
-def _whole(param: Tensor) -> Tensor:
+def _full_tensor(param: Tensor) -> Tensor:
     detached: Any = param.detach()
     full: Tensor = detached.full_tensor() if is_dtensor(param) else detached
     return full

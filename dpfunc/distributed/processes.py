@@ -1,4 +1,4 @@
-"""The processes that take a step: what a step asks of them, and the answers of a single one.
+"""The processes that take a step: the interface that a step uses, and its implementation for a single process.
 
 Several processes are in `distributed.collective_step`.
 """
@@ -15,11 +15,11 @@ from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 Clip = Callable[[Params, Batch, Tensor], tuple[ClippedSum, Unreleased]]
-"""Parameters, rows and which of them are real -> the clipped sum of these rows."""
+"""Parameters, rows and the mask of real rows -> the clipped sum of these rows."""
 
 
 class Rows(NamedTuple):
-    """The rows of this process, which of them are real, and how many the process with the most rows has."""
+    """The rows of this process, the mask of the real ones, and the largest number of rows that any process has."""
 
     batch: Batch
     mask_B: Tensor
@@ -27,11 +27,11 @@ class Rows(NamedTuple):
 
 
 class Processes(Protocol):
-    """The processes of a step."""
+    """Interface of a step to the processes that take it: `OneProcess`, or several (`collective_step`)."""
 
     @property
     def rank(self) -> int:
-        """Place of this process among those with other records, from 0."""
+        """Rank of this process among those with other records, from 0."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class Processes(Protocol):
         ...
 
     def confirm(self, write: Callable[[], None]) -> None:
-        """Run an action; go on after it has succeeded in each process."""
+        """Run an action, and return after it has succeeded in each process."""
         ...
 
 

@@ -33,7 +33,7 @@ class Ranks:
 
     Args:
         data, tensor: references to `group` and `tensor_group`.
-        rank, size: the place of this process in `group`, and how many there are.
+        rank, size: the rank of this process in `group`, and how many there are.
         independent: nothing inside of the loss communicates, so that a process with an error can still tell the others.
         dummy: one public row, a batch of length 1, that processes without records run with weight zero. None is a row
             of zeros.
@@ -87,7 +87,7 @@ def _held(reference: Reference) -> dist.ProcessGroup:
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
-    """The CPU, unless the backend only knows accelerators."""
+    """Device for small messages of a group: the CPU, unless the backend only knows accelerators."""
     return (
         torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
     )
@@ -120,7 +120,7 @@ torch.distributed.init_process_group(timeout=timedelta(minutes=5)) in each proce
     chosen = dist.group.WORLD if group is None else group
     if not isinstance(chosen, dist.ProcessGroup):
         raise InvalidArgument(f"Expected a process group that this process belongs to, got group={chosen!r}.")
-    check_timeout(chosen)
+    _check_timeout(chosen)
     return Ranks(weakref.ref(chosen), None, dist.get_rank(chosen), dist.get_world_size(chosen), True, dummy)
 
 
@@ -159,7 +159,7 @@ def sharded(
     tensor_group = _joint(mesh, tuple(tensor)) if tensor else None
     for each in (group, tensor_group):
         if each is not None:
-            check_timeout(each)
+            _check_timeout(each)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     held = None if tensor_group is None else weakref.ref(tensor_group)
     return Ranks(weakref.ref(group), held, rank, size, False, dummy, tensor_axes=tuple(tensor))
@@ -183,7 +183,7 @@ def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
 def any_rank(flag: bool, ranks: Ranks) -> bool:
     """True if the flag is true on any process. All processes must call it."""
     value = torch.tensor([int(flag)], device=ranks.device)
-    for group in reversed(ranks.groups):  # parts first: then each data group has somebody who knows
+    for group in reversed(ranks.groups):  # parts first: then each data group has a process that knows
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return bool(value.item())
 
@@ -212,7 +212,7 @@ def all_or_raise(action: Callable[[], T], ranks: Ranks | None, error: DPFuncErro
     return result
 
 
-def check_timeout(group: dist.ProcessGroup) -> None:
+def _check_timeout(group: dist.ProcessGroup) -> None:
     """Refuse a timeout of more than an hour: a process that died or hangs must become an error for the others.
 
     Raises:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import distributed, is_dtensor, shard_dims
 from dpfunc._utils.validation import shorten
-from dpfunc.distributed.mesh_axes import axes_over, cut_over
+from dpfunc.distributed.mesh_axes import axes_over, is_sharded_over
 from dpfunc.distributed.ranks import Ranks, message_device
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Params
 
 
-def check_layout(params: Params, ranks: Ranks) -> None:
+def check_placements(params: Params, ranks: Ranks) -> None:
     """Check that every shard of a parameter belongs to a process of the run.
 
     Raises:
@@ -26,50 +26,53 @@ def check_layout(params: Params, ranks: Ranks) -> None:
             that of a part.
     """
     for name, param in params.items():
-        if not is_dtensor(param):
-            continue
-        spec: Any = param
-        known = {*axes_over(param, ranks), *axes_over(param, ranks, tensor=True)}
-        if shard_dims(param).keys() - known or any(p.is_partial() for p in spec.placements):
-            raise InvalidArgument(
-                f"Expected params[{name!r}] to be cut over processes of the run only, got {spec.placements} on "
-                f"{spec.device_mesh}. Name its dimension: dpfunc.distributed.sharded(mesh, data=..., tensor=...)."
-            )
-        over = axes_over(param, ranks)
-        if (
-            set(over) & shard_dims(param).keys()
-            and math.prod(spec.device_mesh.size(axis) for axis in over) != ranks.size
-        ):
-            raise InvalidArgument(
-                f"Expected params[{name!r}] on a mesh of all {ranks.size} processes with other records, got "
-                f"{spec.device_mesh}: the others would release sums of their own with the same noise. Cut it over the "
-                "whole mesh that dpfunc.distributed.sharded got; replicas are a dimension of it."
-            )
+        if is_dtensor(param):
+            _check_placements_of(name, param, ranks)
+
+
+def _check_placements_of(name: str, param: Tensor, ranks: Ranks) -> None:
+    spec: Any = param
+    axes = axes_over(param, ranks)
+    known = {*axes, *axes_over(param, ranks, tensor=True)}
+    if shard_dims(param).keys() - known or any(p.is_partial() for p in spec.placements):
+        raise InvalidArgument(
+            f"Expected params[{name!r}] to be sharded over processes of the run only, got {spec.placements} on "
+            f"{spec.device_mesh}. Name its dimension: dpfunc.distributed.sharded(mesh, data=..., tensor=...)."
+        )
+    processes = math.prod(spec.device_mesh.size(axis) for axis in axes)
+    if set(axes) & shard_dims(param).keys() and processes != ranks.size:
+        raise InvalidArgument(
+            f"Expected params[{name!r}] on a mesh of all {ranks.size} processes with other records, got "
+            f"{spec.device_mesh}: the others would release sums of their own with the same noise. Shard it over the "
+            "whole mesh that dpfunc.distributed.sharded got; replicas are a dimension of it."
+        )
 
 
 def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
-    """Parameters as an engine needs them: whole where processes with other records hold other parts.
+    """Parameters as an engine needs them: gathered where they are sharded over the data group.
 
-    Shards over the tensor group are kept. Costs the memory of all whole trained parameters while a step lasts.
+    Shards over the tensor group are kept. Costs the memory of all trained parameters, gathered, while a step lasts.
     """
     from torch.distributed.tensor import Replicate
 
     result: dict[str, Tensor] = {}
     for name, param in params.items():
-        over = axes_over(param, ranks)
-        if not over or ranks.keeps_parts:
+        axes = axes_over(param, ranks)
+        if not axes or ranks.keeps_parts:
             result[name] = param
             continue
         spec: Any = param
-        kept = [Replicate() if axis in over else p for axis, p in enumerate(spec.placements)]
-        whole: Any = spec.detach().redistribute(placements=kept)
-        cut = any(p.is_shard() for p in kept)
-        result[name] = whole if cut else whole.to_local()
+        kept = [Replicate() if axis in axes else p for axis, p in enumerate(spec.placements)]
+        full: Any = spec.detach().redistribute(placements=kept)
+        sharded = any(p.is_shard() for p in kept)
+        result[name] = full if sharded else full.to_local()
     return result
 
 
 def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False) -> dict[str, Tensor]:
-    """Sums over all processes, each laid out as its parameter. One all-reduce for those not sharded over the data.
+    """Sums over all processes, each with the placements of its parameter.
+
+    One all-reduce for all parameters that are not sharded over the data group.
 
     Args:
         ranks: of the run. sums: this process's clipped sums, float32 or float64, local parts as plain tensors.
@@ -84,27 +87,36 @@ def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False
     Guarantees:
         tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all.
     """
-    if ranks.keeps_parts:  # added already; without records there are no sums
-        alone = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
-        if alone:
-            raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(alone)}.")
-        return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
-    cut = [name for name in sums if cut_over(params[name], ranks)]
-    packed = _all_reduce({name: value for name, value in sums.items() if name not in cut}, ranks, failed)
+    if ranks.keeps_parts:
+        return _already_summed(sums, params)
+    sharded_names = [name for name in sums if is_sharded_over(params[name], ranks)]
+    packed = _all_reduce({name: value for name, value in sums.items() if name not in sharded_names}, ranks, failed)
     if failed:
         return {}
     return {
-        name: scattered(sums[name], params[name], ranks) if name in cut else distributed(packed[name], params[name])
+        name: scattered(sums[name], params[name], ranks)
+        if name in sharded_names
+        else distributed(packed[name], params[name])
         for name in sums
     }
 
 
+def _already_summed(sums: Params, params: Params) -> dict[str, Tensor]:
+    """Sums that the engine has added over all processes; those of a process without records are zeros."""
+    own_only = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
+    if own_only:
+        raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(own_only)}.")
+    return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
+
+
 def _all_reduce(sums: Params, ranks: Ranks, failed: bool) -> dict[str, Tensor]:
-    wide = any(value.dtype == torch.float64 for value in sums.values())
+    is_float64 = any(value.dtype == torch.float64 for value in sums.values())
     device = next((value.device for value in sums.values()), ranks.device)
     device = device if device.type != "cpu" else message_device(ranks.group)
     # One message for all: the last number says how many processes failed.
-    buffer = torch.zeros(sum(v.numel() for v in sums.values()) + 1, dtype=torch.float64 if wide else torch.float32)
+    buffer = torch.zeros(
+        sum(v.numel() for v in sums.values()) + 1, dtype=torch.float64 if is_float64 else torch.float32
+    )
     buffer = buffer.to(device)
     start = 0
     for value in sums.values():
@@ -125,32 +137,37 @@ def _all_reduce(sums: Params, ranks: Ranks, failed: bool) -> dict[str, Tensor]:
 
 
 def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
+    """Sum over the data group of a tensor that each process has, sharded as a parameter is (reduce-scatter).
+
+    Args:
+        total: the term of this process, not sharded over the data group. param: has the placements of the result.
+    """
     from torch.distributed.tensor import DTensor, Partial
 
     spec: Any = param
-    over = axes_over(param, ranks)
-    placements = [Partial() if axis in over else p for axis, p in enumerate(spec.placements)]
-    whole = DTensor.from_local(
+    axes = axes_over(param, ranks)
+    placements = [Partial() if axis in axes else p for axis, p in enumerate(spec.placements)]
+    partial_sums = DTensor.from_local(
         total, spec.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
     )
-    result: Tensor = whole.redistribute(placements=spec.placements)
+    result: Tensor = partial_sums.redistribute(placements=spec.placements)
     return result
 
 
-def whole_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
-    """Squared norms of whole gradients from those of their parts, summed over the tensor group where it shards them.
+def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
+    """Squared norms of full gradients from those of their parts, summed over the tensor group where it shards them.
 
-    Without it each part would be clipped by a norm that is too small: a wrong sensitivity. A parameter that all hold
-    alike counts once.
+    Without it each part would be clipped by a norm that is too small: a wrong sensitivity. A replicated parameter
+    counts once.
 
     Args:
-        params: as the engine got them. sq_norms: name -> (B,), of what this process holds. ranks: of the run.
+        params: as the engine got them. sq_norms: name -> (B,), of the parts on this process. ranks: of the run.
     """
     group = ranks.tensor_group
-    cut = [name for name, p in params.items() if cut_over(p, ranks, tensor=True)]
-    if group is None or not cut:
+    sharded_names = [name for name, p in params.items() if is_sharded_over(p, ranks, tensor=True)]
+    if group is None or not sharded_names:
         return sq_norms
-    parts_NB = torch.stack([sq_norms[name].double() for name in cut])
+    parts_NB = torch.stack([sq_norms[name].double() for name in sharded_names])
     dist.all_reduce(parts_NB, group=group)
-    whole = dict(zip(cut, parts_NB, strict=True))
-    return {name: whole[name].to(value.dtype) if name in whole else value for name, value in sq_norms.items()}
+    full = dict(zip(sharded_names, parts_NB, strict=True))
+    return {name: full[name].to(value.dtype) if name in full else value for name, value in sq_norms.items()}

@@ -1,4 +1,4 @@
-"""The fast engine in every step that is proven; in the others, the plain ones, which compute each row alone."""
+"""The automatic engine: the fast engine in steps that are proven, engines that compute each row alone in others."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dpfunc.engines.guards.reference_probe import take_probe
 from dpfunc.engines.guards.replicated import anywhere
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
-from dpfunc.engines.tracing.memory import UNPROVEN, Unproven, refuse_unproven
+from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
-log = logging.getLogger("dpfunc")
+_log = logging.getLogger("dpfunc")
 
-# Steps without a proof, in a row, after which the fast engine is not tried again for rows of this shape.
-PATIENCE = 2
+# Consecutive steps without a proof after which the fast engine is not tried again for rows of this shape.
+_MAX_UNPROVEN = 2
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Decision:
 
 
 @dataclass
-class Tried:
-    """Experience with a loss function on rows of one shape: steps without a proof, and the engine for rows alone."""
+class _History:
+    """Earlier steps of a loss function on rows of one shape: those without a proof, and the engine for rows alone."""
 
     failures: int = 0
-    seen: bool = False
+    state_checked: bool = False
     alone: Engine | None = None
     name: str = ""
     reason: str = ""
 
-    def looked(self) -> None:
-        """Note that one step was seen, so what the loss keeps in Python was compared."""
-        self.seen = True
+    def checked_state(self) -> None:
+        """Note that the Python state of the loss was compared before and after a step."""
+        self.state_checked = True
 
     def proved(self) -> None:
         """Forget the failures before a step that was proven."""
@@ -76,12 +76,12 @@ class Tried:
 
 @dataclass(frozen=True)
 class Auto:
-    """Engine that `auto` returns, with what it learnt about each loss function."""
+    """Engine that `auto` returns, with its history of each loss function."""
 
     fast: Callable[[], Engine]
     unproven: Unproven = "vmap"
     _engines: list[Engine] = field(default_factory=list, repr=False, compare=False)
-    _tried: MutableMapping[LossFn, dict[tuple[object, ...], Tried]] = field(
+    _histories: MutableMapping[LossFn, dict[tuple[object, ...], _History]] = field(
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
     )
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
@@ -90,22 +90,16 @@ class Auto:
         """Gradients by the fast engine if the step is proven, else by one that computes rows alone."""
         if not batch_size(batch):
             return loop()(loss_fn, params, batch)
-        shapes = () if in_lockstep() else signature(batch)  # all processes must remember the same
-        tried = self._tried.setdefault(loss_fn, {}).setdefault(shapes, Tried())
-        if tried.alone is not None and tried.failures >= PATIENCE:
-            self._decide(loss_fn, Decision(tried.name, f"rows alone, since {tried.reason}"))
-            return tried.alone(loss_fn, params, batch)
-        before = python_state(loss_fn) if not tried.seen else 0
-        result, reason = self._attempt(loss_fn, params, batch)
-        read = self._engines[0].read(loss_fn)  # type: ignore[attr-defined]
-        with refused_by_all():
-            if read and not tried.seen:
-                refuse_kept(loss_fn, before, read)
-        tried.looked()
+        shapes = () if in_lockstep() else signature(batch)  # all processes need the same history
+        history = self._histories.setdefault(loss_fn, {}).setdefault(shapes, _History())
+        if history.alone is not None and history.failures >= _MAX_UNPROVEN:
+            self._decide(loss_fn, Decision(history.name, f"rows alone, since {history.reason}"))
+            return history.alone(loss_fn, params, batch)
+        result, reason = self._attempt(loss_fn, params, batch, history)
         doubts = getattr(result, "doubts", ())
         impossible, doubted = anywhere(torch.tensor([result is None, bool(doubts)]), params).tolist()
         if result is not None and not impossible and not doubted:
-            tried.proved()
+            history.proved()
             self._decide(loss_fn, Decision("bookkeeping", "the trace of each step shows that rows stay apart"))
             return result
         reason = reason or shorten(list(dict.fromkeys(doubts))) or "another process could not"
@@ -114,10 +108,23 @@ class Auto:
         if self.unproven == "audit" and result is not None and not impossible:
             self._decide(loss_fn, Decision("bookkeeping", f"audited, not proven: {reason}", proven=False))
             return result
-        tried.failed()
-        return self._alone(loss_fn, params, batch, tried, reason)
+        history.failed()
+        return self._alone(loss_fn, params, batch, history, reason)
 
-    def _attempt(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
+    def _attempt(
+        self, loss_fn: LossFn, params: Params, batch: Batch, history: _History
+    ) -> tuple[PerSampleGrads | None, str]:
+        """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
+        before = python_state(loss_fn) if not history.state_checked else 0
+        result, reason = self._run_fast(loss_fn, params, batch)
+        read = self._engines[0].read(loss_fn)  # type: ignore[attr-defined]
+        with refused_by_all():
+            if read and not history.state_checked:
+                refuse_kept(loss_fn, before, read)
+        history.checked_state()
+        return result, reason
+
+    def _run_fast(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
         if not self._engines:
             self._engines.append(self.fast())
         try:
@@ -125,11 +132,11 @@ class Auto:
         except (UnsupportedModel, RuntimeError) as error:
             return None, f"bookkeeping cannot: {str(error).splitlines()[0]}"
 
-    def _alone(self, loss_fn: LossFn, params: Params, batch: Batch, tried: Tried, reason: str) -> PerSampleGrads:
-        """Rows alone, by what can run the loss; the user is told, and a loss that mixes rows is refused."""
-        if tried.alone is not None:
-            self._decide(loss_fn, Decision(tried.name, f"rows alone, since {reason}"))
-            return tried.alone(loss_fn, params, batch)
+    def _alone(self, loss_fn: LossFn, params: Params, batch: Batch, history: _History, reason: str) -> PerSampleGrads:
+        """Compute rows alone, by vmap or a loop, and log it; refuse a loss that mixes rows."""
+        if history.alone is not None:
+            self._decide(loss_fn, Decision(history.name, f"rows alone, since {reason}"))
+            return history.alone(loss_fn, params, batch)
         check_isolated(loss_fn, params, batch)
         name, result = "vmap", None
         try:
@@ -139,7 +146,7 @@ class Auto:
         impossible = bool(anywhere(torch.tensor([result is None]), params))
         if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
             name, result = "loop", loop()(loss_fn, params, batch)
-        tried.settle(vmap() if name == "vmap" else loop(), name, reason)
+        history.settle(vmap() if name == "vmap" else loop(), name, reason)
         self._decide(loss_fn, Decision(name, f"rows alone, since {reason}"))
         return result
 
@@ -147,7 +154,7 @@ class Auto:
         before = self._decisions.get(loss_fn)
         if before is None or before.engine != decision.engine or before.proven != decision.proven:
             level = logging.INFO if decision.engine == "bookkeeping" and decision.proven else logging.WARNING
-            log.log(level, "engine %s: %s", decision.engine, decision.reason)
+            _log.log(level, "engine %s: %s", decision.engine, decision.reason)
         self._decisions[loss_fn] = decision
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:

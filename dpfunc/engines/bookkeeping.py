@@ -24,13 +24,13 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
-from dpfunc.engines.tracing.memory import Memory, refuse_unproven
-from dpfunc.engines.tracing.places import Places, Remembered, Traced
-from dpfunc.engines.tracing.trace import Misplaced, Trace, backward_pass, following
+from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
+from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, SampleAxes
+from dpfunc.engines.tracing.trace import Trace, WrongGuess, backward_pass, following
 from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.uses.gradient_taps import Catch, leaf, pass_gradient, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked, version
 from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.engines.vmap import check_depends
@@ -41,7 +41,7 @@ DEFAULT_BUDGET = 2**30
 
 
 def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
-    """The rule's answer; its own operations are not looked at."""
+    """Per-sample gradients of a use by its rule, whose own operations are not traced."""
     grad, saved = arrived(grad), [arrived(tensor) for tensor in saved]
     with unseen(), exact(grad.device), torch.no_grad():
         grads = use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
@@ -77,7 +77,7 @@ class FactorRecorder:
     closed: bool = False
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """Forms the gradients in the backward pass, or keeps what they are made of."""
+        """Form the gradients in the backward pass, or keep their factors."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if self.forms(use, output, saved):
@@ -95,13 +95,13 @@ class FactorRecorder:
         return result
 
     def close(self) -> None:
-        """The forward pass is over: what comes now is repeated by checkpointing."""
+        """Note the end of the forward pass: later uses are repeated by checkpointing, and are not recorded."""
         self.closed = True
 
     def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
         key = (*use.wanted.values(), use.name, *use.output)
-        if key not in self.decided:  # checkpointing asks again, and must hear the same
+        if key not in self.decided:  # checkpointing asks again, and needs the same answer
             self.decided[key] = self._decide(use, output, saved)
         return self.decided[key]
 
@@ -115,14 +115,14 @@ class FactorRecorder:
         self.budget -= formed
         return True
 
-    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
-        """Private copies: their gradient is the answer."""
+    def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
+        """Record private copies, whose gradient is the per-sample gradient."""
         if not self.closed:
             self.leaves.append(copies)
-            self.readers.append(partial(read_copies, tracked, layout, self.trace))
+            self.readers.append(partial(read_copies, tracked, sample_axis, self.trace))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
-        """Nothing to do: what is derived is collected at the end."""
+        """Do nothing: gradients of derived values are collected after the backward pass (`accumulate.collect`)."""
 
 
 def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
@@ -143,51 +143,57 @@ def _read_factors(
 
 
 def checked(trace: Trace | None, use: Use, catch: Catch) -> Catch:
-    """A catch that first looks whether the gradient has the rows of its use."""
+    """A catch that first checks that the gradient has the rows of its use."""
     return catch if trace is None else partial(_checked, trace, use, catch)
 
 
 def _checked(
     trace: Trace, use: Use, catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    trace.credited(grad, use.layout, f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}")
+    trace.credited(
+        grad, use.sample_axis, f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}"
+    )
     try:
         return catch(grad, saved)
     except UnsupportedModel as error:
-        raise error if use.layout.guess is None else Misplaced(use.layout.guess) from error
+        raise error if use.sample_axis.guess is None else WrongGuess(use.sample_axis.guess) from error
 
 
-def read_copies(tracked: Tracked, layout: Layout, trace: Trace | None, grad: Tensor) -> Mapping[int, PerSampleGrad]:
-    """The gradient of private copies."""
+def read_copies(
+    tracked: Tracked, sample_axis: SampleAxis, trace: Trace | None, grad: Tensor
+) -> Mapping[int, PerSampleGrad]:
+    """Per-sample gradients from the gradient of private copies: identity of the parameter -> its gradients."""
     if trace is not None:
-        trace.credited(grad, layout, f"the gradient of parameter {tracked.name!r}")
-        if layout.alone():
+        trace.credited(grad, sample_axis, f"the gradient of parameter {tracked.name!r}")
+        if sample_axis.is_one_sample():
             with unseen():
-                return {id(tracked.tensor): Dense(layout.among(arrived(grad), trace.num_samples))}
-    grads_B = arrived(grad).movedim(layout.axis, 0)
+                return {id(tracked.tensor): Dense(sample_axis.with_zeros_for_others(arrived(grad), trace.num_samples))}
+    grads_B = arrived(grad).movedim(sample_axis.axis, 0)
     return {id(tracked.tensor): Dense(grads_B.reshape(len(grads_B), *tracked.tensor.shape))}
 
 
 @dataclass(frozen=True)
 class Bookkeeping:
-    """The fast engine, made by `bookkeeping`, with what it remembers of each loss."""
+    """The fast engine, made by `bookkeeping`, with its cache of observations about each loss."""
 
     memory_budget: int
     unproven: Literal["audit", "refuse"] = "refuse"
-    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
+    _cache: DiscoveryCache = field(default_factory=DiscoveryCache, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
-        """The gradients of a batch."""
+        """Compute the per-sample gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
-        result = self._memory.traced(loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch))
+        result = self._cache.run_with_rediscovery(
+            loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch)
+        )
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result
 
     def read(self, loss_fn: LossFn) -> str:
-        """The first place where a loss gave numbers of its batch to Python; empty if it never did."""
-        return self._memory.reads.get(loss_fn, "")
+        """The first read of numbers of the batch by Python, in words; empty if there was none."""
+        return self._cache.reads.get(loss_fn, "")
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
         """Trace one step now; an engine for batches like this one, that can be compiled.
@@ -199,12 +205,14 @@ class Bookkeeping:
         split = [name for name, param in params.items() if is_dtensor(param)]
         if split:
             raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
-        known = self._memory.recalled(loss_fn, params, batch, self)
+        known = self._cache.discover(loss_fn, params, batch, self)
         recorder = partial(FactorRecorder, self.memory_budget)
-        return lambda loss_fn, params, batch: record_factors(loss_fn, params, batch, Remembered(known), recorder())
+        return lambda loss_fn, params, batch: record_factors(
+            loss_fn, params, batch, CachedSampleAxes(known), recorder()
+        )
 
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> PerSample:
-        return record_factors(loss_fn, params, batch, places, FactorRecorder(self.memory_budget, places.trace))
+    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> PerSample:
+        return record_factors(loss_fn, params, batch, discovery, FactorRecorder(self.memory_budget, discovery.trace))
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
@@ -245,12 +253,12 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
 
 
 def record_factors(
-    loss_fn: LossFn, params: Params, batch: Batch, places: Places, recorder: FactorRecorder
+    loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes, recorder: FactorRecorder
 ) -> PerSample:
-    """One forward and one backward pass."""
+    """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    tracker = Tracker(leaves, num_samples, places, recorder)
+    tracker = Tracker(leaves, num_samples, sample_axes, recorder)
     if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
         with torch.enable_grad(), tracker:
             losses_B = loss_fn(leaves, batch)
@@ -263,14 +271,14 @@ def record_factors(
         if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
             refuse_reentrant((), losses_B)
         recorder.close()
-        trace.credited(losses_B, Layout(0), "the loss")
+        trace.credited(losses_B, SampleAxis(0), "the loss")
         with backward_pass(trace, losses_B, hooked=tracker.hooked):
             result = _read(tracker, recorder, leaves, losses_B)
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
 def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample:
-    """The backward pass, and what was recorded of it."""
+    """Run the backward pass, and collect the recorded gradients."""
     watched = {**params, **tracker.sentinels}
     inputs = (*recorder.leaves, *watched.values())
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)

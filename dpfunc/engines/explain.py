@@ -14,10 +14,10 @@ from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.tracing.places import Traced
+from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.engines.uses.accumulate import check_differentiable
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.errors import InvalidArgument
@@ -77,13 +77,13 @@ class Explanation:
 
 
 @dataclass
-class CostRecorder(FactorRecorder):
-    """A book that also notes what each use costs."""
+class _CostRecorder(FactorRecorder):
+    """Recorder of book-keeping that also notes the cost of each use."""
 
     costs: list[UseCost] = field(default_factory=list)
 
     def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
-        """Decide as the book does, and note the cost."""
+        """Decide as the recorder of book-keeping does, and note the cost."""
         formed = super().forms(use, output, saved)
         for argument, name in use.wanted.items():
             shape = tuple(use.shapes[argument])
@@ -98,9 +98,9 @@ class CostRecorder(FactorRecorder):
             self.costs.append(cost)
         return formed
 
-    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
+    def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Keep the private copies, and note their cost."""
-        super().copies(tracked, copies, layout)
+        super().copies(tracked, copies, sample_axis)
         shape = tuple(tracked.tensor.shape)
         self.costs.append(UseCost(tracked.name, "pointwise", "copies", shape, 4 * copies.numel(), 4 * copies.numel()))
 
@@ -140,12 +140,12 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | 
     if num_samples < 2:
         raise InvalidArgument(f"Expected a batch of at least 2 samples, got {num_samples}.")
     with torch_seed(insecure_key(0)):
-        places = Traced(Trace(num_samples))
+        discovery = DiscoveryRecorder(Trace(num_samples))
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-        surveyor = CostRecorder(DEFAULT_BUDGET if memory_budget is None else memory_budget)
-        tracker = Tracker(leaves, num_samples, places, surveyor)
-        with following(places.trace, batch), torch.enable_grad(), backward_inside(), tracker:
+        recorder = _CostRecorder(DEFAULT_BUDGET if memory_budget is None else memory_budget)
+        tracker = Tracker(leaves, num_samples, discovery, recorder)
+        with following(discovery.trace, batch), torch.enable_grad(), backward_inside(), tracker:
             check_differentiable(loss_fn(leaves, batch), num_samples)
-    used = {cost.parameter for cost in surveyor.costs}
+    used = {cost.parameter for cost in recorder.costs}
     unused = (UseCost(n, "", "unused", tuple(p.shape), 0, 0) for n, p in params.items() if n not in used)
-    return Explanation(num_samples, (*surveyor.costs, *unused))
+    return Explanation(num_samples, (*recorder.costs, *unused))

@@ -26,13 +26,13 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.tracing.memory import Memory, refuse_unproven
-from dpfunc.engines.tracing.places import Traced
+from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
+from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, backward_pass, following
 from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.uses.gradient_taps import leaf, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source, leaves_of, reduced
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.engines.vmap import check_depends
@@ -43,11 +43,11 @@ from dpfunc.types import Batch, Engine, LossFn, Params
 
 
 @dataclass
-class NormRecorder:
-    """Measures in the first backward pass, sums in the second.
+class _NormRecorder:
+    """Record of uses that takes norms in the first backward pass, and weighted sums in the second.
 
     Args:
-        params: identity -> name. anchor: a leaf that makes autograd come by every use. trace: of this step.
+        params: identity -> name. anchor: a leaf that makes autograd run the backward of every use. trace: of this step.
         counts: identity -> how often it is used; one that is used once needs no factors.
         kept: identity -> gradients of uses whose norms do not add up: tied ones and derived ones.
         sq_norms, sums: name -> result. factors: of the second pass; None in the first.
@@ -56,7 +56,7 @@ class NormRecorder:
     params: Mapping[int, str]
     anchor: Tensor
     trace: Trace
-    leaves: list[tuple[Tracked, Tensor, Layout]] = field(default_factory=list)
+    leaves: list[tuple[Tracked, Tensor, SampleAxis]] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
     kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class NormRecorder:
     closed: bool = False
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """Comes by in both backward passes."""
+        """Tap the output of a use, whose gradient is caught in both backward passes."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if not self.closed:
@@ -74,11 +74,11 @@ class NormRecorder:
         return tapped(output, checked(self.trace, use, partial(self._caught, use, names)), saved, [self.anchor])
 
     def close(self) -> None:
-        """The forward pass is over: what comes now is repeated by checkpointing."""
+        """Note the end of the forward pass: later uses are repeated by checkpointing, and are not counted."""
         self.closed = True
 
     def weigh(self, factors: Mapping[str, Tensor]) -> None:
-        """The second backward pass begins."""
+        """Begin the second backward pass, with the factor of each sample: name -> (B,)."""
         self.factors = factors
 
     def _caught(self, use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[None]:
@@ -105,11 +105,11 @@ class NormRecorder:
     def _single(self, target: int) -> bool:
         return target in self.params and self.counts.get(target) == 1
 
-    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
-        """Private copies are small: their gradients are kept."""
+    def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
+        """Record private copies, whose gradients are small and are kept."""
         if not self.closed:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
-            self.leaves.append((tracked, copies, layout))
+            self.leaves.append((tracked, copies, sample_axis))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """Note that parameters are also used through a derived value: the norm of one use is not theirs."""
@@ -123,14 +123,14 @@ class Ghost:
 
     losses_B: Tensor
     kept: PerSample
-    _meter: NormRecorder = field(repr=False)
+    _meter: _NormRecorder = field(repr=False)
     _tracker: Tracker = field(repr=False)
     _scope: Scope = field(repr=False)
     _graph: list[Tensor] = field(repr=False)
     _seed: Key256 = field(repr=False)
     doubts: tuple[str, ...] = ()
     draws: tuple[Draw, ...] = ()
-    strange: bool = False
+    untraced: bool = False
     coarse: bool = False
 
     @property
@@ -138,7 +138,7 @@ class Ghost:
         return self._meter.trace
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms: name -> (B,)."""
+        """Squared norms of the gradients of each sample: name -> (B,)."""
         norms = {**self.kept.sq_norms(), **self._meter.sq_norms}
         return {name: norms[name] for name in self._tracker.params}
 
@@ -158,29 +158,35 @@ class Ghost:
             followed = nullcontext() if self._trace.settled else self._trace
             with followed, torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
                 torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
-            refuse_unproven(self._trace.doubts[len(self.doubts) :])  # a hook may do another thing the second time
+            refuse_unproven(self._trace.doubts[len(self.doubts) :])  # a hook may act differently the second time
         sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
         return {name: sums[name] for name in self._tracker.params}
 
 
 @dataclass(frozen=True)
 class GhostEngine:
-    """The engine of two backward passes, made by `ghost`, with what it remembers of each loss."""
+    """The engine of two backward passes, made by `ghost`, with its cache of observations about each loss."""
 
     unproven: Literal["audit", "refuse"] = "refuse"
-    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
+    _cache: DiscoveryCache = field(default_factory=DiscoveryCache, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost:
-        """The gradients of a batch."""
+        """Compute the losses and norms of a batch; sums follow in a second backward pass."""
         if batch_size(batch) < 2:
             return loop()(loss_fn, params, batch)
-        result = self._memory.traced(loss_fn, params, batch_size(batch), partial(_measure, loss_fn, params, batch))
+        result = self._cache.run_with_rediscovery(
+            loss_fn, params, batch_size(batch), partial(_measure, loss_fn, params, batch)
+        )
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
-        """Called where a step is to be compiled, which this engine cannot be."""
+        """Refuse to be compiled.
+
+        Raises:
+            UnsupportedModel: always.
+        """
         raise UnsupportedModel('The ghost engine cannot be compiled. Use engine="bookkeeping" with compile=True.')
 
 
@@ -211,15 +217,15 @@ def ghost(unproven: Literal["audit", "refuse"] = "refuse") -> GhostEngine:
     return GhostEngine(one_of("unproven", unproven, ("audit", "refuse")))
 
 
-def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> Ghost:
+def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> Ghost:
     num_samples = batch_size(batch)
     leaves = leaves_of(params)
     first = next(iter(leaves.values()))
-    trace = places.trace
-    meter = NormRecorder(
+    trace = discovery.trace
+    meter = _NormRecorder(
         {id(param): name for name, param in leaves.items()}, leaf((), first.dtype, first.device), trace
     )
-    tracker = Tracker(leaves, num_samples, places, meter)
+    tracker = Tracker(leaves, num_samples, discovery, meter)
     # Checkpointing may draw random numbers in a backward pass: both passes draw the same.
     seed = insecure_key(int(torch.randint(2**31, ())))
     with (
@@ -234,7 +240,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
         if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
             refuse_reentrant((), losses_B)
         meter.close()
-        trace.credited(losses_B, Layout(0), "the loss")
+        trace.credited(losses_B, SampleAxis(0), "the loss")
         copies = [copy for _, copy, _ in meter.leaves]
         watched = {**leaves, **tracker.sentinels}
         targets = (*copies, *watched.values(), meter.anchor)
@@ -242,9 +248,9 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> G
             total, ones_B = losses_B.sum(), torch.ones_like(losses_B)
             caught = torch.autograd.grad(losses_B, targets, ones_B, allow_unused=True, retain_graph=True)
         refuse_escaped(watched, caught[len(copies) : -1])
-        for (tracked, _, layout), grad in zip(meter.leaves, caught, strict=False):
+        for (tracked, _, sample_axis), grad in zip(meter.leaves, caught, strict=False):
             if grad is not None:
-                for target, rep in read_copies(tracked, layout, trace, grad).items():
+                for target, rep in read_copies(tracked, sample_axis, trace, grad).items():
                     meter.kept.setdefault(target, []).append(rep)
         check_depends(has_parameter_source() or bool(meter.sq_norms or meter.kept))
         kept = collect(tracker, leaves, meter.kept)

@@ -1,4 +1,4 @@
-"""Sample by sample, with ordinary autograd: slow, needs nothing from the model, always right."""
+"""The engine of single samples with ordinary autograd: slow, correct, and without requirements on the model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_ke
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.tracing.trace import kept_apart
+from dpfunc.engines.tracing.trace import Trace, tracing_rows_alone
 from dpfunc.engines.uses.accumulate import check_differentiable
 from dpfunc.engines.uses.tensor_parallel import local_like
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
-LoopEngine = Callable[[LossFn, Params, Batch], PerSample]
+_LoopEngine = Callable[[LossFn, Params, Batch], PerSample]
 
 
 def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
@@ -48,43 +48,26 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         num_samples = batch_size(batch)
         losses: list[Tensor] = []
-        listener = CollectiveRecorder()
+        recorder = CollectiveRecorder()
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         reached = not num_samples
         reads: list[str] = []
         draws, before = 0, python_state(loss_fn)
         for sample in range(num_samples):
-            row = rows(batch, sample, sample + 1)
-            leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-            with (
-                kept_apart(row) as trace,
-                own_only(listener),
-                parameters_unchanged(params),
-                torch.enable_grad(),
-                backward_inside(),
-            ):
-                losses_1 = loss_fn(leaves, row)
-                check_differentiable(losses_1, 1)
-                refuse_reentrant((), losses_1)
-                trace.check_own(losses_1, "the loss")
-                grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
-                for name, grad in zip(leaves, grads, strict=True):
-                    trace.check_own(grad, f"the gradient of {name!r}")
+            losses_1, grads, trace = _single(loss_fn, params, rows(batch, sample, sample + 1), recorder)
             reads, draws = reads or trace.reads, draws + len(trace.draws)
-            losses.append(losses_1.detach())
-            for name, grad in zip(leaves, grads, strict=True):
-                if grad is not None:
-                    reached = True
-                    grad = local_like(grad.to_dense() if grad.is_sparse else grad, params[name])
-                    if num_samples == 1 and grad.dtype == grads_B[name].dtype:
-                        grads_B[name] = grad.detach()[None]
-                    else:
-                        grads_B[name][sample] = grad
+            losses.append(losses_1)
+            for name, grad in grads.items():
+                reached = True
+                if num_samples == 1 and grad.dtype == grads_B[name].dtype:
+                    grads_B[name] = grad[None]
+                else:
+                    grads_B[name][sample] = grad
         check_depends(reached)
         first = next(iter(parts.values()))
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
-        check_replicated(losses_B, grads_B, params, listener.meshes)
+        check_replicated(losses_B, grads_B, params, recorder.meshes)
         result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
         if bool(any_process(torch.tensor([bool(reads) or was_kept(loss_fn)]))):
             with refused_by_all():
@@ -96,7 +79,34 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     return engine
 
 
-def _check_repeats(engine: LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
+def _single(
+    loss_fn: LossFn, params: Params, row: Batch, recorder: CollectiveRecorder
+) -> tuple[Tensor, dict[str, Tensor], Trace]:
+    """The loss (1,) of one row, the gradients of the parameters that it uses, on this rank, and the trace."""
+    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+    with (
+        tracing_rows_alone(row) as trace,
+        own_only(recorder),
+        parameters_unchanged(params),
+        torch.enable_grad(),
+        backward_inside(),
+    ):
+        losses_1 = loss_fn(leaves, row)
+        check_differentiable(losses_1, 1)
+        refuse_reentrant((), losses_1)
+        trace.check_own(losses_1, "the loss")
+        grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
+        for name, grad in zip(leaves, grads, strict=True):
+            trace.check_own(grad, f"the gradient of {name!r}")
+    used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+    local_grads = {
+        name: local_like(grad.to_dense() if grad.is_sparse else grad, params[name]).detach()
+        for name, grad in used.items()
+    }
+    return losses_1.detach(), local_grads, trace
+
+
+def _check_repeats(engine: _LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
     """Check that the first row gives the same again: a loss may keep Python numbers of its row."""
     again = engine(loss_fn, params, rows(batch, 0, 1))
     pairs = [(again.losses_B, first.losses_B[:1])]

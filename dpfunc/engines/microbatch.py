@@ -1,4 +1,4 @@
-"""A microbatch size from what one sample's activations weigh. Speed and memory only: the sum is the same."""
+"""A microbatch size from the memory of one sample's activations. Speed and memory only: the sum is the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
 # Activations of one microbatch on a CPU. Twice as much or half as much changes the time of a step by a few per cent.
-CPU_BYTES = 2**28
+_CPU_BYTES = 2**28
 # The same on an accelerator, as a share of its memory: the rest is for the model, gradients and what kernels need.
-DEVICE_SHARE = 4
+_DEVICE_SHARE = 4
 
 
 def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
@@ -31,24 +31,24 @@ def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
         return 1
     one, two = (_saved_bytes(loss_fn, params, rows(few, 0, count)) for count in (1, 2))
     device = next(iter(params.values())).device
-    allowed = CPU_BYTES
+    allowed = _CPU_BYTES
     if device.type == "cuda":
-        allowed = torch.cuda.get_device_properties(device).total_memory // DEVICE_SHARE
+        allowed = torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE
     return max(1, allowed // max(1, two - one))
 
 
 def _saved_bytes(loss_fn: LossFn, params: Params, batch: Batch) -> int:
-    seen: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        bytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks:
         losses_B = loss_fn(leaves, batch)
-    total = sum(seen.values())
+    total = sum(bytes_by_storage.values())
     del losses_B  # alive until here: freed storages could be counted twice
     return total

@@ -1,4 +1,4 @@
-"""Sums and norms in float32 or better, and what rounding may do to them."""
+"""Sums and norms in float32 or better, and bounds of their rounding errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
-PIECE = 2**12
+_PIECE = 2**12
 # Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
 SCRATCH = 2**22
 # Look-ups of a sample that are added one by one in float32; with more, the drift could exceed what is tolerated.
@@ -17,7 +17,7 @@ LONG = 1024
 # Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
 ROUNDINGS = 4
 # Parts that are this much larger than their sum are added up sample by sample.
-CANCELS = 64
+_CANCELS = 64
 # Relative error of a squared norm that clipping.bounds.SLACK pays for.
 TOLERATED = 2.0**-13
 
@@ -27,7 +27,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def wide(tensor: Tensor) -> Tensor:
+def to_accumulation_dtype(tensor: Tensor) -> Tensor:
     """Convert a tensor to the dtype in which norms and sums are taken."""
     return tensor.to(accumulation_dtype(tensor.dtype))
 
@@ -73,32 +73,32 @@ def lengths(tensor: Tensor, dim: int) -> Tensor:
 
 def sq_sum(flat_BP: Tensor) -> Tensor:
     """Squared norms of rows, summed in pieces."""
-    whole = flat_BP.shape[1] // PIECE * PIECE
-    rest_B = lengths(flat_BP[:, whole:], 1).square()
-    if not whole:
+    in_pieces = flat_BP.shape[1] // _PIECE * _PIECE
+    rest_B = lengths(flat_BP[:, in_pieces:], 1).square()
+    if not in_pieces:
         return rest_B
-    pieces_BN = lengths(torch.unflatten(flat_BP[:, :whole], 1, (-1, PIECE)), 2)
+    pieces_BN = lengths(torch.unflatten(flat_BP[:, :in_pieces], 1, (-1, _PIECE)), 2)
     return rest_B + pieces_BN.square().sum(1)
 
 
-def measured(sq_norms_B: Tensor, reach_B: Tensor, seen: list[Tensor]) -> Tensor:
-    """The squared norms to clip by; notes in `seen` which samples' parts cancel.
+def safe_sq_norms(sq_norms_B: Tensor, reach_B: Tensor, cancels: list[Tensor]) -> Tensor:
+    """Squared norms to clip by, safe under rounding; puts the mask of samples whose parts cancel into `cancels`.
 
-    A sum over all samples rounds what is large; where a sample's parts are much larger than its gradient (`reach`, the
-    sum of their sizes, against the norm), another sample's presence would change more of it than the bound has room
-    for. Such samples are added up on their own first. What rounding can change in the order of additions is added to
-    the norm.
+    A sum over all samples has a rounding error relative to the size of its terms. Where the parts of a sample are much
+    larger than its gradient (`reach_B`, the sum of their norms, against the norm), another sample's presence would
+    change it by more than the bound allows. The parts of such samples are added up on their own first. The rounding
+    error that depends on the order of additions is added to the norm.
     """
     norms_B = sq_norms_B.sqrt()
     if not torch.compiler.is_compiling():
-        seen[:] = [reach_B > CANCELS * norms_B]
+        cancels[:] = [reach_B > _CANCELS * norms_B]
     return (norms_B + ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
 
 
-def cancelling(seen: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:
-    """Samples (B,) whose parts cancel, or None without any; `measure` takes the norms if they were not taken yet."""
+def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:
+    """Mask (B,) of samples whose parts cancel; None without any. `measure` computes the norms if they were not yet."""
     if torch.compiler.is_compiling():
         return None
-    if not seen:
+    if not cancels:
         measure()
-    return seen[0] if bool(seen[0].any()) else None
+    return cancels[0] if bool(cancels[0].any()) else None

@@ -21,12 +21,12 @@ from dpfunc.engines.numerics import (
     SCRATCH,
     TOLERATED,
     accumulation_dtype,
-    cancelling,
+    cancelling_samples,
     exact,
     lengths,
-    measured,
+    safe_sq_norms,
     sq_sum,
-    wide,
+    to_accumulation_dtype,
     without_dropped,
 )
 
@@ -75,7 +75,7 @@ class Dense:
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One product of a vector and a matrix."""
         factors_B, grads_B = without_dropped(factors_B, self.grads_B)
-        flat_BP = wide(_flat(grads_B))
+        flat_BP = to_accumulation_dtype(_flat(grads_B))
         return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
@@ -97,7 +97,7 @@ class Zeros:
         return self.weighted_sum(self.like).expand(self.num_samples, *self.like.shape)
 
     def sq_norms(self) -> Tensor:
-        return wide(self.like.new_zeros(self.num_samples))
+        return to_accumulation_dtype(self.like.new_zeros(self.num_samples))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         return torch.zeros_like(self.like, dtype=accumulation_dtype(self.like.dtype))
@@ -117,11 +117,11 @@ class Outer:
     a_BTp: Tensor
     b_BTd: Tensor
     shape: tuple[int, ...]
-    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """B matrix products: 2 B T p d operations."""
-        products_Bpd = wide(self.a_BTp).transpose(1, 2) @ wide(self.b_BTd)
+        products_Bpd = to_accumulation_dtype(self.a_BTp).transpose(1, 2) @ to_accumulation_dtype(self.b_BTd)
         return products_Bpd.reshape(-1, *self.shape)
 
     def sq_norms(self) -> Tensor:
@@ -130,7 +130,7 @@ class Outer:
         The second form, the ghost norm (Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural
         Networks with Differential Privacy, section 3), loses its digits where the products cancel: then the first.
         """
-        a_BTp, b_BTd = wide(self.a_BTp), wide(self.b_BTd)
+        a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         positions, p, d = a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]
         eps = torch.finfo(a_BTp.dtype).eps
         reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
@@ -144,7 +144,7 @@ class Outer:
                 sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
             elif bool(doubtful_B.any()):
                 sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._formed(a_BTp[doubtful_B], b_BTd[doubtful_B]))
-        return measured(sq_norms_B, reach_B, self.seen)
+        return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
 
     @staticmethod
     def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
@@ -166,13 +166,15 @@ class Outer:
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
-        apart_B = cancelling(self.seen, self.sq_norms)
-        if apart_B is not None:
-            easy_B, hard_B = torch.where(apart_B, 0, factors_B), torch.where(apart_B, factors_B, 0)
+        cancels_B = cancelling_samples(self.cancels, self.sq_norms)
+        if cancels_B is not None:
+            easy_B, hard_B = torch.where(cancels_B, 0, factors_B), torch.where(cancels_B, factors_B, 0)
             formed = Dense(replace(self, a_BTp=self.a_BTp[hard_B != 0], b_BTd=self.b_BTd[hard_B != 0]).dense())
-            rest = replace(self, seen=[torch.zeros_like(apart_B)])
+            rest = replace(self, cancels=[torch.zeros_like(cancels_B)])
             return rest.weighted_sum(easy_B) + formed.weighted_sum(hard_B[hard_B != 0])
-        factors_B, a_BTp, b_BTd = without_dropped(factors_B, wide(self.a_BTp), wide(self.b_BTd))
+        factors_B, a_BTp, b_BTd = without_dropped(
+            factors_B, to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
+        )
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
         a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
@@ -185,7 +187,7 @@ class Outer:
 
     @property
     def num_bytes(self) -> int:
-        """Both sides, though b is often an activation that others hold as well."""
+        """Bytes of both sides, though b is often an activation that autograd keeps as well."""
         return sum(side.numel() * side.element_size() for side in (self.a_BTp, self.b_BTd))
 
 
@@ -196,15 +198,15 @@ class Gather:
     ids_BT: Tensor
     g_BTd: Tensor
     shape: tuple[int, ...]
-    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def _rows(self) -> Tensor:
         """In float64 where so many equal rows may be added one by one that float32 would drift."""
-        return self.g_BTd.double() if self.ids_BT.shape[1] > LONG else wide(self.g_BTd)
+        return self.g_BTd.double() if self.ids_BT.shape[1] > LONG else to_accumulation_dtype(self.g_BTd)
 
     def dense(self) -> Tensor:
         """Add the rows of each sample into a table of its own: (B, V, ...)."""
-        g_BTd = wide(self.g_BTd)
+        g_BTd = to_accumulation_dtype(self.g_BTd)
         index_BTd = self.ids_BT[:, :, None].expand_as(g_BTd)
         tables_BVd = g_BTd.new_zeros(len(g_BTd), self.shape[0], g_BTd.shape[2]).scatter_add_(1, index_BTd, g_BTd)
         return tables_BVd.reshape(-1, *self.shape)
@@ -227,14 +229,14 @@ class Gather:
     def sq_norms(self) -> Tensor:
         """Squared norms after rows of the same id are added up."""
         if not self.ids_BT.numel():
-            return wide(self.g_BTd.new_zeros(len(self.g_BTd)))
+            return to_accumulation_dtype(self.g_BTd.new_zeros(len(self.g_BTd)))
         reach_B = lengths(self.g_BTd, 2).sum(1)
-        return measured(sq_sum(self.merged().flatten(1)).to(reach_B.dtype), reach_B, self.seen)
+        return safe_sq_norms(sq_sum(self.merged().flatten(1)).to(reach_B.dtype), reach_B, self.cancels)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
         ids_BT, g_BTd = self.ids_BT, self._rows()
-        if self.ids_BT.numel() and cancelling(self.seen, self.sq_norms) is not None:
+        if self.ids_BT.numel() and cancelling_samples(self.cancels, self.sq_norms) is not None:
             ids_BT, g_BTd = self.slots(), self.merged()
         factors_B, ids_BT, g_BTd = without_dropped(factors_B, ids_BT, g_BTd)
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
@@ -258,14 +260,18 @@ class Tied:
 
     gather: Gather
     outer: Outer
-    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         return self.gather.dense() + self.outer.dense()
 
     def sq_norms(self) -> Tensor:
         """`|G|^2 + |O|^2 + 2 <G, O>`, where `<G, O> = sum_{t,s} a[s, id_t] (b_s . g_t)`."""
-        g_BTd, a_BSV, b_BSd = wide(self.gather.g_BTd), wide(self.outer.a_BTp), wide(self.outer.b_BTd)
+        g_BTd, a_BSV, b_BSd = (
+            to_accumulation_dtype(self.gather.g_BTd),
+            to_accumulation_dtype(self.outer.a_BTp),
+            to_accumulation_dtype(self.outer.b_BTd),
+        )
         ids_BST = self.gather.ids_BT[:, None, :].expand(-1, a_BSV.shape[1], -1)
         cross_B = (a_BSV.gather(2, ids_BST) * (b_BSd @ g_BTd.transpose(1, 2))).sum((1, 2))
         gather_B, outer_B = self.gather.sq_norms(), self.outer.sq_norms()
@@ -273,13 +279,13 @@ class Tied:
         rounding_B = ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
         doubtful_B = ~(rounding_B <= TOLERATED * total_B)
         safe_B = torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)
-        return measured(safe_B, parts_B.sqrt(), self.seen)
+        return safe_sq_norms(safe_B, parts_B.sqrt(), self.cancels)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """Sum of both parts; gradients of samples in which the parts cancel are formed first."""
-        apart_B = cancelling(self.seen, self.sq_norms)
-        if apart_B is not None:
-            easy_B, hard_B = torch.where(apart_B, 0, factors_B), torch.where(apart_B, factors_B, 0)
+        cancels_B = cancelling_samples(self.cancels, self.sq_norms)
+        if cancels_B is not None:
+            easy_B, hard_B = torch.where(cancels_B, 0, factors_B), torch.where(cancels_B, factors_B, 0)
             return self._sum(easy_B) + Dense(self.dense()).weighted_sum(hard_B)
         return self._sum(factors_B)
 
@@ -308,15 +314,19 @@ def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
     gathers = [use for use in uses if isinstance(use, Gather)]
     if len(outers) + len(gathers) < len(uses):
         return Dense(torch.stack([use.dense() for use in uses]).sum(0))
-    gather = gathers and Gather(
-        torch.cat([use.ids_BT for use in gathers], 1), torch.cat([use.g_BTd for use in gathers], 1), gathers[0].shape
-    )
-    outer = outers and Outer(
-        torch.cat([use.a_BTp for use in outers], 1), torch.cat([use.b_BTd for use in outers], 1), outers[0].shape
-    )
-    if isinstance(gather, Gather) and isinstance(outer, Outer):
-        return Tied(gather, outer)
-    return gather if isinstance(gather, Gather) else outers[0] if not isinstance(outer, Outer) else outer
+    if not gathers:
+        return _joined_outer(outers)
+    if not outers:
+        return _joined_gather(gathers)
+    return Tied(_joined_gather(gathers), _joined_outer(outers))
+
+
+def _joined_gather(uses: Sequence[Gather]) -> Gather:
+    return Gather(torch.cat([use.ids_BT for use in uses], 1), torch.cat([use.g_BTd for use in uses], 1), uses[0].shape)
+
+
+def _joined_outer(uses: Sequence[Outer]) -> Outer:
+    return Outer(torch.cat([use.a_BTp for use in uses], 1), torch.cat([use.b_BTd for use in uses], 1), uses[0].shape)
 
 
 @dataclass(frozen=True)
@@ -327,8 +337,8 @@ class PerSample:
         losses_B: of each sample. grads: name -> gradients.
         doubts: why it is not proven that samples do not influence each other; empty where it is. draws: the random
             numbers of the pass, for an audit. alone: each sample was computed alone.
-        strange: a tensor came from where no trace looks. coarse: there were numbers of
-            16 bits.
+        untraced: a tensor was made without an operation that the trace follows, unlike before. coarse: there were
+            numbers of 16 bits.
     """
 
     losses_B: Tensor
@@ -336,7 +346,7 @@ class PerSample:
     doubts: tuple[str, ...] = ()
     draws: tuple[Draw, ...] = ()
     alone: bool = False
-    strange: bool = False
+    untraced: bool = False
     coarse: bool = False
 
     def sq_norms(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from dpfunc.engines.rules import RULES
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.errors import InvalidArgument
 
-TOLERANCE = 1e-8
+_TOLERANCE = 1e-8
 
 
 def register_rule(
@@ -26,7 +26,7 @@ def register_rule(
     needs: Sequence[str],
     example: Mapping[str, Any],
 ) -> None:
-    """Teach the fast engines one operation; the rule is compared with single samples before it is taken.
+    """Add a rule for one operation to the fast engines, after it is compared with single samples.
 
     Args:
         op: a function that torch can intercept: one of torch's own, or one that calls
@@ -38,7 +38,7 @@ def register_rule(
         example: arguments by name for the comparison, float64 where floating, with at least two samples.
 
     Raises:
-        InvalidArgument: the rule does not give what single samples give; it is not taken.
+        InvalidArgument: the rule does not give what single samples give; it is not added.
 
     Guarantees:
         a wrong rule is refused (tests/engines/test_register.py::test_a_wrong_rule_is_refused).
@@ -55,7 +55,7 @@ def register_rule(
         raise InvalidArgument(f"Expected needs to name arguments of the example, got unknown {unknown}.")
 
     def _grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:  # noqa: ANN401
-        if use.layout.axis != 0 or use.output[0] != use.num_samples:
+        if use.sample_axis.axis != 0 or use.output[0] != use.num_samples:
             raise use.refuse("the samples are not on axis 0.")
         return {parameter: Dense(per_sample_grad(grad, **arguments))}
 
@@ -85,7 +85,7 @@ def _compare(op: Callable[..., Tensor], parameter: str, example: Mapping[str, An
     params = {parameter: example[parameter]}
     found, truth = (engine(loss_fn, params, batch).grads[parameter].dense() for engine in (bookkeeping(), loop()))
     off = float((found - truth).abs().max()) / max(float(truth.abs().max()), 1e-12)
-    if found.shape != truth.shape or not off <= TOLERANCE:
+    if found.shape != truth.shape or not off <= _TOLERANCE:
         raise InvalidArgument(
             f"Expected the rule for {getattr(op, '__name__', op)} to give what single samples give, got a relative "
             f"difference of {off:.3g}. Compare per_sample_grad with the gradient of one sample."

@@ -15,12 +15,12 @@ from dpfunc._utils.validation import shorten, whole
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged
 from dpfunc.engines.guards.collectives import none_batched
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.tracing.trace import kept_apart
+from dpfunc.engines.tracing.trace import tracing_rows_alone
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params
 
-# What torch says when a loss does something that vmap or grad cannot do -> what the user can do about it.
-TRANSLATIONS = {
+# A part of torch's message when a loss does something that vmap or grad cannot do -> advice for the user.
+_TRANSLATIONS = {
     "saved tensor hooks": (
         "The loss uses gradient checkpointing (torch.utils.checkpoint), which torch does not support under vmap. "
         "Switch it off, e.g. model.gradient_checkpointing_disable(); to save memory use microbatch_size."
@@ -48,7 +48,7 @@ TRANSLATIONS = {
 }
 
 
-class NoData(TorchFunctionMode):
+class _NoData(TorchFunctionMode):
     """Mode that refuses to put a tensor of vmap into a module: `param.data = ...`, as in `module.to()`, is fatal."""
 
     def __torch_function__(
@@ -89,7 +89,7 @@ def check_losses(losses: object, num_samples: int) -> None:
         raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
 
 
-def refuse_split(params: Params) -> None:
+def _refuse_split(params: Params) -> None:
     """Refuse parameters that are DTensors, which vmap cannot differentiate.
 
     Raises:
@@ -117,8 +117,8 @@ def check_depends(depends: bool) -> None:
         )
 
 
-def per_row(params: Params, row: Batch, loss_fn: LossFn) -> tuple[Tensor, Tensor]:
-    """The loss of one row, seen by the model as a batch of one."""
+def _per_row(params: Params, row: Batch, loss_fn: LossFn) -> tuple[Tensor, Tensor]:
+    """The loss of one row, which the model gets as a batch of one."""
     batch_of_one = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), row)
     losses_B = loss_fn(params, batch_of_one)
     check_losses(losses_B, 1)
@@ -153,9 +153,9 @@ def vmap(chunk_size: int | None = None) -> Engine:
     size = None if chunk_size is None else whole("chunk_size", chunk_size, minimum=1)
 
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
-        refuse_split(params)
+        _refuse_split(params)
         detached = {name: param.detach() for name, param in params.items()}
-        differentiate = torch.func.grad(lambda p, row: per_row(p, row, loss_fn), has_aux=True)
+        differentiate = torch.func.grad(lambda p, row: _per_row(p, row, loss_fn), has_aux=True)
         mapped = torch.func.vmap(differentiate, in_dims=(None, 0), randomness="different", chunk_size=size)
         # Frozen parameters may require gradients: without no_grad an outer graph would be kept for them, several times
         # the memory. The inner differentiation does not mind.
@@ -163,7 +163,13 @@ def vmap(chunk_size: int | None = None) -> Engine:
             with torch.no_grad(), none_batched():
                 grads, losses_B = mapped(detached, batch)
             return PerSample(losses_B, {name: Dense(grad) for name, grad in grads.items()}, alone=True)
-        with kept_apart(batch) as trace, parameters_unchanged(params), torch.no_grad(), none_batched(), NoData():
+        with (
+            tracing_rows_alone(batch) as trace,
+            parameters_unchanged(params),
+            torch.no_grad(),
+            none_batched(),
+            _NoData(),
+        ):
             grads, losses_B = _run(mapped, detached, batch)
         if trace.doubts:
             raise UnsupportedModel(f'Under vmap a row would depend on others: {trace.doubts[0]}. Use engine="loop".')
@@ -179,7 +185,7 @@ def _run(mapped: Callable[..., Any], params: Params, batch: Batch) -> tuple[dict
         grads, losses_B = mapped(params, batch)
         return grads, losses_B
     except RuntimeError as error:
-        for symptom, advice in TRANSLATIONS.items():
+        for symptom, advice in _TRANSLATIONS.items():
             if symptom in str(error):
                 raise UnsupportedModel(f"{advice} (torch: {error})") from error
         raise

@@ -165,7 +165,7 @@ def main(
         claims = {str(k): epsilon_of_group(plan, k) if unit == "mail" and k > 1 else spent for k in TEXTS}
         scores = accuracies(forward, found, test, test_authors)
         rows.append({"unit": unit, "epsilon_of_the_unit": spent, "epsilon_of_a_person_with_texts": claims, **scores})
-    distributed.leave()
+    distributed.shutdown()
     if not processes.writes:
         return
     report(rows, len(persons), len(train_rows), persons.dropped, max_texts, by_author, delta)

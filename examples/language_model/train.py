@@ -219,7 +219,7 @@ def main(
         since = time.perf_counter()
         params, state = train_private(task, plan, lr, dpfunc.fold_in(key, f"epsilon {plan.epsilon:g}"), processes)
         add(f"DP-LoRA, epsilon {plan.epsilon:g}", params, state.ledger.epsilon(delta).epsilon, since)
-    distributed.leave()
+    distributed.shutdown()
     if not processes.writes:
         return
     show(rows)

@@ -303,7 +303,7 @@ def main(
             raise click.ClickException(str(error)) from error
         rows.append(row(name, task, params, ledger, since))
     settings["seconds"] = time.perf_counter() - start
-    distributed.leave()
+    distributed.shutdown()
     if processes.writes:
         write_all(folder, rows, settings, plan, adapter, run)
         print_table(rows, delta, notes(data, journal_ledger(folder / "journal.jsonl")))

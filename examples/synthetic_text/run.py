@@ -141,7 +141,7 @@ def main(
         )  # fmt: skip
         real, held_out = (read_table(path, ["text", "label"]).rows for path in (train, test))
         run_job(job)
-        distributed.leave()
+        distributed.shutdown()
         if not writes:  # the rest is the work of one process
             return
         writer = load_writer(run)

@@ -160,7 +160,7 @@ def main(
     except dpfunc.DPFuncError as error:
         raise click.ClickException(str(error)) from error
     settings["seconds"] = time.perf_counter() - start
-    distributed.leave()
+    distributed.shutdown()
     if processes.writes:
         write_all(folder, table, settings, plan, adapter, run)
         print_table(table, delta, notes(data, journal_ledger(folder / "journal.jsonl")))

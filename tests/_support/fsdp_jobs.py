@@ -144,7 +144,7 @@ def managed_costs():
 
     forward, params, engine, _ = managed(mesh_of())
     batch, loss_fn = take(data(), torch.arange(6)), classes(forward)
-    every = list(engine.forward.whole().values())
+    every = list(engine.forward.gathered_tensors().values())
     gathers, sums, most = [], [], [0]
 
     def gather(*args):
@@ -224,7 +224,7 @@ def train(way, engine, whole=False, microbatch_size=None, size=2.9, adam=False, 
         counts.append(len(indices))
     held = [local(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim]
     cut = sum(is_dtensor(p) and local(p).shape != p.shape for p in weights.values())
-    return distributed.whole(weights), state.ledger.to_json(), counts, (cut, sum(v.numel() for v in held))
+    return distributed.unshard(weights), state.ledger.to_json(), counts, (cut, sum(v.numel() for v in held))
 
 
 def train_with(options):
@@ -281,7 +281,7 @@ def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1
         nonlocal state
         indices = next(iter(the_plan.batches(state, ranks)))
         grads, state, _ = dp_step(params, take(data(), indices), state)
-        result.append(distributed.whole(grads))
+        result.append(distributed.unshard(grads))
 
     found = [caught(take_it) for _ in range(steps)]
     return found, state.step, state.ledger.num_steps, result[-1] if result else None

@@ -161,7 +161,7 @@ def trainer(folder):
     # Last: it makes the Trainer forget the other processes.
     found["alone"] = caught(lambda: trainer_of(folder / "alone", 0, Seen(), use_cpu=False))
     torch.save(found, folder / f"rank{ranks.rank}.pt")
-    distributed.leave()
+    distributed.shutdown()
     found["left"] = torch.distributed.is_initialized()
 
 
@@ -185,13 +185,13 @@ def commands(*arguments):
     """Several `dpfunc` commands, with `then` between them, in the same processes, which leave each other once."""
     from dpfunc.cli.main import main
 
-    leave, distributed.leave = distributed.leave, lambda: None
+    shutdown, distributed.shutdown = distributed.shutdown, lambda: None
     words = list(arguments)
     while words:
         end = words.index("then") if "then" in words else len(words)
         main(words[:end], standalone_mode=False)
         words = words[end + 1 :]
-    leave()
+    shutdown()
 
 
 if __name__ == "__main__":

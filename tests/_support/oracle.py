@@ -10,7 +10,7 @@ import torch
 from programs import Program, Ran, run
 from torch import Tensor
 
-from dpfunc.engines.tracing.rows import WHOLE, Rows, spread
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Rows, samples_by_position
 from dpfunc.errors import UnsupportedModel
 
 FAILS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, UnsupportedModel)
@@ -24,14 +24,14 @@ def numbers_of(value: Tensor, kind: Rows | None, sample: int) -> Tensor:
     """The numbers that belong to a sample, in their order; those of a constant belong to each."""
     if kind is None:
         return value
-    if kind.axis == WHOLE:
+    if kind.axis == ONE_SAMPLE:
         own = 0 if kind.ids is None else int(kind.ids[0])
         return value.reshape(-1) if own == sample else value.reshape(-1)[:0]
-    places = (spread(kind) == sample).nonzero().flatten()
-    if kind.slots is not None:  # in an order that several samples decide: in that of the places they had
+    positions = (samples_by_position(kind) == sample).nonzero().flatten()
+    if kind.slots is not None:  # in an order that several samples decide: in the order of their positions before
         slots = kind.slots.repeat_interleave(kind.post)
-        places = places[slots[places].argsort(stable=True)]
-    return value.index_select(kind.axis, places)
+        positions = positions[slots[positions].argsort(stable=True)]
+    return value.index_select(kind.axis, positions)
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -33,7 +33,7 @@ def seeded(seed: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def measured(x: Tensor, axis: int) -> int:
     """A size, as Python reads it under an engine."""
-    CURRENT[0].measured(x)
+    CURRENT[0].note_shape_read(x)
     return x.shape[axis]
 
 

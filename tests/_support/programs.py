@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows
 from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel
 
@@ -249,4 +249,4 @@ def chosen(name: str, maker: Maker) -> Step:
     return Step(name, pools.TERNARY[name](maker, x), (first, *same))
 
 
-__all__ = ["WHOLE", "Mixed", "Program", "Ran", "made", "run"]
+__all__ = ["ONE_SAMPLE", "Mixed", "Program", "Ran", "made", "run"]

@@ -74,12 +74,12 @@ def without_the_sum_of_norms(name):
     """The same run where each process clips by the norm of its own parts."""
     import dpfunc.step
 
-    proper = dpfunc.step.whole_norms
-    dpfunc.step.whole_norms = lambda params, sq_norms, ranks: sq_norms
+    proper = dpfunc.step.full_norms
+    dpfunc.step.full_norms = lambda params, sq_norms, ranks: sq_norms
     try:
         return train(name, dist.get_world_size())
     finally:
-        dpfunc.step.whole_norms = proper
+        dpfunc.step.full_norms = proper
 
 
 def trouble(kind):

@@ -38,7 +38,7 @@ def test_refusals():
         assert cut
 
 
-def test_one_layer_is_whole_at_a_time():
+def test_one_layer_is_gathered_at_a_time():
     """Each layer is put together three times: forward, norms, sums; half of the sums is kept."""
     for gathers, kept, most, every in run(2, "fsdp_jobs:managed_costs"):
         assert gathers == 8  # two layers three times, and what is outside of them twice

@@ -277,7 +277,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, ti
 ranks = distributed.data_parallel()
 assert ranks.group is dist.group.WORLD
 group = weakref.ref(ranks.group)
-distributed.leave()
+distributed.shutdown()
 print(group() is None)
 try:
     ranks.group

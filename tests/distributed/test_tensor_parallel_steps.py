@@ -38,7 +38,7 @@ def test_norms_of_parts_are_found_out():
     """Without the sum over processes each clips by another norm: what nobody cuts then differs, which all notice."""
     for outcome in outcomes(2, f"{JOBS}:without_the_sum_of_norms", "mlp"):
         assert outcome.error == "RankMismatch"
-        assert "about whole at step 1" in outcome.message
+        assert "about shared_params at step 1" in outcome.message
 
 
 TROUBLE = {

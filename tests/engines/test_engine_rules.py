@@ -1,4 +1,4 @@
-"""Every way to use a parameter, in every layout, against the loop over single samples. A new layer is a line in layers.py."""
+"""Every way to use a parameter, on every sample axis, against the loop over single samples. A new layer is a line in layers.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LENGTH = 3
-# (seed, batch sizes): 1 is no batch, 2 and 3 are what layouts are learnt from, 3 is also the length.
+# (seed, batch sizes): 1 is no batch, 2 and 3 are small batches, 3 is also the length.
 RUNS = ((0, (1, 2, 3, 5)), (1, (3,)))
 FAST = ("bookkeeping", "ghost")
 
@@ -54,8 +54,8 @@ def test_layers_equal_the_loop(engine, dtype, name):
 @layers
 @pytest.mark.parametrize("first", [(2, 1), (3, 4)], ids=str)
 @pytest.mark.parametrize("engine", ["bookkeeping", "ghost"])
-def test_layouts_hold_for_other_sizes(engine, first, name):
-    """What is learnt from the first batch is used for batches of another size and length."""
+def test_an_engine_holds_for_other_sizes(engine, first, name):
+    """The cache from the first batch does not change the results for batches of another size and length."""
     run = ENGINES[engine]()
     for size, length in (first, (4, 4), (2, 3), (5, 1)):
         check(run, name, torch.float64, 0, size, length)

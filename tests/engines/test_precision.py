@@ -239,7 +239,7 @@ def test_checkpointing_under_autocast(engine):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @fast
 def test_dropout_is_replayed(engine, checkpointed):
-    """Bit by bit: by the first call, in which layouts are learnt, and by those after it; and it is dropout."""
+    """Bit by bit: by the first call, which fills the cache, and by those after it; and it is dropout."""
     case = case_of(small(train=True, dropout=0.5, checkpointed=checkpointed))
     run = MAKE[engine]()
 
@@ -313,7 +313,7 @@ def fails_backward(loss_fn):
 
 
 def fails_late(loss_fn):
-    """In a call after the one in which layouts were learnt."""
+    """In a call after the one that filled the cache."""
     return lambda p, b: FailsBackward.apply(loss_fn(p, b)) if len(b["ids"]) == B else loss_fn(p, b)
 
 

@@ -154,7 +154,7 @@ def test_trained_initial_states(engine, name):
 @pytest.mark.parametrize("name", ["LSTM", "GRU, deep, both directions"])
 @pytest.mark.parametrize("engine", FAST)
 def test_sequences_of_other_lengths(engine, name):
-    """What is learnt from the first batch is used for batches of another size and length."""
+    """The cache from the first batch does not change the results for batches of another size and length."""
     run = ENGINES[engine]()
     for size, length in ((2, 1), (3, 3), (5, 5), (2, 7)):
         check(run, *built(name, torch.float64), size, length)

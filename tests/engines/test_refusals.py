@@ -15,7 +15,7 @@ from zoo.parity import ENGINES, differences, truth_of
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Flat
 from dpfunc.engines import bookkeeping, vmap
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import DPFuncError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 
@@ -608,16 +608,16 @@ def test_what_depends_on_the_size_is_seen_by_the_audit(engine, name):
         prepared(params(s=random(1)[0]), batch())
 
 
-def test_layouts_give_each_sample_its_rows():
+def test_a_sample_axis_gives_each_sample_its_rows():
     rows = torch.arange(12.0).reshape(6, 2)
-    assert torch.equal(Layout(0, 1, 2).split(rows, 3), rows.reshape(3, 2, 2))
-    assert torch.equal(Layout(0, 2, 1).split(rows, 3), rows.reshape(2, 3, 2).movedim(1, 0))
-    assert torch.equal(Layout(1).split(rows.T, 6)[:, :, 0], rows)
-    packed = Layout(0, ids=torch.tensor([2, 0, 1, 0, 2, 0])).split(rows, 3)
+    assert torch.equal(SampleAxis(0, 1, 2).split(rows, 3), rows.reshape(3, 2, 2))
+    assert torch.equal(SampleAxis(0, 2, 1).split(rows, 3), rows.reshape(2, 3, 2).movedim(1, 0))
+    assert torch.equal(SampleAxis(1).split(rows.T, 6)[:, :, 0], rows)
+    packed = SampleAxis(0, ids=torch.tensor([2, 0, 1, 0, 2, 0])).split(rows, 3)
     assert packed.shape == (3, 3, 2)
     assert torch.equal(packed[0], rows[[1, 3, 5]])
     assert torch.equal(packed[1], torch.cat([rows[2:3], torch.zeros(2, 2)]))
-    each = Layout(0, 2, 2).each(torch.tensor([[1.0], [2.0]]), 2)
+    each = SampleAxis(0, 2, 2).expand_copies(torch.tensor([[1.0], [2.0]]), 2)
     assert each.flatten().tolist() == [1, 1, 2, 2, 1, 1, 2, 2]
 
 

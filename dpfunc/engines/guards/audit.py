@@ -1,8 +1,8 @@
-"""Rows drawn at random are computed alone, and compared with what an engine credited to them, before any release.
+"""Audit: rows drawn at random are computed alone, and compared with the values of an engine, before any release.
 
-A trace proves that nothing flows from one sample to another. It does not see what depends on the size of the batch as a
-Python number, or on random numbers of other libraries; and it believes the rules for per-sample gradients. The audit
-sees all of that, in the rows that it draws.
+A trace proves that nothing flows from one sample to another. It does not follow what depends on the size of the batch
+as a Python number, or on random numbers of other libraries; and it relies on the rules for per-sample gradients. The
+audit detects errors of all these kinds, in the rows that it draws.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ROWS_IN = 100
 TIME_SHARE = 0.01
 STEPS_IN = 20
 # Of a step that is not proven: at least so many rows, and one in so many.
-UNPROVEN_ROWS = 8
-UNPROVEN_IN = 8
+_UNPROVEN_ROWS = 8
+_UNPROVEN_IN = 8
 FIRST_ROWS = 2
 # A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
 TRIES = 8
-UNITS = 8
+_ROUNDING_UNITS = 8
 
 
 @dataclass
@@ -56,27 +56,27 @@ class Audits:
     saved: float = 0.0
     row_seconds: float = 0.0
 
-    def note(self, credited: Credited | None) -> None:
+    def note(self, credited: _Credited | None) -> None:
         """Remember whether the step drew random numbers."""
         self.drew = credited is not None and bool(credited.draws)
 
-    def due(self, batch: Batch, doubts: Sequence[str], strange: bool = False, seconds: float = 0.0) -> int:
-        """Choose how many rows of this batch to compute alone: more for a step with doubts or strange tensors.
+    def due(self, batch: Batch, doubts: Sequence[str], untraced: bool = False, seconds: float = 0.0) -> int:
+        """Choose how many rows of this batch to compute alone: more for a step with doubts or untraced tensors.
 
         Args:
-            batch, doubts, strange: of the step, see `Credited`. seconds: that the engine took.
+            batch, doubts, untraced: of the step, see `_Credited`. seconds: that the engine took.
         """
         count = batch_size(batch)
         self.saved += TIME_SHARE * seconds
         if bool(any_process(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
-            return min(count, max(UNPROVEN_ROWS, -(-count // UNPROVEN_IN)))
+            return min(count, max(_UNPROVEN_ROWS, -(-count // _UNPROVEN_IN)))
         size = (count, *signature(batch))
-        strange, new = (strange and not in_lockstep(), size not in self.sizes and not in_lockstep())
+        untraced, new = (untraced and not in_lockstep(), size not in self.sizes and not in_lockstep())
         wanted = count // ROWS_IN
         if not new and not in_lockstep():  # each process has a clock of its own
             wanted = min(wanted, int(self.saved / self.row_seconds) if self.row_seconds else 0)
-        if new or strange or self.since >= STEPS_IN - 1:
-            wanted = max(wanted, FIRST_ROWS if strange or not self.sizes else 1)
+        if new or untraced or self.since >= STEPS_IN - 1:
+            wanted = max(wanted, FIRST_ROWS if untraced or not self.sizes else 1)
         self.since = 0 if wanted else self.since + 1
         self.sizes.add(size)
         return min(count, wanted)
@@ -102,13 +102,13 @@ def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Credited:
+class _Credited:
     """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
 
     Args:
         losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, draws: of the step. per_sample: gives
             weighted sums of rows; None where they can be taken once only.
-        strange: a tensor came from where no trace looks. coarse: there were numbers of 16 bits.
+        untraced: a tensor was made without an operation that the trace follows. coarse: there were numbers of 16 bits.
     """
 
     losses_B: Tensor
@@ -116,21 +116,21 @@ class Credited:
     doubts: Sequence[str]
     draws: Sequence[Draw]
     per_sample: PerSample | None
-    strange: bool = False
+    untraced: bool = False
     coarse: bool = False
 
 
-def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
+def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> _Credited | None:  # noqa: ANN401  (any engine's)
     """Collect the values to audit; None where each row was computed alone."""
     if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
-    return Credited(
-        per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.strange, per_sample.coarse
+    return _Credited(
+        per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.untraced, per_sample.coarse
     )
 
 
-def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
+def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: _Credited, chosen: Sequence[int]) -> None:
     """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
 
     Raises:
@@ -143,12 +143,12 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
     try:
         alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
         problem = _compare(params, credited, alone, {})
-        seen = bool(anywhere(torch.tensor([bool(problem)]), params))
-        if seen:
+        differs_anywhere = bool(anywhere(torch.tensor([bool(problem)]), params))
+        if differs_anywhere:
             unstable = {row: _unstable(loss_fn, params, batch, credited, row, alone[row]) for row in chosen}
             problem = _compare(params, credited, alone, unstable)
-            seen = bool(anywhere(torch.tensor([bool(problem)]), params))
-        if seen and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
+            differs_anywhere = bool(anywhere(torch.tensor([bool(problem)]), params))
+        if differs_anywhere and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
             problem = "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
     except OtherDraws:
         problem = "alone it draws other random numbers" if credited.doubts else ""
@@ -178,25 +178,25 @@ def _alone(loss_fn: LossFn, params: Params, batch: Batch, draws: Sequence[Draw],
         return loop()(loss_fn, params, rows(batch, row, row + 1))
 
 
-def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
+def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: _Credited, row: int) -> bool:
     """True if the loss of a row alone is the same twice: it is not with random numbers of other libraries."""
     first, second = (_alone(loss_fn, params, batch, credited.draws, row).losses_B for _ in range(2))
     return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
 
 
-class Unstable(NamedTuple):
-    """How far rounding can move a row by itself: its loss, and name -> norm of the difference of its gradients."""
+class _Unstable(NamedTuple):
+    """Changes of a row by rounding alone: of its loss, and name -> norm of the change of its gradients."""
 
     loss: float
     gradients: Mapping[str, float]
 
 
-STABLE = Unstable(0.0, {})
+_STABLE = _Unstable(0.0, {})
 
 
 def _unstable(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int, alone: PerSample
-) -> Unstable:
+    loss_fn: LossFn, params: Params, batch: Batch, credited: _Credited, row: int, alone: PerSample
+) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
     Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
@@ -204,16 +204,16 @@ def _unstable(
     """
     loss, gradients = 0.0, dict.fromkeys(params, 0.0)
     for number in range(TRIES):
-        again = _alone(loss_fn, rounded_params(params, UNITS, number), batch, credited.draws, row)
+        again = _alone(loss_fn, rounded_params(params, _ROUNDING_UNITS, number), batch, credited.draws, row)
         loss = max(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
         for name, grad in again.grads.items():
             off = float(torch.linalg.vector_norm((grad.dense()[0] - alone.grads[name].dense()[0]).flatten()))
             gradients[name] = max(gradients[name], off)
-    return Unstable(loss, gradients)
+    return _Unstable(loss, gradients)
 
 
 def _compare(
-    params: Params, credited: Credited, alone: Mapping[int, PerSample], unstable: Mapping[int, Unstable]
+    params: Params, credited: _Credited, alone: Mapping[int, PerSample], unstable: Mapping[int, _Unstable]
 ) -> str:
     """The first difference, in words; empty if there is none."""
     tolerance = tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
@@ -221,7 +221,7 @@ def _compare(
     for row, single in alone.items():
         together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])
         finite = torch.isfinite(credited.losses_B[row]), torch.isfinite(single.losses_B[0])
-        allowed = tolerance * max(abs(by_itself), abs(together), 1e-6) + 2 * unstable.get(row, STABLE).loss
+        allowed = tolerance * max(abs(by_itself), abs(together), 1e-6) + 2 * unstable.get(row, _STABLE).loss
         if bool(finite[0] != finite[1]) or (bool(finite[0]) and abs(together - by_itself) > allowed):
             return f"row {row} has the loss {by_itself:.6g} alone, {together:.6g} beside the others"
     return _compare_gradients(params, credited, alone, unstable, tolerance)
@@ -229,15 +229,15 @@ def _compare(
 
 def _compare_gradients(
     params: Params,
-    credited: Credited,
+    credited: _Credited,
     alone: Mapping[int, PerSample],
-    unstable: Mapping[int, Unstable],
+    unstable: Mapping[int, _Unstable],
     tolerance: float,
 ) -> str:
     signs_B = torch.zeros_like(credited.losses_B, dtype=torch.float32)
     expected: dict[str, Tensor] = {}
     largest = 0.0
-    for place, (row, single) in enumerate(alone.items()):
+    for index, (row, single) in enumerate(alone.items()):
         squares = {name: value[0] for name, value in single.sq_norms().items()}
         total = float(torch.stack(list(squares.values())).sum().sqrt())
         given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
@@ -250,12 +250,12 @@ def _compare_gradients(
         largest = max(largest, total)
         for name, value in zip(params, given, strict=True):
             off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
-            if off > tolerance * total + 2 * unstable.get(row, STABLE).gradients.get(name, 0.0) + 1e-12:
+            if off > tolerance * total + 2 * unstable.get(row, _STABLE).gradients.get(name, 0.0) + 1e-12:
                 return (
                     f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
                     f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
                 )
-        sign = -1.0 if expected and place % 2 else 1.0
+        sign = -1.0 if expected and index % 2 else 1.0
         signs_B[row] = sign
         for name, grad in single.grads.items():
             part = grad.dense()[0]  # of the first row as it is: a table of embeddings is large

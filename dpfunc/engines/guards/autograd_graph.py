@@ -15,7 +15,7 @@ from dpfunc.types import Params
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
-    """Refuse reentrant checkpoints in the graph between inputs and output: they cut the parameters off.
+    """Refuse reentrant checkpoints in the graph between inputs and output: they detach the parameters.
 
     Only for plain autograd; torch itself refuses them under torch.func. About a microsecond for each node of the graph.
 
@@ -36,13 +36,13 @@ def nodes_behind(outputs: object, inputs: object = ()) -> Iterator[Node]:
     Args:
         outputs, inputs: containers of tensors.
     """
-    seen = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
+    visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
     todo = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         yield node
         todo.extend(earlier for earlier, _ in node.next_functions)
 

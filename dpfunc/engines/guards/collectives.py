@@ -1,7 +1,7 @@
 """Communication between ranks inside of a loss: it would mix the records of different ranks.
 
 Under vmap it is worse: a functional collective of a batched tensor returns its input, without an error. What torch's
-own wrappers communicate (DTensor, FSDP2) are parts of parameters, or parts of one record's activations: let pass.
+own wrappers communicate (DTensor, FSDP2) are parts of parameters, or parts of one record's activations: allowed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.engines.guards.modes import DispatchMode
 from dpfunc.errors import UnsupportedModel
 
-NAMESPACES = ("_c10d_functional", "c10d")
+_NAMESPACES = ("_c10d_functional", "c10d")
 # These only wait for, or wrap, the result of another one.
-HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
+_WAITING = ("wait_tensor", "_wrap_tensor_autograd")
 # Code between the one that wants to communicate and the operation.
-PLUMBING = (
+_PLUMBING = (
     "torch._ops", "torch._library", "torch._compile", "torch._dynamo", "torch._functorch", "torch._tensor",
     "torch.autograd", "torch.overrides", "torch.utils", "torch.distributed._functional_collectives",
     "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.distributed.nn",
     "deepspeed.comm", "deepspeed.utils", "contextlib", "functools", "typing_extensions", "warnings",
     "dpfunc.engines",
 )  # fmt: skip
-OWN = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._tensor", "deepspeed.runtime.zero")
+_TORCH_WRAPPERS = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed._tensor",
+    "deepspeed.runtime.zero",
+)
 # Parts of torch that split a record over ranks in a way that no rule follows.
-SPLITTING = {
+_SPLITTING = {
     "torch.distributed.tensor.experimental": "context parallelism splits the positions of a record",
     "torch.distributed.pipelining": "pipeline parallelism splits the layers",
 }
@@ -50,7 +55,7 @@ def _collective(func: object) -> str | None:
     if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
     namespace, _, name = str(func).partition(".")
-    communicates = namespace.startswith(NAMESPACES) and not name.startswith(HARMLESS)
+    communicates = namespace.startswith(_NAMESPACES) and not name.startswith(_WAITING)
     return f"{namespace}.{name}" if communicates else None
 
 
@@ -63,14 +68,14 @@ def _caller() -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
-        if not _within(module, PLUMBING):
+        if not _within(module, _PLUMBING):
             return module, frame.f_lineno
         frame = frame.f_back
     return "?", 0
 
 
 def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
-    for prefix, what in SPLITTING.items():
+    for prefix, what in _SPLITTING.items():
         if _within(module, (prefix,)):
             return UnsupportedModel(
                 f"The loss communicates between ranks ({name}, called in {module}): {what} over ranks, and "
@@ -113,12 +118,12 @@ def check_own(func: object) -> None:
     name = _collective(func)
     if name is not None:
         module, line = _caller()
-        if _within(module, tuple(SPLITTING)) or not _within(module, OWN):
+        if _within(module, tuple(_SPLITTING)) or not _within(module, _TORCH_WRAPPERS):
             raise _refusal(name, module, line)
 
 
 @dataclass(eq=False)
-class Batched(TorchFunctionMode):
+class _Batched(TorchFunctionMode):
     """Refuses collectives of batched and of differentiated tensors. Those of others (frozen weights) pass."""
 
     def __post_init__(self) -> None:
@@ -142,18 +147,18 @@ class Batched(TorchFunctionMode):
 
 
 def none_batched() -> AbstractContextManager[object]:
-    """Inside, a collective of a batched tensor is an error and not silently its input. Nothing without ranks."""
-    return Batched() if initialized() else nullcontext()
+    """Inside, a collective of a batched tensor is an error and not silently its input. No effect without ranks."""
+    return _Batched() if initialized() else nullcontext()
 
 
-PRODUCTS = frozenset(
+_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "embedding", "convolution")
 )
 
 
 def note_meshes(func: object, args: Sequence[Any], meshes: list[Any]) -> None:
     """Note on which meshes a layer is split that an operation computes."""
-    if getattr(func, "overloadpacket", None) in PRODUCTS:
+    if getattr(func, "overloadpacket", None) in _PRODUCTS:
         for value in args:
             if is_dtensor(value) and value.device_mesh not in meshes:
                 meshes.append(value.device_mesh)
@@ -185,10 +190,10 @@ class CollectiveRecorder(DispatchMode):
 
 
 @contextmanager
-def own_only(listener: CollectiveRecorder | None = None) -> Iterator[None]:
-    """Inside, a loss that communicates by itself is an error. Nothing without ranks."""
+def own_only(recorder: CollectiveRecorder | None = None) -> Iterator[None]:
+    """Inside, a loss that communicates by itself is an error. No effect without ranks."""
     if not initialized():
         yield
         return
-    with CollectiveRecorder() if listener is None else listener:
+    with CollectiveRecorder() if recorder is None else recorder:
         yield

@@ -58,9 +58,9 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def _dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:  # noqa: ANN401
-    for place, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            return float(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+            return float(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
     return 0.0
 
 
@@ -68,7 +68,7 @@ class OtherDraws(Exception):
     """The row alone draws other numbers than it drew with the others; never leaves the engines."""
 
 
-class Replayed(DispatchMode):
+class _Replayed(DispatchMode):
     """Mode that gives row `row` of `num_samples` its random numbers of the whole batch, in the order of the draws."""
 
     def __init__(self, draws: Sequence[Draw], row: int, num_samples: int) -> None:
@@ -125,11 +125,11 @@ class Replayed(DispatchMode):
 
 
 @contextmanager
-def replayed(draws: Sequence[Draw], row: int, num_samples: int) -> Iterator[Replayed]:
+def replayed(draws: Sequence[Draw], row: int, num_samples: int) -> Iterator[_Replayed]:
     """Inside, one row alone has the random numbers that it had among the others.
 
     Raises:
         OtherDraws: it draws others.
     """
-    with Replayed(draws, row, num_samples) as mode:
+    with _Replayed(draws, row, num_samples) as mode:
         yield mode

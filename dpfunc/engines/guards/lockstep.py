@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ProcessContext:
+class _ProcessContext:
     """Other processes that take part in a step.
 
     Args:
@@ -34,13 +34,13 @@ class ProcessContext:
     independent: bool
 
 
-_context: ContextVar[ProcessContext | None] = ContextVar("dpfunc_company", default=None)
+_context: ContextVar[_ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
 
 
 @contextmanager
 def process_context(group: ProcessGroup | None, *, independent: bool) -> Iterator[None]:
     """Inside, a step computes its gradients together with these processes, or independently of them."""
-    token = _context.set(ProcessContext(group, independent))
+    token = _context.set(_ProcessContext(group, independent))
     try:
         yield
     finally:
@@ -53,8 +53,8 @@ def is_independent() -> bool:
     >>> is_independent()
     False
     """
-    company = _context.get()
-    return company is not None and company.independent
+    context = _context.get()
+    return context is not None and context.independent
 
 
 def in_lockstep() -> bool:
@@ -63,8 +63,8 @@ def in_lockstep() -> bool:
     >>> in_lockstep()
     False
     """
-    company = _context.get()
-    return company is not None and not company.independent
+    context = _context.get()
+    return context is not None and not context.independent
 
 
 def any_process(flags: Tensor) -> Tensor:
@@ -73,15 +73,15 @@ def any_process(flags: Tensor) -> Tensor:
     >>> any_process(torch.tensor([True, False])).tolist()
     [True, False]
     """
-    company = _context.get()
-    if company is None or company.independent:
+    context = _context.get()
+    if context is None or context.independent:
         return flags
     import torch.distributed as dist
 
     counts = flags.to(torch.float32, copy=True)
-    if dist.get_backend(company.group) == "nccl":
+    if dist.get_backend(context.group) == "nccl":
         counts = counts.cuda()
-    dist.all_reduce(counts, dist.ReduceOp.MAX, group=company.group)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=context.group)
     return (counts > 0).to(flags.device)
 
 

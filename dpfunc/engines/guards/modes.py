@@ -29,7 +29,7 @@ def _skip(skipping: Callable[[CodeType, object], None], strategy: object, code: 
     skipping(code, strategy)
 
 
-SKIP = _skipping()
+_SKIP = _skipping()
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,12 +41,12 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return SKIP is None
+        return _SKIP is None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
-        if SKIP is not None:
-            SKIP(cls.__torch_dispatch__.__code__)
+        if _SKIP is not None:
+            _SKIP(cls.__torch_dispatch__.__code__)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Python values that a loss keeps from call to call: what it reaches by closures, attributes and global names.
 
-Only looked at where a loss gives numbers of its batch to Python: if such a loss changes what it keeps, records of one
+Only compared where a loss gives numbers of its batch to Python: if such a loss changes what it keeps, records of one
 row or step may reach the gradients of another.
 """
 
@@ -16,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.errors import UnsupportedModel
 
-MOST = 100_000
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-OPAQUE = (type, ModuleType, BuiltinFunctionType)
+_MAX_OBJECTS = 100_000
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OPAQUE = (type, ModuleType, BuiltinFunctionType)
 
 
 def python_state(loss_fn: object) -> int:
@@ -32,27 +32,27 @@ def python_state(loss_fn: object) -> int:
     >>> before == python_state(lambda: kept)
     False
     """
-    seen: set[int] = set()
-    said: list[object] = []
+    visited: set[int] = set()
+    values: list[object] = []
     todo: list[Any] = [loss_fn]
-    while todo and len(seen) < MOST:
+    while todo and len(visited) < _MAX_OBJECTS:
         value = todo.pop()
-        if id(value) in seen or isinstance(value, OPAQUE):
+        if id(value) in visited or isinstance(value, _OPAQUE):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, functools._lru_cache_wrapper):
-            said.append(value.cache_info()[3])
+            values.append(value.cache_info()[3])
             todo.append(value.__wrapped__)
             continue
         for item in _inside(value):
-            if isinstance(item, PLAIN):
-                said.append(item)
-            elif isinstance(item, Tensor):  # those that a batch has left in memory are seen where they are used
-                said.append("tensor")
+            if isinstance(item, _PLAIN):
+                values.append(item)
+            elif isinstance(item, Tensor):  # the trace refuses those that depend on a batch where they are used
+                values.append("tensor")
             else:
                 todo.append(item)
-        said.append(type(value).__name__)
-    return hash(tuple(said))
+        values.append(type(value).__name__)
+    return hash(tuple(values))
 
 
 def _inside(value: object) -> Iterable[Any]:
@@ -62,7 +62,7 @@ def _inside(value: object) -> Iterable[Any]:
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr) if len(value) < MOST else ()
+        return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, MethodType):
@@ -81,7 +81,7 @@ def _filled(cell: Any) -> bool:  # noqa: ANN401  (a cell of a closure)
         return False
 
 
-# Losses that were seen to keep something; no result depends on it.
+# Losses that have kept something; no result depends on it.
 _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
@@ -102,5 +102,5 @@ def refuse_kept(loss_fn: object, before: int, read: str) -> None:
 
 
 def was_kept(loss_fn: object) -> bool:
-    """True if a loss was seen to keep numbers of its rows."""
+    """True if a loss has kept numbers of its rows."""
     return loss_fn in _keeping

@@ -15,11 +15,11 @@ from dpfunc.engines.loop import loop
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, Engine, LossFn, Params
 
-GRAD_ROWS = 2
+_GRAD_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Probe:
+class _Probe:
     """Losses and gradients of a few single samples, and how far an engine may be from them.
 
     Args:
@@ -56,7 +56,7 @@ def _norms(grads_B: Tensor) -> Tensor:
     return norms_B
 
 
-def take_probe(loss_fn: LossFn, params: Params, batch: Batch) -> Probe:
+def take_probe(loss_fn: LossFn, params: Params, batch: Batch) -> _Probe:
     """Losses of rows together and alone, and the gradients of two single samples.
 
     Raises:
@@ -64,9 +64,9 @@ def take_probe(loss_fn: LossFn, params: Params, batch: Batch) -> Probe:
     """
     values = perturbed_params(params)
     tolerance = check_isolated(loss_fn, values, batch)
-    pair = some_rows(batch, GRAD_ROWS)
+    pair = some_rows(batch, _GRAD_ROWS)
     with torch_seed(insecure_key(0)):
         single = loop()(loss_fn, values, pair)
     grads = {name: grad.dense() for name, grad in single.grads.items()}
     usable_B = torch.stack([torch.isfinite(_norms(grad)) for grad in grads.values()]).all(0)
-    return Probe(values, pair, single.losses_B, grads, ~anywhere(~usable_B, params), tolerance)
+    return _Probe(values, pair, single.losses_B, grads, ~anywhere(~usable_B, params), tolerance)

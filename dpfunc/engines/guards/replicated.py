@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Of the largest gradient: what lies below is rounding.
-NOTHING = 1e-6
+_NEGLIGIBLE = 1e-6
 
 
 def anywhere(flags: Tensor, params: Params) -> Tensor:
@@ -58,8 +58,8 @@ def check_replicated(
     for mesh in meshes:
         for dim in range(mesh.ndim):
             group = mesh.get_group(dim)
-            whole = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
-            differing = _differing({"": losses_B, **whole}, group, tolerance, scale)
+            replicated = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
+            differing = _differing({"": losses_B, **replicated}, group, tolerance, scale)
             if "" in differing:
                 raise UnsupportedModel(
                     "The loss of a record differs between ranks that hold parts of the same layers: they have "
@@ -91,7 +91,7 @@ def _differing(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, toleranc
         mean = tensor.clone()
         dist.all_reduce(mean, group=group)
         mean = mean / dist.get_world_size(group)
-        flags.append(_size(tensor - mean) > tolerance * _size(mean) + NOTHING * scale)
+        flags.append(_size(tensor - mean) > tolerance * _size(mean) + _NEGLIGIBLE * scale)
     counts = torch.stack(flags).to(torch.float32)
     dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
     return [name for name, count in zip(tensors, counts.tolist(), strict=True) if count]

@@ -1,4 +1,4 @@
-"""Check that the loss of a row depends on its own row alone: rows together are compared with each row by itself."""
+"""Check that the loss of a row depends on its own row alone: rows in a batch are compared with each row by itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dpfunc.engines.guards.lockstep import refused_by_all
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.engines.tracing.trace import Trace, following
-from dpfunc.engines.uses.tensor_parallel import cut
+from dpfunc.engines.uses.tensor_parallel import shard_like
 from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
-LOSS_ROWS = 8
-SHAKE = 0.02
+_LOSS_ROWS = 8
+_PERTURBATION = 0.02
 # Relative differences that rounding may make: float64, float32, and 16 bits or autocast.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 COARSE = 0.1
@@ -43,8 +43,8 @@ def perturbed_params(params: Params) -> dict[str, Tensor]:
     moved = {}
     for name, param in params.items():
         noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
-        noise = (SHAKE * noise).to(param.device, param.dtype)  # the same on all ranks
-        moved[name] = (param.detach() + cut(noise, param)).detach()
+        noise = (_PERTURBATION * noise).to(param.device, param.dtype)  # the same on all ranks
+        moved[name] = (param.detach() + shard_like(noise, param)).detach()
     return moved
 
 
@@ -56,7 +56,7 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
         noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
         units_here = units * torch.finfo(param.dtype).eps if param.dtype in TOLERANCES else 0.0
         noise = (units_here * noise).to(param.device, param.dtype)  # the same on all ranks
-        moved[name] = (param.detach() + param.detach() * cut(noise, param)).detach()
+        moved[name] = (param.detach() + param.detach() * shard_like(noise, param)).detach()
     return moved
 
 
@@ -69,11 +69,11 @@ def some_rows(batch: Batch, num_rows: int) -> Batch:
     return pytree.tree_map(take, batch)
 
 
-def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, listener: CollectiveRecorder | None = None) -> float:
+def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, recorder: CollectiveRecorder | None = None) -> float:
     """Compare the losses of up to eight rows together with those of each row alone, with the same random numbers.
 
     Args:
-        loss_fn, params, batch: as for an engine. listener: hears what ranks say to each other meanwhile.
+        loss_fn, params, batch: as for an engine. recorder: notes the meshes of collectives inside of the loss.
 
     Returns:
         the relative tolerance that fits the dtypes in use.
@@ -81,12 +81,12 @@ def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, listener: Coll
     Raises:
         UnsupportedModel: a row's loss depends on the rows beside it, or on other ranks.
     """
-    few = some_rows(batch, min(LOSS_ROWS, max(2, batch_size(batch))))
+    few = some_rows(batch, min(_LOSS_ROWS, max(2, batch_size(batch))))
     count = batch_size(few)
     params = {name: param.detach().requires_grad_() for name, param in params.items()}
     trace = Trace(count, recording=True)
-    with warnings.catch_warnings(), torch_seed(insecure_key(0)), own_only(listener):
-        warnings.simplefilter("ignore")  # the engine that is chosen says it again
+    with warnings.catch_warnings(), torch_seed(insecure_key(0)), own_only(recorder):
+        warnings.simplefilter("ignore")  # the engine that is chosen warns again
         try:
             with following(trace, few):
                 together_B = _losses(loss_fn, params, few, count)
@@ -131,13 +131,13 @@ def _check_isolated(together_B: Tensor, alone_B: Tensor, again_B: Tensor, tolera
     off_B = torch.isfinite(together_B) != torch.isfinite(alone_B)
     off_B |= torch.where(known_B, together_B - alone_B, 0.0).abs() > tolerance * scale
     if bool(off_B.any()):
-        said = [
+        differences = [
             f"row {i}: {alone_B[i]:.6g} alone, {together_B[i]:.6g} beside the others"
             for i in torch.nonzero(off_B).flatten().tolist()
         ]
         raise UnsupportedModel(
             f"The loss of a sample depends on the other samples of its batch, which breaks the privacy proof: "
-            f"{shorten(said)}. Likely causes: a mean over the tokens of the batch (divide by the sample's own number "
-            "of tokens), BatchNorm, routing over the whole batch, in-batch negatives, padding that a model does not "
-            "mask (see docs/troubleshooting.md)."
+            f"{shorten(differences)}. Likely causes: a mean over the tokens of the batch (divide by the sample's own "
+            "number of tokens), BatchNorm, routing over the whole batch, in-batch negatives, padding that a model does "
+            "not mask (see docs/troubleshooting.md)."
         )

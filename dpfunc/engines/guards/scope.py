@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 _open: ContextVar[Scope | None] = ContextVar("dpfunc_backward_scope", default=None)
 
-Swap = Callable[[], AbstractContextManager[None]]
+_Swap = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Scope:
     """
 
     stack: ExitStack = field(default_factory=ExitStack)
-    swaps: list[Swap] = field(default_factory=list)
+    swaps: list[_Swap] = field(default_factory=list)
 
-    def hold(self, swap: Swap) -> None:
+    def hold(self, swap: _Swap) -> None:
         """Enter a context now, and leave it when the backward pass is done."""
         self.stack.enter_context(swap())
         self.swaps.append(swap)

@@ -1,4 +1,4 @@
-"""torch's embedding_bag, taken apart: rows of a table, then their sum, mean or maximum.
+"""torch's embedding_bag, decomposed: rows of a table, then their sum, mean or maximum.
 
 Axis letters: N bags, L ids of the longest bag, d features.
 """
@@ -38,11 +38,11 @@ def embedding_bag(
         )
     ids_NL, real_NL, weights_NL = input, torch.ones_like(input, dtype=torch.bool), per_sample_weights
     if offsets is not None:
-        places_NL, real_NL = _places(len(input), offsets, include_last_offset)
-        cuts = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
-        places_NL = declare_bags(input, cuts, places_NL, real_NL)
-        ids_NL = _at(input, places_NL)
-        weights_NL = None if per_sample_weights is None else _at(per_sample_weights, places_NL)
+        positions_NL, real_NL = _positions(len(input), offsets, include_last_offset)
+        bounds = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
+        positions_NL = _declare_bags(input, bounds, positions_NL, real_NL)
+        ids_NL = _at(input, positions_NL)
+        weights_NL = None if per_sample_weights is None else _at(per_sample_weights, positions_NL)
     if padding_idx is not None:
         real_NL = real_NL & (ids_NL != padding_idx % len(weight))
     rows_NLd = F.embedding(ids_NL, weight)
@@ -56,27 +56,27 @@ def embedding_bag(
     return sums_Nd if mode == "sum" else sums_Nd / real_NL1.sum(1).clamp(min=1)
 
 
-def declare_bags(ids: Tensor, cuts: Tensor, places_NL: Tensor, real_NL: Tensor) -> Tensor:
-    """Declare the places of each bag as those of one sample, after a check that its ids are of one sample."""
+def _declare_bags(ids: Tensor, bounds: Tensor, positions_NL: Tensor, real_NL: Tensor) -> Tensor:
+    """Declare the positions of each bag as those of one sample, after a check that its ids are of one sample."""
     trace = current_trace()
-    return places_NL if trace is None else trace.declare_parts(ids, cuts, places_NL, real_NL)
+    return positions_NL if trace is None else trace.declare_parts(ids, bounds, positions_NL, real_NL)
 
 
-def _places(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
-    """The places of each bag's ids among all, as many as the longest has; and which of them are its own."""
+def _positions(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
+    """The positions of each bag's ids among all, as many as the longest has; and the mask of those that are its own."""
     starts_N = offsets[:-1] if include_last_offset else offsets
     ends_N = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), count)])
     longest = int((ends_N - starts_N).max()) if len(starts_N) else 0
-    places_NL = starts_N[:, None] + torch.arange(longest, device=offsets.device)
-    real_NL = places_NL < ends_N[:, None]
-    # places after the end of a bag have its first id, so that they are its own
-    return torch.where(real_NL, places_NL, starts_N[:, None]).clamp(max=max(0, count - 1)), real_NL
+    positions_NL = starts_N[:, None] + torch.arange(longest, device=offsets.device)
+    real_NL = positions_NL < ends_N[:, None]
+    # positions after the end of a bag have its first id, so that they are its own
+    return torch.where(real_NL, positions_NL, starts_N[:, None]).clamp(max=max(0, count - 1)), real_NL
 
 
-def _at(values: Tensor, places_NL: Tensor) -> Tensor:
-    if not places_NL.numel():
-        return values.new_zeros(places_NL.shape)
-    return torch.unflatten(torch.index_select(values, 0, places_NL.flatten()), 0, places_NL.shape)
+def _at(values: Tensor, positions_NL: Tensor) -> Tensor:
+    if not positions_NL.numel():
+        return values.new_zeros(positions_NL.shape)
+    return torch.unflatten(torch.index_select(values, 0, positions_NL.flatten()), 0, positions_NL.shape)
 
 
 def _largest(rows_NLd: Tensor, real_NL1: Tensor) -> Tensor:

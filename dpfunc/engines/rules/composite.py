@@ -1,4 +1,4 @@
-"""Operations that are made of others: they are taken apart, so that the rules of their parts apply."""
+"""Operations that are made of others: they are decomposed, so that the rules of their parts apply."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dpfunc.engines.rules.sampling import sampler
 
 
 @functools.cache
-def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
-    """A private copy of a torch function written in Python that does not announce itself, so that its parts are seen.
+def without_dispatch(function: Any) -> Callable[..., Any]:  # noqa: ANN401
+    """A private copy of a torch function written in Python that does not dispatch, so that modes get its parts.
 
     torch's own function is not touched.
     """
@@ -30,9 +30,9 @@ def opened(function: Any) -> Callable[..., Any]:  # noqa: ANN401
 
 
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.multi_head_attention_forward: opened(F.multi_head_attention_forward),
+    F.multi_head_attention_forward: without_dispatch(F.multi_head_attention_forward),
     F.embedding_bag: embedding_bag,
-    F.grid_sample: sampler(opened(F.grid_sample)),
+    F.grid_sample: sampler(without_dispatch(F.grid_sample)),
     **DISTANCES,
     **RECURRENT,
     **CELLS,

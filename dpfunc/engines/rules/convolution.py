@@ -22,11 +22,11 @@ from dpfunc.engines.numerics import (
     ROUNDINGS,
     SCRATCH,
     TOLERATED,
-    cancelling,
+    cancelling_samples,
     lengths,
-    measured,
+    safe_sq_norms,
     sq_sum,
-    wide,
+    to_accumulation_dtype,
     without_dropped,
 )
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
@@ -63,15 +63,15 @@ class ConvolutionArgs:
         """Windows (n, c * taps, m * T) of values (n, c, m, *cells), copied."""
         axes = len(sizes)
         reach = [
-            (size - 1) * step + (taps - 1) * apart + 1
-            for size, step, taps, apart in zip(sizes, self.stride, self.shape[2:], self.dilation, strict=True)
+            (size - 1) * step + (taps - 1) * dilation + 1
+            for size, step, taps, dilation in zip(sizes, self.stride, self.shape[2:], self.dilation, strict=True)
         ]
         ends = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
         sides = [(pad, length - pad - cells) for length, pad, cells in ends]
         padded = F.pad(values, [side for pair in reversed(sides) for side in pair]).contiguous()
         strides = padded.stride()
         steps = [stride * step for stride, step in zip(strides[3:], self.stride, strict=True)]
-        gaps = [stride * apart for stride, apart in zip(strides[3:], self.dilation, strict=True)]
+        gaps = [stride * dilation for stride, dilation in zip(strides[3:], self.dilation, strict=True)]
         n, c, m = values.shape[:3]
         windows = padded.as_strided(
             (n, c, *self.shape[2:], m, *sizes), (strides[0], strides[1], *gaps, strides[2], *steps)
@@ -106,7 +106,7 @@ class ConvolutionArgs:
 
 def _at(part: slice, first: int, second: int) -> tuple[slice, ...]:
     """An index with the same part of two axes."""
-    return tuple(part if place in (first, second) else slice(None) for place in range(second + 1))
+    return tuple(part if axis in (first, second) else slice(None) for axis in range(second + 1))
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ class Convolved:
     g_BmP: Tensor
     x_BmC: Tensor
     args: ConvolutionArgs
-    seen: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
-        g_BmP, x_BmC = wide(self.g_BmP), wide(self.x_BmC)
+        g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
         pieces = self._pieces(g_BmP, x_BmC, math.prod(self.args.shape))
         if len(pieces) == 1 or torch.compiler.is_compiling():
             return self._formed(g_BmP, x_BmC)
@@ -143,16 +143,23 @@ class Convolved:
     def sq_norms(self) -> Tensor:
         """Squared norms, in pieces that bound the memory."""
         if not len(self.g_BmP):
-            return measured(wide(self.g_BmP.new_zeros(0)), wide(self.g_BmP.new_zeros(0)), self.seen)
+            return safe_sq_norms(
+                to_accumulation_dtype(self.g_BmP.new_zeros(0)),
+                to_accumulation_dtype(self.g_BmP.new_zeros(0)),
+                self.cancels,
+            )
         cost, ghost = self.cost(), self.cost().ghost_pays()
         numbers = self.args.groups * (cost.cells**2 + cost.positions**2) if ghost else cost.numbers
         measure = self._ghost if ghost else self._measured
-        pieces = [measure(wide(g), wide(x)) for g, x in self._pieces(self.g_BmP, self.x_BmC, numbers)]
+        pieces = [
+            measure(to_accumulation_dtype(g), to_accumulation_dtype(x))
+            for g, x in self._pieces(self.g_BmP, self.x_BmC, numbers)
+        ]
         sq_norms_B, reach_B = (torch.cat(values) for values in zip(*pieces, strict=True))
-        return measured(sq_norms_B, reach_B, self.seen)
+        return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
 
     def cost(self) -> KernelCost:
-        """Operations for one sample."""
+        """Cost model of the gradient of one sample, by shapes."""
         moved, still = self._sides(self.g_BmP, self.x_BmC)
         images = moved.shape[1]
         positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
@@ -237,18 +244,24 @@ class Convolved:
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One weight gradient of all samples; those in which positions cancel are formed first."""
-        apart_B = cancelling(self.seen, self.sq_norms)
-        if apart_B is None:
+        cancels_B = cancelling_samples(self.cancels, self.sq_norms)
+        if cancels_B is None:
             return self._sum(factors_B)
-        hard_B = apart_B & (factors_B != 0)
-        total = self._sum(torch.where(apart_B, 0, factors_B))
-        pieces = self._pieces(wide(self.g_BmP[hard_B]), wide(self.x_BmC[hard_B]), math.prod(self.args.shape))
+        hard_B = cancels_B & (factors_B != 0)
+        total = self._sum(torch.where(cancels_B, 0, factors_B))
+        pieces = self._pieces(
+            to_accumulation_dtype(self.g_BmP[hard_B]),
+            to_accumulation_dtype(self.x_BmC[hard_B]),
+            math.prod(self.args.shape),
+        )
         for factors, (g, x) in zip(torch.split(factors_B[hard_B], len(pieces[0][0]) or 1), pieces, strict=True):
             total = total + Dense(self._formed(g, x)).weighted_sum(factors)
         return total
 
     def _sum(self, factors_B: Tensor) -> Tensor:
-        factors_B, g_BmP, x_BmC = without_dropped(factors_B, wide(self.g_BmP), wide(self.x_BmC))
+        factors_B, g_BmP, x_BmC = without_dropped(
+            factors_B, to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
+        )
         if not len(g_BmP):
             return g_BmP.new_zeros(self.args.shape)
         scale_B = factors_B.to(g_BmP.dtype).reshape(-1, *(1,) * (g_BmP.ndim - 1))
@@ -271,7 +284,7 @@ def _products(side: Tensor) -> Tensor:
 
 def _form(use: Use, transposed: bool) -> Form:
     """Choose the form for the weight; where it is not used on samples of axis 0, form the gradients."""
-    if "weight" not in use.shapes or use.layout.axis != 0 or len(use.output) != len(use.shapes["weight"]):
+    if "weight" not in use.shapes or use.sample_axis.axis != 0 or len(use.output) != len(use.shapes["weight"]):
         return "dense"
     shape, options = use.shapes["weight"], use.options
     size = use.output.numel() // max(1, use.num_samples * use.output[1])
@@ -299,7 +312,7 @@ def _padded(x: Tensor, padding: str, args: ConvolutionArgs) -> tuple[Tensor, tup
 
 
 def _grads(use: Use, grad: Tensor, x: Tensor, args: ConvolutionArgs) -> Grads:
-    if use.layout.axis != 0 or len(use.output) != len(args.stride) + 2:
+    if use.sample_axis.axis != 0 or len(use.output) != len(args.stride) + 2:
         raise use.refuse("the samples are not on axis 0 of (N, C, ...).")
     grads: dict[str, PerSampleGrad] = {}
     g_BmP = use.split(grad)
@@ -313,11 +326,11 @@ def _grads(use: Use, grad: Tensor, x: Tensor, args: ConvolutionArgs) -> Grads:
         else:
             grads["weight"] = Convolved(g_BmP, x_BmC, args)
     if "bias" in use.wanted:
-        grads["bias"] = Dense(wide(g_BmP).sum([axis for axis in range(1, g_BmP.ndim) if axis != 2]))
+        grads["bias"] = Dense(to_accumulation_dtype(g_BmP).sum([axis for axis in range(1, g_BmP.ndim) if axis != 2]))
     return grads
 
 
-def convolution(
+def _convolution(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -339,7 +352,7 @@ def convolution(
     return _grads(use, grad, input, args)
 
 
-def transposed(
+def _transposed(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -360,10 +373,13 @@ def transposed(
     )
 
 
-NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
+_NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
 RULES = (
-    Rule((F.conv1d, F.conv2d, F.conv3d), convolution, NEEDS, partial(_form, transposed=False)),
+    Rule((F.conv1d, F.conv2d, F.conv3d), _convolution, _NEEDS, partial(_form, transposed=False)),
     Rule(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), transposed, NEEDS, partial(_form, transposed=True)
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        _transposed,
+        _NEEDS,
+        partial(_form, transposed=True),
     ),
 )

@@ -17,15 +17,15 @@ from dpfunc.engines.rules.table import Form
 
 # Operations that a processor does while it writes a number to memory and reads it twice. Measured on two cores: 200
 # operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
-OPERATIONS_A_NUMBER = 240
+_OPERATIONS_A_NUMBER = 240
 # The same for a number that is written and read once, in memory that is used again.
-OPERATIONS_A_DROPPED_NUMBER = 100
+_OPERATIONS_A_DROPPED_NUMBER = 100
 # Operations of a convolution while a product of small matrices does one.
-OPERATIONS_A_SMALL_PRODUCT = 2
+_OPERATIONS_A_SMALL_PRODUCT = 2
 # The same for a sample's share of a call from Python.
-OPERATIONS_A_CALL = 20_000
+_OPERATIONS_A_CALL = 20_000
 # Kept gradients may be this much larger than the factors that they stand for, if they are not small anyway.
-LARGER = 2
+_MAX_SIZE_RATIO = 2
 
 
 def norm_flops(positions: int, p: int, d: int) -> int:
@@ -39,7 +39,7 @@ def matrix_form(positions: int, p: int, d: int) -> Form:
     >>> matrix_form(positions=128, p=8, d=384), matrix_form(positions=128, p=1024, d=384)
     ('dense', 'factors')
     """
-    return "dense" if OPERATIONS_A_NUMBER * p * d <= norm_flops(positions, p, d) else "factors"
+    return "dense" if _OPERATIONS_A_NUMBER * p * d <= norm_flops(positions, p, d) else "factors"
 
 
 @dataclass(frozen=True)
@@ -65,35 +65,35 @@ class KernelCost:
 
     @property
     def numbers(self) -> int:
-        """Numbers of the gradient."""
+        """Number of elements of the gradient of one sample."""
         return math.prod(self.shape)
 
     def dropped(self) -> int:
-        """The norm of the gradient that is formed and dropped."""
-        return 2 * self.positions * self.numbers + OPERATIONS_A_DROPPED_NUMBER * self.numbers
+        """Operations for the norm of a gradient that is formed and not kept."""
+        return 2 * self.positions * self.numbers + _OPERATIONS_A_DROPPED_NUMBER * self.numbers
 
     def ghost(self) -> int:
-        """The ghost norm: products of positions with positions on both sides."""
+        """Operations for the ghost norm: products of positions with positions on both sides."""
         pairs = self.positions**2 * self.groups
-        still = 2 * OPERATIONS_A_SMALL_PRODUCT * self.positions**2 * self.shape[0]
-        return still + OPERATIONS_A_DROPPED_NUMBER * pairs + min(self.by_cells(), self.unfolded())
+        still = 2 * _OPERATIONS_A_SMALL_PRODUCT * self.positions**2 * self.shape[0]
+        return still + _OPERATIONS_A_DROPPED_NUMBER * pairs + min(self.by_cells(), self.unfolded())
 
     def by_cells(self) -> int:
-        """Products of windows as sums over the taps of products of cells, one axis after the other.
+        """Operations for products of windows, as sums over the taps of products of cells, one axis after the other.
 
         Taps read the cells of one residue modulo the stride; the cells of each are multiplied with each other.
         """
         residues = [min(step, taps) for step, taps in zip(self.stride, self.shape[2:], strict=True)]
         cells, parts = self.cells // math.prod(self.stride), math.prod(residues)
-        products = 2 * OPERATIONS_A_SMALL_PRODUCT * cells**2 * self.shape[1] * self.groups
+        products = 2 * _OPERATIONS_A_SMALL_PRODUCT * cells**2 * self.shape[1] * self.groups
         passes = sum(-(-taps // count) for taps, count in zip(self.shape[2:], residues, strict=True))
         added = self.groups * (cells**2 + cells * (cells + self.positions) * passes // 2 + self.positions**2)
-        return parts * (products + OPERATIONS_A_DROPPED_NUMBER * added + OPERATIONS_A_CALL * (2 + passes))
+        return parts * (products + _OPERATIONS_A_DROPPED_NUMBER * added + _OPERATIONS_A_CALL * (2 + passes))
 
     def unfolded(self) -> int:
-        """Products of windows that are copied."""
+        """Operations for products of windows that are copied."""
         copied = self.positions * math.prod(self.shape[1:]) * self.groups
-        return 2 * OPERATIONS_A_SMALL_PRODUCT * self.positions * copied + OPERATIONS_A_DROPPED_NUMBER * copied
+        return 2 * _OPERATIONS_A_SMALL_PRODUCT * self.positions * copied + _OPERATIONS_A_DROPPED_NUMBER * copied
 
     def ghost_pays(self) -> bool:
         """True if the ghost norm takes fewer operations."""
@@ -103,6 +103,6 @@ class KernelCost:
         """Form that takes less time, if its memory is small or not much larger than that of the factors."""
         small = self.num_samples * self.numbers <= SCRATCH
         factors = self.positions * self.shape[0] + self.cells * self.shape[1] * self.groups
-        a_number = OPERATIONS_A_DROPPED_NUMBER if small else OPERATIONS_A_NUMBER
+        a_number = _OPERATIONS_A_DROPPED_NUMBER if small else _OPERATIONS_A_NUMBER
         cheaper = a_number * self.numbers <= min(self.ghost(), self.dropped())
-        return "dense" if cheaper and (small or self.numbers <= LARGER * factors) else "factors"
+        return "dense" if cheaper and (small or self.numbers <= _MAX_SIZE_RATIO * factors) else "factors"

@@ -1,4 +1,4 @@
-"""Similarities, distances, outer products and repetitions, taken apart into operations that broadcast.
+"""Similarities, distances, outer products and repetitions, decomposed into operations that broadcast.
 
 The formulas and their guards against division by zero are those of torch.
 """
@@ -72,8 +72,8 @@ def _tile(input: Tensor, *dims: Any) -> Tensor:  # noqa: ANN401
 
 def _tiled(input: Tensor, repeats: Sequence[int]) -> Tensor:
     own = (1,) * (len(repeats) - input.ndim) + tuple(input.shape)
-    apart = input.reshape([part for size in own for part in (1, size)])
-    expanded = apart.expand([part for pair in zip(repeats, own, strict=True) for part in pair])
+    separated = input.reshape([part for size in own for part in (1, size)])
+    expanded = separated.expand([part for pair in zip(repeats, own, strict=True) for part in pair])
     return expanded.reshape([times * size for times, size in zip(repeats, own, strict=True)])
 
 

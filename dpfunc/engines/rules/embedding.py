@@ -12,13 +12,13 @@ from dpfunc.engines.per_sample import Gather
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
 
-def form(use: Use) -> Form:
-    """Form tables that are smaller than the rows that are looked up."""
+def _form(use: Use) -> Form:
+    """Choose the form: tables that are smaller than the rows that are looked up are formed."""
     (shape,) = use.shapes.values()
     return "dense" if math.prod(shape) <= use.output.numel() // use.num_samples else "factors"
 
 
-def embedding(
+def _embedding(
     use: Use,
     grad: Tensor,
     input: Tensor,
@@ -41,7 +41,7 @@ def embedding(
     return {"weight": Gather(ids_BT, g_BTd, tuple(use.shapes["weight"]))}
 
 
-def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
+def _getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
     """Gradient of the table in `table[ids]`, of any shape."""
     if (
         not isinstance(index, Tensor)
@@ -55,15 +55,15 @@ def getitem(use: Use, grad: Tensor, input: Tensor, index: Tensor) -> Grads:
     return {"input": Gather(ids_BT, g_BTd, tuple(shape))}
 
 
-def index_select(use: Use, grad: Tensor, input: Tensor, dim: int, index: Tensor) -> Grads:
+def _index_select(use: Use, grad: Tensor, input: Tensor, dim: int, index: Tensor) -> Grads:
     """Gradient of the table in `torch.index_select(table, 0, ids)`."""
     if dim != 0:
         raise use.refuse("only dim=0 has a rule.")
-    return getitem(use, grad, input, index)
+    return _getitem(use, grad, input, index)
 
 
 RULES = (
-    Rule((F.embedding,), embedding, {"weight": ("input",)}, form),
-    Rule((Tensor.__getitem__,), getitem, {"input": ("index",)}, form),
-    Rule((torch.index_select, Tensor.index_select), index_select, {"input": ("index",)}, form),
+    Rule((F.embedding,), _embedding, {"weight": ("input",)}, _form),
+    Rule((Tensor.__getitem__,), _getitem, {"input": ("index",)}, _form),
+    Rule((torch.index_select, Tensor.index_select), _index_select, {"input": ("index",)}, _form),
 )

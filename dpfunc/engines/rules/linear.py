@@ -9,36 +9,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.numerics import wide
+from dpfunc.engines.numerics import to_accumulation_dtype
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines.rules.cost import matrix_form
 from dpfunc.engines.rules.table import Form, Grads, Rule, Use
 
 
-def form(use: Use) -> Form:
-    """By time; vectors are formed."""
+def _form(use: Use) -> Form:
+    """Choose the form that takes less time; gradients of vectors are formed."""
     matrices = [shape for shape in use.shapes.values() if len(shape) > 1]
     if not matrices:
         return "dense"
     return matrix_form(use.output.numel() // max(1, use.num_samples * use.output[-1]), *matrices[0][-2:])
 
 
-def column_sum(use: Use, grad: Tensor) -> Dense:
-    """The sum over the positions of each sample: what a bias gets."""
-    return Dense(wide(use.positions(grad)).sum(1))
+def _column_sum(use: Use, grad: Tensor) -> Dense:
+    """The sum over the positions of each sample: the gradient of a bias."""
+    return Dense(to_accumulation_dtype(use.positions(grad)).sum(1))
 
 
-def linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Grads:
+def _linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Grads:
     """`y = x W^T + b`."""
     grads: dict[str, PerSampleGrad] = {}
     if "weight" in use.wanted:
         grads["weight"] = Outer(use.positions(grad), use.positions(input), tuple(use.shapes["weight"]))
     if "bias" in use.wanted:
-        grads["bias"] = column_sum(use, grad)
+        grads["bias"] = _column_sum(use, grad)
     return grads
 
 
-def inner(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
+def _inner(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
     """`y = x W^T`, or `y = x . w`, by the last axis of both; the parameter is the second argument."""
     shape = tuple(use.shapes["other"])
     if len(shape) > 2 or input.ndim == 1:
@@ -48,7 +48,7 @@ def inner(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
     return {"other": Outer(use.positions(grad), use.positions(input), shape)}
 
 
-def addmm(
+def _addmm(
     use: Use, grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Grads:
     """`y = beta b + alpha x W`."""
@@ -58,7 +58,7 @@ def addmm(
     if "input" in use.wanted:
         if len(use.shapes["input"]) != 1:
             raise use.refuse("the added parameter is not a vector.")
-        grads["input"] = column_sum(use, _times(grad, beta))
+        grads["input"] = _column_sum(use, _times(grad, beta))
     return grads
 
 
@@ -66,7 +66,7 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1 else tensor * factor
 
 
-def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
+def _matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
     """`y = x W` with a vector, a matrix or a stack of matrices W, `y = W x` with a matrix or a stack of them."""
     argument = next(iter(use.wanted))
     shape = tuple(use.shapes[argument])
@@ -74,7 +74,7 @@ def matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
         return {"other": Outer(use.positions(input), use.positions(grad), shape)}
     if argument == "other" and len(shape) == 1:
         return {"other": Outer(use.positions(input), use.positions(grad[..., None]), shape)}
-    if argument == "input" and len(shape) == 2 and len(use.output) > 2 and use.layout.axis < len(use.output) - 2:
+    if argument == "input" and len(shape) == 2 and len(use.output) > 2 and use.sample_axis.axis < len(use.output) - 2:
         return {"input": Outer(use.positions(grad.mT), use.positions(other.mT), shape)}
     if len(shape) > 2 and argument == "other" and input.ndim > 1:
         return {"other": _stack(use, shape, input, grad)}
@@ -89,11 +89,14 @@ def _stack(use: Use, shape: tuple[int, ...], first: Tensor, second: Tensor) -> D
     Args:
         first, second: with the axes of the result; axes that the parameter lacks are summed over.
     """
-    ndim, axis, on_the_left = len(use.output), use.layout.axis, "input" in use.wanted
+    ndim, axis, on_the_left = len(use.output), use.sample_axis.axis, "input" in use.wanted
     aligned = (1,) * (ndim - len(shape)) + shape
     if axis == (ndim - 2 if on_the_left else ndim - 1) or (axis < ndim - 2 and aligned[axis] != 1):
         raise use.refuse("the samples are on an axis of the parameter.")
-    sides = [use.split(wide(side.reshape((1,) * (ndim - side.ndim) + tuple(side.shape)))) for side in (first, second)]
+    sides = [
+        use.split(to_accumulation_dtype(side.reshape((1,) * (ndim - side.ndim) + tuple(side.shape))))
+        for side in (first, second)
+    ]
     letters = string.ascii_lowercase[: ndim - 2]
     kept = "".join(letter for letter, size in zip(letters, aligned, strict=False) if size != 1)
     of_sides = ("PT", "DT") if on_the_left else ("TP", "TD")
@@ -101,7 +104,7 @@ def _stack(use: Use, shape: tuple[int, ...], first: Tensor, second: Tensor) -> D
     return Dense(torch.einsum(equation, *sides).reshape(-1, *shape))
 
 
-def bilinear(
+def _bilinear(
     use: Use, grad: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Grads:
     """`y_o = x1^T W_o x2 + b_o`."""
@@ -110,11 +113,11 @@ def bilinear(
         products_BTq = (use.positions(input1)[..., :, None] * use.positions(input2)[..., None, :]).flatten(2)
         grads["weight"] = Outer(use.positions(grad), products_BTq, tuple(use.shapes["weight"]))
     if "bias" in use.wanted:
-        grads["bias"] = column_sum(use, grad)
+        grads["bias"] = _column_sum(use, grad)
     return grads
 
 
-def grouped(
+def _grouped(
     use: Use, grad: Tensor, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Grads:  # fmt: skip
@@ -125,15 +128,17 @@ def grouped(
     segments = torch.searchsorted(offs.long(), torch.arange(len(mat_a), device=offs.device), right=True)
     x_BTd, g_BTn = use.positions(mat_a), use.positions(grad)
     e_BT = use.positions(segments[:, None] + 1)[..., 0] - 1  # rows that fill up are of no segment
-    formed = g_BTn.new_zeros(use.num_samples, *shape, dtype=wide(g_BTn).dtype)
+    formed = g_BTn.new_zeros(use.num_samples, *shape, dtype=to_accumulation_dtype(g_BTn).dtype)
     for expert in torch.unique(e_BT).tolist():
         if 0 <= expert < shape[0]:
             own_BT1 = (e_BT == expert)[..., None]
-            formed[:, expert] = torch.einsum("ZTD,ZTN->ZDN", wide(x_BTd * own_BT1), wide(g_BTn))
+            formed[:, expert] = torch.einsum(
+                "ZTD,ZTN->ZDN", to_accumulation_dtype(x_BTd * own_BT1), to_accumulation_dtype(g_BTn)
+            )
     return {"mat_b": Dense(formed)}
 
 
-MATMULS = (
+_MATMULS = (
     torch.matmul,
     Tensor.matmul,
     Tensor.__matmul__,
@@ -144,14 +149,14 @@ MATMULS = (
     torch.mv,
     Tensor.mv,
 )
-GROUPED = tuple(  # newer versions of torch have them
+_GROUPED = tuple(  # newer versions of torch have them
     vars(space)[name] for space, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if name in vars(space)
 )
 RULES: Sequence[Rule] = (
-    Rule((F.linear,), linear, {"weight": ("input",), "bias": ()}, form),
-    Rule((torch.inner, Tensor.inner), inner, {"other": ("input",)}, form),
-    Rule((torch.addmm, Tensor.addmm), addmm, {"mat2": ("mat1",), "input": ()}, form),
-    Rule(MATMULS, matmul, {"other": ("input",), "input": ("other",)}, form),
-    Rule(GROUPED, grouped, {"mat_b": ("mat_a", "offs")}),
-    Rule((F.bilinear, torch.bilinear), bilinear, {"weight": ("input1", "input2"), "bias": ()}, form),
+    Rule((F.linear,), _linear, {"weight": ("input",), "bias": ()}, _form),
+    Rule((torch.inner, Tensor.inner), _inner, {"other": ("input",)}, _form),
+    Rule((torch.addmm, Tensor.addmm), _addmm, {"mat2": ("mat1",), "input": ()}, _form),
+    Rule(_MATMULS, _matmul, {"other": ("input",), "input": ("other",)}, _form),
+    Rule(_GROUPED, _grouped, {"mat_b": ("mat_a", "offs")}),
+    Rule((F.bilinear, torch.bilinear), _bilinear, {"weight": ("input1", "input2"), "bias": ()}, _form),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
 
 _NAMES = (
@@ -39,7 +39,7 @@ EXPANDING: frozenset[Callable[..., Any]] = frozenset(
 
 
 def copies_for(
-    name: str, op: str, param: Tensor, output: torch.Size, layout: Layout, num_samples: int
+    name: str, op: str, param: Tensor, output: torch.Size, sample_axis: SampleAxis, num_samples: int
 ) -> tuple[Tensor, Tensor, int]:
     """Private copies of a parameter that broadcast with a result of shape `output`.
 
@@ -49,15 +49,15 @@ def copies_for(
     Raises:
         UnsupportedModel: the axis of the samples is one of the parameter's own.
     """
-    if layout.alone():  # one sample needs no copies
+    if sample_axis.is_one_sample():  # one sample needs no copies
         leaf = param.detach().requires_grad_()
-        return leaf, leaf, layout.axis
+        return leaf, leaf, sample_axis.axis
     aligned = (1,) * (len(output) - param.ndim) + tuple(param.shape)
-    if len(aligned) != len(output) or aligned[layout.axis] != 1:
+    if len(aligned) != len(output) or aligned[sample_axis.axis] != 1:
         raise UnsupportedModel(
             f"{op} of parameter {name!r} {tuple(param.shape)}, result {tuple(output)}: the samples are on axis "
-            f'{layout.axis}, which is an axis of the parameter. Use engine="vmap" or "loop".'
+            f'{sample_axis.axis}, which is an axis of the parameter. Use engine="vmap" or "loop".'
         )
     value = param.detach().reshape(aligned)
-    leaf = value.expand(*aligned[: layout.axis], num_samples, *aligned[layout.axis + 1 :]).requires_grad_()
-    return leaf, layout.each(leaf, num_samples), layout.axis
+    leaf = value.expand(*aligned[: sample_axis.axis], num_samples, *aligned[sample_axis.axis + 1 :]).requires_grad_()
+    return leaf, sample_axis.expand_copies(leaf, num_samples), sample_axis.axis

@@ -1,9 +1,9 @@
 """Recurrent layers: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call; and single cells.
 
-A layer is two linears over the whole sequence, one of the inputs and one of the states, and what joins them in the
-order of time (`walks`). The rule of linear applies to both.
+A layer is two linears over the whole sequence, one of the inputs and one of the states, and the steps that
+join them in the order of time (`walks`). The rule of linear applies to both.
 
-The rows of a PackedSequence, in which samples of different lengths lie one behind the other, are put into a padded
+The rows of a PackedSequence, which has samples of different lengths one after the other, are put into a padded
 (T, B, d) by one `index_select`, and the results are packed again by another; a mask stops each sample at its end.
 
 Axis letters: T steps, B samples, N rows of packed data, d features, H state, G gates times H, L layers times
@@ -27,12 +27,12 @@ from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, repl
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing.trace import current_trace
 
-State = tuple[Tensor, ...]
+_State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
+class _Weights:
+    """Weights of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
 
     inputs: Tensor
     state: Tensor
@@ -42,17 +42,17 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Places of the rows of a PackedSequence in the padded tensor.
+class _Packing:
+    """Positions of the rows of a PackedSequence in the padded tensor.
 
     Args:
-        rows_TB: the row of each place, T * B; places after the end of a sample have its first row.
-        places_N: the place of each row. mask_TB1: where samples have not ended.
-        batch_sizes: how many samples have each time.
+        rows_TB: the row of each position, T * B; positions after the end of a sample have its first row.
+        positions_N: the position of each row. mask_TB1: where samples have not ended.
+        batch_sizes: number of samples at each time.
     """
 
     rows_TB: Tensor
-    places_N: Tensor
+    positions_N: Tensor
     mask_TB1: Tensor
     batch_sizes: Tensor
 
@@ -66,14 +66,14 @@ class Packing:
             rows_Kd = torch.index_select(data_Nd, 0, self.rows_TB)
         else:
             with torch._C.DisableTorchFunction():
-                rows_Kd = Padded.apply(data_Nd, self.rows_TB, self.places_N)  # type: ignore[no-untyped-call]
+                rows_Kd = _Padded.apply(data_Nd, self.rows_TB, self.positions_N)  # type: ignore[no-untyped-call]
         x_TBd = torch.unflatten(rows_Kd, 0, self.mask_TB1.shape[:2])
         if trace is not None and own:  # all samples have all times now, of which the mask hides some
             trace.mark_ragged(x_TBd, ragged=False)
         return x_TBd
 
-    def followed(self, x_TBd: Tensor) -> Packing:
-        """The mask has the rows of the samples: how long each one is."""
+    def followed(self, x_TBd: Tensor) -> _Packing:
+        """Give the mask the rows of the samples: it is made of the length of each one."""
         trace = current_trace()
         return (
             self
@@ -83,43 +83,43 @@ class Packing:
 
     def packed(self, x_TBd: Tensor) -> Tensor:
         """(T, B, d) -> (N, d)."""
-        return torch.index_select(x_TBd.flatten(0, 1), 0, self.places_N)
+        return torch.index_select(x_TBd.flatten(0, 1), 0, self.positions_N)
 
     def given(self, x_TBd: Tensor) -> Tensor:
-        """The same, which the loss gets: how many rows a sample has depends on values."""
+        """(T, B, d) -> (N, d), for the loss: the number of rows of a sample depends on values."""
         data_Nd, trace = self.packed(x_TBd), current_trace()
         if trace is not None:
             trace.mark_ragged(data_Nd)
         return data_Nd
 
 
-class Padded(torch.autograd.Function):
-    """(N, d) -> (K, d), K = T * B places, of which those after the end of a sample have gradients of zero."""
+class _Padded(torch.autograd.Function):
+    """(N, d) -> (K, d), K = T * B positions, of which those after the end of a sample have gradients of zero."""
 
     @staticmethod
-    def forward(ctx: Any, data_Nd: Tensor, rows_K: Tensor, places_N: Tensor) -> Tensor:  # noqa: ANN401
-        """Each place has a row of its sample."""
-        ctx.save_for_backward(places_N)
+    def forward(ctx: Any, data_Nd: Tensor, rows_K: Tensor, positions_N: Tensor) -> Tensor:  # noqa: ANN401
+        """Each position has a row of its sample."""
+        ctx.save_for_backward(positions_N)
         return torch.index_select(data_Nd, 0, rows_K)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Each row has the gradient of its own place."""
+        """Each row has the gradient of its own position."""
         return torch.index_select(grads[0], 0, ctx.saved_tensors[0]), None, None
 
 
-class Ordered(torch.autograd.Function):
+class _Ordered(torch.autograd.Function):
     """Rows enter a packed layer, or leave it: outside of it, their order depends on the lengths of all samples."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str = "") -> Tensor:  # noqa: ANN401
-        """`changed`: they leave it. `is_sorted`: in another order than they have in the batch."""
+        """Copy rows; `changed`: they leave the layer. `is_sorted`: their order depends on several samples."""
         ctx.axis, ctx.changed, ctx.is_sorted = axis, changed, is_sorted
         return _relabelled(x, axis, changed, is_sorted, doubt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Gradients leave the layer where values entered it, and the reverse."""
+        """Copy gradients, which leave the layer where values entered it, and the reverse."""
         return _relabelled(grads[0], ctx.axis, not ctx.changed, ctx.is_sorted), None, None, None, None
 
 
@@ -131,12 +131,12 @@ def _relabelled(x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str
         return declared.ordered(trace, x, axis, changed=changed, is_sorted=is_sorted, doubt=doubt)
 
 
-def entering(x: Tensor, axis: int, doubt: str = "") -> Tensor:
-    """Rows of the loss enter; see `Ordered`. Nothing where no trace looks."""
+def _enter_packed(x: Tensor, axis: int, doubt: str = "") -> Tensor:
+    """Rows of the loss enter; see `_Ordered`. The tensor itself without a trace."""
     return _ordered(x, axis, x, False, doubt)
 
 
-def leaving(x: Tensor, axis: int, sizes: Tensor, doubt: str = "") -> Tensor:
+def _leave_packed(x: Tensor, axis: int, sizes: Tensor, doubt: str = "") -> Tensor:
     """Rows leave, in the order of a packed sequence of these sizes."""
     return _ordered(x, axis, sizes, True, doubt)
 
@@ -148,7 +148,7 @@ def _ordered(x: Tensor, axis: int, like: Tensor, changed: bool, doubt: str) -> T
     with unseen():
         is_sorted = declared.are_sorted(trace, like)
     with torch._C.DisableTorchFunction():
-        return Ordered.apply(x, axis, changed, is_sorted, doubt)  # type: ignore[no-any-return, no-untyped-call]
+        return _Ordered.apply(x, axis, changed, is_sorted, doubt)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _total_is_given() -> bool:
@@ -161,13 +161,13 @@ def _total_is_given() -> bool:
     return False
 
 
-def pad_packed(
+def _pad_packed(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """torch's `_pad_packed_sequence`, by one index_select, so that it is seen whose rows go where."""
+    """torch's `_pad_packed_sequence`, by one index_select, so that the trace can follow the rows."""
     length = max(total_length, len(batch_sizes))
     sizes = torch.cat([batch_sizes, batch_sizes.new_zeros(length - len(batch_sizes))])
-    pack = replace(packing(sizes, data.device), batch_sizes=batch_sizes)
+    pack = replace(_packing(sizes, data.device), batch_sizes=batch_sizes)
     rows_TBd = pack.padded(data.flatten(1) if data.ndim > 1 else data[:, None])
     mask_TB1 = pack.followed(rows_TBd).mask_TB1
     x_TBd = torch.where(mask_TB1, rows_TBd, padding_value)
@@ -176,12 +176,12 @@ def pad_packed(
     doubt = (
         "" if _total_is_given() else "pad_packed_sequence without total_length: the longest sample decides the shape"
     )
-    x_TBd = leaving(x_TBd, 1, batch_sizes, doubt)
-    lengths_B = leaving(mask_TB1.squeeze(2).sum(0), 0, batch_sizes)
+    x_TBd = _leave_packed(x_TBd, 1, batch_sizes, doubt)
+    lengths_B = _leave_packed(mask_TB1.squeeze(2).sum(0), 0, batch_sizes)
     return (x_TBd.transpose(0, 1) if batch_first else x_TBd), lengths_B.cpu()
 
 
-def pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def _pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """torch's `_pack_padded_sequence`, by one index_select, whose gradient is one operation."""
     with torch.no_grad(), torch._C.DisableTorchFunction():  # checks the lengths
         sizes: Tensor = torch._C._VariableFunctions._pack_padded_sequence(input, lengths, batch_first)[1]
@@ -189,24 +189,24 @@ def pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tens
     if trace is not None:
         with unseen():
             doubt = declared.declare_sizes(trace, x_TBd, lengths, sizes)
-    x_TBd = entering(x_TBd, 1, doubt)
-    return packing(sizes, input.device).given(x_TBd), sizes
+    x_TBd = _enter_packed(x_TBd, 1, doubt)
+    return _packing(sizes, input.device).given(x_TBd), sizes
 
 
-def packing(batch_sizes: Tensor, device: torch.device) -> Packing:
-    """From the number of samples that have each time; samples are sorted, the longest first."""
+def _packing(batch_sizes: Tensor, device: torch.device) -> _Packing:
+    """Packing from the number of samples at each time; samples are sorted, the longest first."""
     num_samples = int(batch_sizes[0])
     sample_1B = torch.arange(num_samples)[None]
     mask_TB = sample_1B < batch_sizes[:, None]
     starts_T1 = (batch_sizes.cumsum(0) - batch_sizes)[:, None]
     rows_TB = torch.where(mask_TB, starts_T1 + sample_1B, sample_1B).flatten()
-    places = [torch.arange(count) + time * num_samples for time, count in enumerate(batch_sizes.tolist())]
-    return Packing(rows_TB.to(device), torch.cat(places).to(device), mask_TB[..., None].to(device), batch_sizes)
+    positions = [torch.arange(count) + time * num_samples for time, count in enumerate(batch_sizes.tolist())]
+    return _Packing(rows_TB.to(device), torch.cat(positions).to(device), mask_TB[..., None].to(device), batch_sizes)
 
 
 @dataclass(frozen=True)
-class Layers:
-    """The options of a recurrent module; where it runs over packed data, where its rows are."""
+class _Layers:
+    """The options of a recurrent module, and the packing of its rows if it runs over packed data."""
 
     kind: Kind
     has_biases: bool
@@ -214,14 +214,14 @@ class Layers:
     dropout: float
     train: bool
     bidirectional: bool
-    pack: Packing | None = None
+    pack: _Packing | None = None
 
     def run(self, x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As torch.lstm and torch.gru: the outputs (T, B, H), then the last states (L, B, H)."""
+        """Outputs (T, B, H), then the last states (L, B, H), as torch.lstm and torch.gru return them."""
         directions = 2 if self.bidirectional else 1
         each = len(params) // self.num_layers
         states = [_beginning(state, x_TBd) for state in ([hx] if isinstance(hx, Tensor) else hx)]
-        lasts: list[State] = []
+        lasts: list[_State] = []
         for layer in range(self.num_layers):
             if layer:
                 x_TBd = self._dropped(x_TBd)
@@ -252,8 +252,8 @@ class Layers:
             return torch.cat([torch.where(self.pack.mask_TB1, *pair) for pair in zip(outputs, fills, strict=False)], 2)
 
     def _over_time(
-        self, x_TBd: Tensor, state: State, weights: Weights, reverse: bool, known_TBP: Tensor
-    ) -> tuple[Tensor, State]:
+        self, x_TBd: Tensor, state: _State, weights: _Weights, reverse: bool, known_TBP: Tensor
+    ) -> tuple[Tensor, _State]:
         """One layer in one direction: the outputs (T, B, P) and the last state."""
         mask_TB1 = None if self.pack is None else self.pack.mask_TB1
         before_TBP = before(known_TBP, state[0].detach().to(known_TBP.dtype), reverse)
@@ -277,19 +277,19 @@ class Layers:
 
 
 def _beginning(state_LBH: Tensor, x_TBd: Tensor) -> Tensor:
-    """A first state of constants, zeros for example, has the rows of the samples: each begins with its own."""
+    """A first state of constants, zeros for example, with the rows of the samples: each begins with its own."""
     trace = current_trace()
     return state_LBH if trace is None or state_LBH.requires_grad else trace.with_rows_of(state_LBH, x_TBd, 1)
 
 
-def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Weights]:
+def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[_Weights]:
     each = len(params) // count
     no_biases = () if has_biases else (None, None)
     groups = (params[start : start + each] for start in range(0, len(params), each))
-    return [Weights(*group[:2], *no_biases, *group[2:]) for group in groups]
+    return [_Weights(*group[:2], *no_biases, *group[2:]) for group in groups]
 
 
-def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
+def _decomposed(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
     """Replacement of a recurrent function of torch, with the same arguments and results."""
 
     def _padded(
@@ -303,7 +303,7 @@ def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        layers = Layers(kind, has_biases, num_layers, dropout, train, bidirectional)
+        layers = _Layers(kind, has_biases, num_layers, dropout, train, bidirectional)
         output, *lasts = layers.run(input.transpose(0, 1) if batch_first else input, hx, params)
         return (output.transpose(0, 1) if batch_first else output, *lasts)
 
@@ -318,13 +318,13 @@ def taken_apart(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
         train: bool,
         bidirectional: bool,
     ) -> tuple[Tensor, ...]:
-        pack = packing(batch_sizes, data.device)
+        pack = _packing(batch_sizes, data.device)
         x_TBd = pack.padded(data)
         pack = pack.followed(x_TBd)
-        layers = Layers(kind, has_biases, num_layers, dropout, train, bidirectional, pack)
-        states = [entering(state, 1) for state in ([hx] if isinstance(hx, Tensor) else hx)]
+        layers = _Layers(kind, has_biases, num_layers, dropout, train, bidirectional, pack)
+        states = [_enter_packed(state, 1) for state in ([hx] if isinstance(hx, Tensor) else hx)]
         output, *lasts = layers.run(x_TBd, states[0] if isinstance(hx, Tensor) else states, params)
-        return (pack.given(output), *(leaving(last, 1, batch_sizes) for last in lasts))
+        return (pack.given(output), *(_leave_packed(last, 1, batch_sizes) for last in lasts))
 
     def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)
         is_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple)))
@@ -340,7 +340,7 @@ def _lstm_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
-) -> State:
+) -> _State:
     h_BH, c_BH = hx
     i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(h_BH, w_hh, b_hh)).chunk(4, 1)
     c_BH = f.sigmoid() * c_BH + i.sigmoid() * g.tanh()
@@ -366,14 +366,14 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.lstm: taken_apart(LSTM),
-    torch.gru: taken_apart(GRU),
-    torch.rnn_tanh: taken_apart(TANH),
-    torch.rnn_relu: taken_apart(RELU),
+    torch.lstm: _decomposed(LSTM),
+    torch.gru: _decomposed(GRU),
+    torch.rnn_tanh: _decomposed(TANH),
+    torch.rnn_relu: _decomposed(RELU),
 }
 PADDING: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch._C._VariableFunctions._pad_packed_sequence: pad_packed,
-    torch._C._VariableFunctions._pack_padded_sequence: pack_padded,
+    torch._C._VariableFunctions._pad_packed_sequence: _pad_packed,
+    torch._C._VariableFunctions._pack_padded_sequence: _pack_padded,
 }
 CELLS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm_cell: _lstm_cell,

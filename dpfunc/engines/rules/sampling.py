@@ -1,4 +1,4 @@
-"""`grid_sample` of a trained picture, as a table of positions is read between its entries: a matrix product."""
+"""`grid_sample` of a trained image, as a table of positions is read between its entries: a matrix product."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 
 def sampler(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same as `grid_sample`; of one picture, the places decide by how much each of its numbers counts.
+    """The same as `grid_sample`; of one image, the grid gives the weight of each of its numbers.
 
     Args:
-        plain: the function, taken apart.
+        plain: `grid_sample` without dispatch.
     """
 
     def grid_sample(

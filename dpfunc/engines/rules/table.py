@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.per_sample import PerSampleGrad
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
 
 Grads = Mapping[str, PerSampleGrad]
@@ -26,7 +26,7 @@ class Use:
         rule: what applies. name: of the operation. num_samples: B.
         wanted: argument of the operation -> name of the parameter. targets: -> identity of its tensor.
         shapes: argument -> shape of the parameter there.
-        layout: where the samples are, in the operation's result and in its inputs.
+        sample_axis: axis of the samples in the operation's result, and in its inputs.
         options: the operation's other arguments, without the tensors that the rule does not need.
         output: shape of the result.
     """
@@ -37,17 +37,17 @@ class Use:
     wanted: Mapping[str, str]
     targets: Mapping[str, int]
     shapes: Mapping[str, torch.Size]
-    layout: Layout
+    sample_axis: SampleAxis
     options: Mapping[str, Any]
     output: torch.Size
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., B * m, ...) -> (B, ..., m, ...)."""
-        return self.layout.split(tensor, self.num_samples)
+        return self.sample_axis.split(tensor, self.num_samples)
 
     def positions(self, tensor: Tensor, features: int = 1) -> Tensor:
         """-> (B, T, *features): all axes but the last `features` become positions of one sample."""
-        if self.layout.axis >= tensor.ndim - features:
+        if self.sample_axis.axis >= tensor.ndim - features:
             raise self.refuse("the samples are on an axis of the parameter.")
         rows_B = self.split(tensor)
         return rows_B.reshape(self.num_samples, -1, *rows_B.shape[rows_B.ndim - features :])

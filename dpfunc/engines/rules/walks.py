@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 
-def steps(length: int, reverse: bool) -> range:
+def _steps(length: int, reverse: bool) -> range:
     """The times of a walk, in its order."""
     return range(length - 1, -1, -1) if reverse else range(length)
 
@@ -36,7 +36,7 @@ def _masks(mask_TB1: Tensor | None, length: int) -> Sequence[Tensor | None]:
 
 
 @dataclass(frozen=True)
-class Walked:
+class _Walked:
     """Results of a recurrent layer over all steps.
 
     Args:
@@ -49,7 +49,9 @@ class Walked:
     inner_TBH: Tensor | None = None
 
 
-def lstm(x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None, reverse: bool, c_BH: Tensor) -> Walked:
+def _lstm(
+    x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None, reverse: bool, c_BH: Tensor
+) -> _Walked:
     """`c = f c + i g`, `h = o tanh(c)`."""
     gates_TBG, first_c_BH = x_TBG + own_TBG, c_BH
     new_TBH = gates_TBG.chunk(4, 2)[2].tanh()
@@ -59,10 +61,10 @@ def lstm(x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None,
     if mask_TB1 is not None:
         f, added_TBH = torch.where(mask_TB1, f, 1.0), added_TBH * mask_TB1
     keeps, adds, cells = f.unbind(0), added_TBH.unbind(0), list(f.unbind(0))
-    for t in steps(len(cells), reverse):
+    for t in _steps(len(cells), reverse):
         c_BH = cells[t] = torch.addcmul(adds[t], keeps[t], c_BH)
     c_TBH = torch.stack(cells)
-    return Walked((gates_TBG, new_TBH, c_TBH, first_c_BH), c_BH, o * c_TBH.tanh())
+    return _Walked((gates_TBG, new_TBH, c_TBH, first_c_BH), c_BH, o * c_TBH.tanh())
 
 
 def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
@@ -70,7 +72,7 @@ def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
     return torch.stack(tuple(tensors if reverse else reversed(tensors)))
 
 
-def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
+def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
     """The gradients of both shares, of the projection's result, and of the first state."""
     gates_TBG, new_TBH, c_TBH, first_c_BH, weight, proj, mask_TB1 = saved
     i, f, _, o = gates_TBG.chunk(4, 2)
@@ -85,7 +87,7 @@ def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Te
     gates: list[Tensor] = []
     outs: list[Tensor] = []
     dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
-    for t in reversed(steps(length, reverse)):
+    for t in reversed(_steps(length, reverse)):
         dh_BP, mask = dh_BP + grads[t], masks[t]
         outs.append(dh_BP if mask is None else dh_BP * mask)
         dm_BH = dh_BP if proj is None else outs[-1] @ proj
@@ -97,16 +99,16 @@ def lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Te
     return shares_TBG, shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
 
 
-def gru(x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool) -> Walked:
+def _gru(x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool) -> _Walked:
     """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
     size = h_TBH.shape[2]
     gates_TBG = (x_TBG[..., : 2 * size] + own_TBG[..., : 2 * size]).sigmoid()
     own_TBH = own_TBG[..., 2 * size :]
     n_TBH = torch.addcmul(x_TBG[..., 2 * size :], gates_TBG[..., :size], own_TBH).tanh()
-    return Walked((gates_TBG, n_TBH, own_TBH, h_TBH))
+    return _Walked((gates_TBG, n_TBH, own_TBH, h_TBH))
 
 
-def gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
+def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
     """The gradients of both shares and of the first state."""
     gates_TBG, n_TBH, own_TBH, before_TBH, weight, _, mask_TB1 = saved
     r, z = gates_TBG.chunk(2, 2)
@@ -120,7 +122,7 @@ def gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[
     owns: list[Tensor] = []
     states: list[Tensor] = []
     dh_BH = torch.zeros_like(grads[0])
-    for t in reversed(steps(length, reverse)):
+    for t in reversed(_steps(length, reverse)):
         states.append(dh_BH + grads[t])
         owns.append((states[-1][:, None] * each[t]).flatten(1))
         dh_BH = torch.addmm(states[-1] * keeps[t], owns[-1], weight)
@@ -129,19 +131,19 @@ def gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[
     return torch.cat([own_TBG[..., : 2 * size], _in_time(states, reverse) * new_TBH], 2), own_TBG, None, dh_BH
 
 
-def rnn(
+def _rnn(
     activation: Callable[[Tensor], Tensor],
     x_TBG: Tensor,
     own_TBG: Tensor,
     h_TBH: Tensor,
     mask_TB1: Tensor | None,
     reverse: bool,
-) -> Walked:
+) -> _Walked:
     """`h = activation(x + W h)`."""
-    return Walked((activation(x_TBG + own_TBG),))
+    return _Walked((activation(x_TBG + own_TBG),))
 
 
-def rnn_back(
+def _rnn_back(
     slope: Callable[[Tensor], Tensor], reverse: bool, saved: Sequence[Any], grad_TBH: Tensor
 ) -> Sequence[Tensor | None]:
     """The gradients of both shares and of the first state."""
@@ -151,7 +153,7 @@ def rnn_back(
     grads, each = grad_TBH.unbind(0), slopes_TBH.unbind(0)
     shares: list[Tensor] = []
     dh_BH = torch.zeros_like(grads[0])
-    for t in reversed(steps(length, reverse)):
+    for t in reversed(_steps(length, reverse)):
         dh_BH, mask = dh_BH + grads[t], masks[t]
         shares.append(dh_BH * each[t])
         dh_BH = shares[-1] @ weight if mask is None else torch.addmm(dh_BH * ~mask, shares[-1], weight)
@@ -164,14 +166,14 @@ class Kind:
     """A kind of recurrent layer: torch's own function, all gates from all states, and the walk back."""
 
     native: Callable[..., tuple[Tensor, ...]]
-    gates: Callable[..., Walked]
+    gates: Callable[..., _Walked]
     back: Callable[..., Sequence[Tensor | None]]
 
 
-LSTM = Kind(torch.lstm, lstm, lstm_back)
-GRU = Kind(torch.gru, gru, gru_back)
-TANH = Kind(torch.rnn_tanh, partial(rnn, torch.tanh), partial(rnn_back, lambda h: 1 - h * h))
-RELU = Kind(torch.rnn_relu, partial(rnn, torch.relu), partial(rnn_back, lambda h: (h > 0).to(h.dtype)))
+LSTM = Kind(torch.lstm, _lstm, _lstm_back)
+GRU = Kind(torch.gru, _gru, _gru_back)
+TANH = Kind(torch.rnn_tanh, partial(_rnn, torch.tanh), partial(_rnn_back, lambda h: 1 - h * h))
+RELU = Kind(torch.rnn_relu, partial(_rnn, torch.relu), partial(_rnn_back, lambda h: (h > 0).to(h.dtype)))
 
 
 def walk(
@@ -182,7 +184,7 @@ def walk(
     before_TBP: Tensor,
     cell: Sequence[Tensor],
     mask_TB1: Tensor | None,
-) -> Walked:
+) -> _Walked:
     """The gates of all steps, without a graph. A mode sees this call, and not the steps.
 
     Args:
@@ -191,8 +193,10 @@ def walk(
         mask_TB1: False where a sample has no such time: its state stays as it is.
     """
     if has_torch_function((x_TBG, own_TBG)):
-        seen = (x_TBG, own_TBG)
-        result: Walked = handle_torch_function(walk, seen, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1)
+        dispatched = (x_TBG, own_TBG)
+        result: _Walked = handle_torch_function(
+            walk, dispatched, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1
+        )
         return result
     dtype = before_TBP.dtype
     with torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
@@ -200,7 +204,7 @@ def walk(
         return kind.gates(*shares, before_TBP, mask_TB1, reverse, *(one.to(dtype) for one in cell))
 
 
-class Replay(torch.autograd.Function):
+class _Replay(torch.autograd.Function):
     """Known results, and their derivatives with respect to the inputs."""
 
     @staticmethod
@@ -211,14 +215,14 @@ class Replay(torch.autograd.Function):
         num_saved: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Tensors: the results, those to save, then the inputs."""
+        """Return the results; `tensors` are the results, those to save, then the inputs."""
         ctx.back, ctx.num_known = back, num_results + num_saved
         ctx.save_for_backward(*tensors[num_results : num_results + num_saved])
         return tuple(result.clone() for result in tensors[:num_results])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Back through time; no mode looks at the operations, which would take longer than they do."""
+        """Go back through time; modes are off, since they would take longer than the operations."""
         with torch._C.DisableTorchFunction(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
             return (*(None for _ in range(3 + ctx.num_known)), *ctx.back(ctx.saved_tensors, *grads))
 
@@ -226,7 +230,7 @@ class Replay(torch.autograd.Function):
 def replay(
     kind: Kind,
     reverse: bool,
-    walked: Walked,
+    walked: _Walked,
     h_TBP: Tensor,
     inputs: Sequence[Tensor | None],
     fixed: Sequence[Tensor | None],
@@ -239,15 +243,17 @@ def replay(
         fixed: the matrix of the states, that of the projection, and the mask.
     """
     if has_torch_function([value for value in inputs if value is not None]):
-        seen = [value for value in inputs if value is not None]
-        found: tuple[Tensor, ...] = handle_torch_function(replay, seen, kind, reverse, walked, h_TBP, inputs, fixed)
+        dispatched = [value for value in inputs if value is not None]
+        found: tuple[Tensor, ...] = handle_torch_function(
+            replay, dispatched, kind, reverse, walked, h_TBP, inputs, fixed
+        )
         return found
     results = [value for value in (h_TBP, walked.last_BH) if value is not None]
     weight, proj, mask_TB1 = (
         value if value is None or value.dtype == torch.bool else value.to(h_TBP.dtype) for value in fixed
     )
     saved = (*walked.saved, weight, proj, mask_TB1)
-    applied: tuple[Tensor, ...] = Replay.apply(  # type: ignore[no-untyped-call]
+    applied: tuple[Tensor, ...] = _Replay.apply(  # type: ignore[no-untyped-call]
         partial(kind.back, reverse), len(results), len(saved), *results, *saved, *inputs
     )
     return applied

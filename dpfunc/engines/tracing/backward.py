@@ -2,9 +2,9 @@
 
 Where each number of the forward pass that can carry a gradient depends on one sample at most, as its type says, the
 derivative of the loss of a sample by a number of another sample is zero. torch computes that derivative, row by row, in
-the nodes of `DERIVATIVES`. What else runs Python in a backward pass is looked for: custom functions and checkpoints are
-other nodes; hooks on tensors and nodes are seen when they are put there (`functions.HOOKING`), hooks on saved tensors
-while they are active. Any of them, and the backward pass is followed operation by operation.
+the nodes of `_DERIVATIVES`. Anything else that runs Python in a backward pass is detected: custom functions and
+checkpoints are other nodes; hooks on tensors and nodes are noted when they are registered (`torch_functions.HOOKING`),
+hooks on saved tensors while they are active. With any of them the backward pass is followed operation by operation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from dpfunc.engines.guards.autograd_graph import nodes_behind
 from dpfunc.engines.uses.gradient_taps import GradientTap
 
-DERIVATIVES = frozenset(
+_DERIVATIVES = frozenset(
     f"{name}Backward{number}"
     for name in (
         "Abs", "Acos", "AdaptiveAvgPool2D", "Add", "Addcdiv", "Addcmul", "Addmm", "Alias", "Asin", "Atan", "Atan2",
@@ -43,7 +43,7 @@ DERIVATIVES = frozenset(
 
 
 def is_plain(losses_B: Tensor) -> bool:
-    """True if there is a graph behind the losses, and it has only nodes of `DERIVATIVES`, and those of engines."""
+    """True if there is a graph behind the losses, and it has only nodes of `_DERIVATIVES`, and those of engines."""
     return losses_B.grad_fn is not None and all(_is_plain(type(node)) for node in nodes_behind(losses_B))
 
 
@@ -51,7 +51,7 @@ def is_plain(losses_B: Tensor) -> bool:
 def _is_plain(kind: type) -> bool:
     if issubclass(kind, torch.autograd.function.BackwardCFunction):
         return kind is GradientTap._backward_cls
-    return kind.__name__ in DERIVATIVES or kind.__name__ == "AccumulateGrad"
+    return kind.__name__ in _DERIVATIVES or kind.__name__ == "AccumulateGrad"
 
 
 def saving_hooked() -> bool:

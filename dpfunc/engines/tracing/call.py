@@ -1,4 +1,4 @@
-"""One operation as the tables of families see it: its arguments, its result, and the rows of each tensor."""
+"""One operation as the handlers of families get it: its arguments, its result, and the rows of each tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, alike, same_ids, uniform
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, alike, same_ids, uniform
 
 Type = Rows | Mixed | None
 """The samples that a tensor depends on: one sample a row, several samples, or no sample at all."""
@@ -23,11 +23,11 @@ class Types(Protocol):
 
     def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool: ...
 
-    def remember(self, values: Tensor) -> None: ...
+    def keep_integers(self, values: Tensor) -> None: ...
 
-    def own(self, values: Tensor, rows: Rows) -> bool: ...
+    def are_own_integers(self, values: Tensor, rows: Rows) -> bool: ...
 
-    def taken(self, what: str, value: Tensor, result: object) -> None: ...
+    def note_read(self, what: str, value: Tensor, result: object) -> None: ...
 
     def mark(self, what: str, tensor: Tensor) -> None: ...
 
@@ -92,13 +92,13 @@ def tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 class Aligned(NamedTuple):
-    """A tensor whose axis `axis` lies along axis `place` of something common; -1 is no axis of it."""
+    """A tensor whose axis `axis` corresponds to an axis of the result; -1 where it has none."""
 
     tensor: Tensor
     axis_of: Callable[[int], int]
-    """axis of the tensor -> axis of what is common; -1 where it has none there (it is contracted, or reduced)."""
+    """axis of the tensor -> axis of the result; -1 where it has none there (it is contracted, or reduced)."""
     axis_in: Callable[[int], int]
-    """axis of what is common -> axis of the tensor; -1 where it has none."""
+    """axis of the result -> axis of the tensor; -1 where it has none."""
 
 
 def broadcast(tensor: Tensor, ndim: int) -> Aligned:
@@ -108,7 +108,7 @@ def broadcast(tensor: Tensor, ndim: int) -> Aligned:
 
 
 def leading(tensor: Tensor) -> Aligned:
-    """A tensor whose axes are those of what is common, from the left."""
+    """A tensor whose axes are those of the result, from the left."""
     return Aligned(tensor, lambda axis: axis, lambda axis: axis if axis < tensor.ndim else -1)
 
 
@@ -118,10 +118,10 @@ def lettered(tensor: Tensor, letters: str, out: str) -> Aligned:
 
 
 def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] = ()) -> Type:
-    """The type of a result each of whose numbers is computed from numbers at the same place of every axis of rows.
+    """The type of a result each of whose numbers is computed from numbers at the same position of the sample axis.
 
     Args:
-        operands: tensors and how their axes lie along those of the result.
+        operands: tensors and how their axes correspond to those of the result.
         forbidden: axes of the result along which the operation combines positions.
 
     Returns:
@@ -139,18 +139,18 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
             doubt = doubt or kind.reason
             continue
         doubt = doubt or kind.doubt
-        place = WHOLE if kind.axis == WHOLE else operand.axis_of(kind.axis)
-        if kind.axis != WHOLE and (place < 0 or place in forbidden):
+        axis = ONE_SAMPLE if kind.axis == ONE_SAMPLE else operand.axis_of(kind.axis)
+        if kind.axis != ONE_SAMPLE and (axis < 0 or axis in forbidden):
             return call.mixed()
         if found is None:
-            found = kind if place == kind.axis else kind.moved(place)
-        elif found.axis != place or not alike(found, kind):
+            found = kind if axis == kind.axis else kind.moved(axis)
+        elif found.axis != axis or not alike(found, kind):
             return call.mixed("of different samples")
         elif kind.of > found.of:
-            found = kind.moved(place)
+            found = kind.moved(axis)
     if found is None:
         return Mixed(doubt) if doubt else None
-    if found.axis != WHOLE:
+    if found.axis != ONE_SAMPLE:
         for operand in constants:
             if not call.types.uniform(operand.tensor, found, operand.axis_in(found.axis)):
                 doubt = doubt or f"{call.name} (with values that differ between positions of the batch)"
@@ -163,21 +163,17 @@ def assumed(call: Call, reason: str) -> list[Type]:
     inputs = [(tensor, call.type_of(tensor)) for tensor in call.inputs]
     if all(kind is None for _, kind in inputs):
         return [None] * len(results)
-    found: list[Type] = []
-    for result in results:
-        guess: Type = Mixed(reason)
-        if not isinstance(result, Tensor):
-            found.append(None)
-            continue
-        for tensor, kind in inputs:
-            if isinstance(kind, Rows) and kind.axis != WHOLE:
-                same = [axis for axis in (kind.axis, 0) if axis < result.ndim]
-                fits = [axis for axis in same if result.shape[axis] == tensor.shape[kind.axis]]
-                if fits:
-                    guess = kind.moved(fits[0]).doubted(reason)
-                    break
-        found.append(guess)
-    return found
+    return [_assumed_type(result, inputs, reason) if isinstance(result, Tensor) else None for result in results]
+
+
+def _assumed_type(result: Tensor, inputs: Sequence[tuple[Tensor, Type]], reason: str) -> Type:
+    for tensor, kind in inputs:
+        if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE:
+            same = [axis for axis in (kind.axis, 0) if axis < result.ndim]
+            fits = [axis for axis in same if result.shape[axis] == tensor.shape[kind.axis]]
+            if fits:
+                return kind.moved(fits[0]).doubted(reason)
+    return Mixed(reason)
 
 
 __all__ = ["Aligned", "Call", "Handler", "Type", "Types", "assumed", "broadcast", "combined", "leading", "lettered",

@@ -8,37 +8,48 @@ from torch import Tensor
 
 from dpfunc.engines.tracing.call import Type
 from dpfunc.engines.tracing.rows import Mixed, Rows, same_ids, same_slots
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
 
-class Misplaced(Exception):
-    """The gradient shows that a guess about a use was wrong; never leaves the engines."""
+class WrongGuess(Exception):
+    """A gradient has shown that a guessed sample axis was wrong; never leaves the engines."""
 
 
-def agrees(kind: Type, layout: Layout) -> bool:
+def _agrees(kind: Type, sample_axis: SampleAxis) -> bool:
     """True if a gradient has the rows that its use has."""
     if not isinstance(kind, Rows):
         return False
-    return (kind.axis, kind.pre, kind.post) == (layout.axis, layout.pre, layout.post) and same_ids(kind.ids, layout.ids)
+    return (kind.axis, kind.pre, kind.post) == (sample_axis.axis, sample_axis.pre, sample_axis.post) and same_ids(
+        kind.ids, sample_axis.ids
+    )
 
 
-def check_credited(trace: Trace, tensor: Tensor, layout: Layout, what: str) -> None:
-    """A tensor is about to be split by samples: it must have these rows, and no doubt."""
+def check_credited(trace: Trace, tensor: Tensor, sample_axis: SampleAxis, what: str) -> None:
+    """Note a doubt unless a tensor has the rows by which it is about to be split, without a doubt.
+
+    Args:
+        tensor: a gradient, or the losses. sample_axis: the rows that it must have. what: its name, for the doubt.
+
+    Raises:
+        WrongGuess: the sample axis was guessed, and the tensor has another one.
+    """
     kind = trace.type_of(tensor)
-    if layout.guess is not None and kind is not None and not agrees(kind, layout):
-        raise Misplaced(layout.guess)
+    if sample_axis.guess is not None and kind is not None and not _agrees(kind, sample_axis):
+        raise WrongGuess(sample_axis.guess)
     if kind is None:
-        whole = Rows(layout.axis, trace.num_samples, layout.pre, layout.post)
-        if layout.ids is None and not trace.uniform(tensor, whole, layout.axis):
+        expected = Rows(sample_axis.axis, trace.num_samples, sample_axis.pre, sample_axis.post)
+        if sample_axis.ids is None and not trace.uniform(tensor, expected, sample_axis.axis):
             trace.doubts.append(f"{what} differs between positions of the batch and does not depend on it")
     elif isinstance(kind, Mixed):
         trace.doubts.append(f"{what} comes from {kind.reason}")
-    elif (kind.axis, kind.pre, kind.post) != (layout.axis, layout.pre, layout.post):
+    elif (kind.axis, kind.pre, kind.post) != (sample_axis.axis, sample_axis.pre, sample_axis.post):
         trace.doubts.append(f"{what} has its samples elsewhere than expected")
-    elif not same_ids(kind.ids, layout.ids) or not same_slots(kind, Rows(0, 1, slots=layout.slots, of=layout.of)):
+    elif not same_ids(kind.ids, sample_axis.ids) or not same_slots(
+        kind, Rows(0, 1, slots=sample_axis.slots, of=sample_axis.of)
+    ):
         trace.doubts.append(f"{what} has its samples in another order")
     elif kind.doubt:
         trace.doubts.append(f"{what} comes from {kind.doubt}")

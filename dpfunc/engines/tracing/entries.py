@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored
 
 
 class Constant(Enum):
@@ -32,16 +32,16 @@ Entry = Stored | Mixed | Constant
 COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 """Of numbers of 16 bits."""
 
-# What the batches of earlier steps left in memory that is still in use; weak references, no result depends on them.
-LEFT: dict[int, StorageWeakRef] = {}
-FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
+# Memory that depends on batches of earlier steps and is still in use; weak references, no result depends on them.
+EARLIER_MEMORY: dict[int, StorageWeakRef] = {}
+_FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 
 
 def forget_freed() -> None:
     """Drop memory of earlier steps that was freed."""
-    freed = [key for key, reference in LEFT.items() if reference.expired()]  # type: ignore[no-untyped-call]
+    freed = [key for key, reference in EARLIER_MEMORY.items() if reference.expired()]  # type: ignore[no-untyped-call]
     for key in freed:
-        del LEFT[key]
+        del EARLIER_MEMORY[key]
 
 
 def part(tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def part(tensor: Tensor) -> Tensor:
         return tensor
     if is_dtensor(tensor):
         return part(tensor._local_tensor)
-    if kind.__module__ == FUNCTIONAL_COLLECTIVES:
+    if kind.__module__ == _FUNCTIONAL_COLLECTIVES:
         return part(tensor.elem)  # type: ignore[attr-defined]
     return tensor
 
@@ -72,7 +72,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The places and the numbers of a sparse tensor, which have memory; any other tensor itself."""
+    """The indices and the values of a sparse tensor, which have memory; any other tensor itself."""
     if tensor.layout is not torch.sparse_coo:
         return (tensor,)
     with unseen():
@@ -81,8 +81,8 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def fits(kind: Rows, tensor: Tensor) -> bool:
-    """True if a tensor has the shape that its rows say."""
-    if kind.axis == WHOLE:
+    """True if a tensor has the shape that its rows imply."""
+    if kind.axis == ONE_SAMPLE:
         return True
     return kind.axis < tensor.ndim and tensor.shape[kind.axis] == kind.pre * kind.count * kind.post
 

@@ -33,7 +33,7 @@ class Known:
     Args:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
             name, that it writes into. random: it draws random numbers. exchange: it communicates. shares: its results
-            lie in the memory of its argument, always: nothing is to be noted. pure: its type follows from shapes and
+            always share the memory of its argument, whose entry holds for them. pure: its type follows from shapes and
             types alone, whatever the numbers are. number: of its own.
     """
 
@@ -48,23 +48,23 @@ class Known:
     number: int = 0
 
 
-FILLED = frozenset((
+_FILLED = frozenset((
     "zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones",
     "new_full", "new_empty", "scalar_tensor", "empty_strided", "new_empty_strided", "_efficientzerotensor", "fill_",
     "zero_", "empty_permuted",
 ))  # fmt: skip
-RANDOM = frozenset((
+_RANDOM = frozenset((
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_",
     "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli", "normal",
 ))  # fmt: skip
-ALIASES = frozenset((
+_ALIASES = frozenset((
     "_unsafe_view", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "detach", "detach_", "alias", "set_",
     "resize_", "_conj", "_neg_view", "as_strided_",
 ))  # fmt: skip
 # Collectives of torch's own wrappers; those that only wait give their argument back.
-EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+_EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
 RECEIVING = frozenset(("scatter_", "recv_", "recv_any_source_"))
-WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
+_WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 # What keeps "true for all, so true for each" and "false for any, so false for each".
 AGREEING = frozenset(("all", "any", "_is_all_true", "_is_any_true", "clone", "_to_copy"))
 # Their results have the shape of their first argument, whatever they write into it.
@@ -72,7 +72,7 @@ PLACING = frozenset((
     "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add",
     "scatter_reduce", "masked_scatter", "slice_scatter", "select_scatter",
 ))  # fmt: skip
-# They write statistics into arguments 3 and 4, which their schema does not say.
+# They write statistics into arguments 3 and 4, which their schema does not declare.
 WRITING_STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 # Families that know what to do with rows in an order that depends on several samples.
 ORDERED = frozenset((
@@ -122,13 +122,13 @@ def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # 
     plain = name.rstrip("_") if not name.startswith("__") else name
     if name == "lift_fresh":  # a tensor made of Python numbers
         return Known(Kind.UNKNOWN, name, None, ())
-    if name in FILLED:
+    if name in _FILLED:
         return Known(Kind.FILLED, name, None, written)
-    if name in RANDOM:
+    if name in _RANDOM:
         return Known(Kind.RANDOM, name, None, written)
-    if func.namespace in EXCHANGING and plain in EXCHANGES:
+    if func.namespace in _EXCHANGING and plain in EXCHANGES:
         return Known(Kind.FAMILY, name, EXCHANGES[plain], written)
-    if func.is_view or name in ALIASES or (func.namespace in EXCHANGING and name in WAITING):
+    if func.is_view or name in _ALIASES or (func.namespace in _EXCHANGING and name in _WAITING):
         return Known(Kind.VIEW, name, None, ())
     if own and plain in FAMILIES:
         return Known(Kind.FAMILY, name, FAMILIES[plain], written)

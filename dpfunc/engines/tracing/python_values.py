@@ -17,14 +17,14 @@ READING = frozenset(
 SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # type: ignore[attr-defined]
 
 
-class Reader(Protocol):
+class _Reader(Protocol):
     """Receiver of notes about values that Python was given."""
 
-    def taken(self, what: str, value: Tensor, result: object) -> None:
+    def note_read(self, what: str, value: Tensor, result: object) -> None:
         """Note that Python was given numbers of a tensor."""
         ...
 
-    def measured(self, value: Tensor) -> None:
+    def note_shape_read(self, value: Tensor) -> None:
         """Note that Python was given the shape of a tensor."""
         ...
 
@@ -32,7 +32,7 @@ class Reader(Protocol):
 class PythonValues(TorchFunctionMode):
     """Mode that notes what Python is given, where no tracker is active."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: _Reader) -> None:
         super().__init__()
         self.reader = reader
 
@@ -45,5 +45,5 @@ class PythonValues(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401  (whatever the function returns)
         result = func(*args, **(kwargs or {}))
         if func in READING and isinstance(args[0], Tensor):
-            self.reader.taken(func.__name__, args[0], result)
+            self.reader.note_read(func.__name__, args[0], result)
         return result

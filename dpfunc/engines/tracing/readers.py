@@ -1,4 +1,4 @@
-"""Code that reads numbers and shapes of the batch: who it is, and whom of it is trusted."""
+"""Code that reads numbers and shapes of the batch: how it is found, and the functions that are trusted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LOOPING = (
     ("transformers.models.dbrx.*", "DbrxExperts.forward"),
     ("transformers.models.switch_transformers.*", "SwitchTransformersExperts.forward"),
 )
-# Functions of libraries that ask the batch which of several equal ways to take: an attention mask that masks nothing is
-# left out, for example.
+# Functions of libraries that choose between equal computations by values of the batch: for example, they omit an
+# attention mask that masks nothing.
 TRUSTED = (
     *LOOPING,
     ("dpfunc.engines.rules.*", "*"),
@@ -29,11 +29,11 @@ TRUSTED = (
 )  # fmt: skip
 # Functions that draw a mask for each sample, with numbers of other libraries and the length of the sample's own row.
 DRAWING = (("transformers.models.*", "*._mask_hidden_states"), ("transformers.models.*", "_compute_mask_indices"))
-# Functions that compute places and lengths of images from their grids (frames, height, width), image by image, and join
-# what they have found in the order of the images. Where all images have the same grid, that is for the images of
-# a sample, place by place, what it is for the sample alone.
+# Functions that compute positions and lengths of images from their grids (frames, height, width), image by image, and
+# join the results in the order of the images. Where all images have the same grid, the results for the images of a
+# sample are, position by position, those of the sample alone.
 SAME_FOR_ALL = (
-    # Lengths of sequences, and where each ends; of q, k, v only parts of that length are cut off.
+    # Lengths of sequences, and where each ends; of q, k, v only parts of that length are split off.
     ("transformers.vision_utils", "get_vision_cu_seqlens"),
     # Row and column of each patch in its image.
     ("transformers.vision_utils", "get_vision_position_ids"),
@@ -43,13 +43,13 @@ SAME_FOR_ALL = (
     ("transformers.vision_utils", "get_vision_interpolation_indices_and_weights"),
     *((f"transformers.models.{kind}.modeling_{kind}", f"*Model.{function}") for kind in
       ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
-      # The number of patches of each image, by which the images are taken apart; positions of one image.
+      # The number of patches of each image, by which the images are separated; positions of one image.
       for function in ("get_image_features", "get_video_features", "get_vision_position_ids")),
-    # How many parts an image of a size has been cut into, and what of it is padding.
+    # How many parts an image of a size has been split into, and its padding.
     *((f"transformers.models.{kind}.modeling_{kind}", function)
       for kind in ("llava_next", "llava_next_video", "llava_onevision")
       for function in ("get_anyres_image_grid_shape", "image_size_to_num_patches", "unpad_image")),
-    # The number of real images of each sample, by which the images are taken apart.
+    # The number of real images of each sample, by which the images are separated.
     *((f"transformers.models.{kind}.modeling_{kind}", "*Model.get_image_features") for kind in
       ("idefics2", "idefics3", "smolvlm")),
 )  # fmt: skip
@@ -68,23 +68,24 @@ ONE_BY_ONE = tuple((module, "*Model.get_rope_index") for module in dict.fromkeys
     module for module, name in SAME_FOR_ALL if name.endswith("get_vision_position_ids") and ".models." in module
 ))  # fmt: skip
 
-# Frames between the one who reads a number and the operation.
-PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
+# Modules of the frames between the code that reads a number and the operation.
+_PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_extensions")
 
-# Between the one who reads a shape and the trace.
-WATCHING = (
+# Modules of the frames between the code that reads a shape and the trace.
+_TRACING_MODULES = (
     *(f"dpfunc.engines.tracing.{name}" for name in ("trace", "credit", "declared", "entries", "results", "writes")),
-    "dpfunc.engines.tracing.places",
+    "dpfunc.engines.tracing.sample_axis_discovery",
     "dpfunc.engines.uses.tracker",
     "torch.overrides",
     "torch._tensor",  # len
     "torch.autograd",
 )
-CHECKING_SHAPES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
+_SHAPE_CHECKING_MODULES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 
 
 def listed(listed: Sequence[tuple[str, str]], module: str, name: str) -> bool:
-    return any(fnmatch(module, place) and fnmatch(name, function) for place, function in listed)
+    """True if a function of a module matches one of these pairs of patterns."""
+    return any(fnmatch(module, modules) and fnmatch(name, functions) for modules, functions in listed)
 
 
 def reader() -> tuple[str, int, str]:
@@ -94,7 +95,7 @@ def reader() -> tuple[str, int, str]:
         module = str(frame.f_globals.get("__name__", "?"))
         if module.startswith("dpfunc.engines.rules"):
             return module, frame.f_lineno, frame.f_code.co_qualname
-        if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in PLUMBING):
+        if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in _PLUMBING):
             return module, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return "?", 0, ""
@@ -111,7 +112,7 @@ def checks_itself() -> bool:
     frame = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
-        if module not in WATCHING:
-            return module in CHECKING_SHAPES or module.startswith("dpfunc.engines.")
+        if module not in _TRACING_MODULES:
+            return module in _SHAPE_CHECKING_MODULES or module.startswith("dpfunc.engines.")
         frame = frame.f_back  # type: ignore[assignment]
     return False

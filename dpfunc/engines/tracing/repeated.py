@@ -1,7 +1,7 @@
-"""Types of calls that occur again and again: of the same operation, shapes and types, the result has the same type.
+"""Cache of the types of repeated calls: for the same operation, shapes and types, the result has the same type.
 
-A transformer repeats a few hundred different calls in every layer and step. The rule of a family in `PURE` looks at no
-numbers, so that its answer is a function of what the key holds; a rule that had to look at numbers after all (of a
+A transformer repeats a few hundred different calls in every layer and step. The rule of a family in `PURE` reads no
+numbers, so that its answer is a function of the key; the answer of a rule that had to read numbers after all (of a
 constant that may differ between samples) is not kept. Only answers without a doubt are kept.
 """
 
@@ -29,7 +29,7 @@ _CONSTANTS = {Constant.EQUAL: -1, Constant.RANDOM: -2, Constant.ANY: -3}
 _PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))
 
 
-class Answer(NamedTuple):
+class _Answer(NamedTuple):
     """The shape and strides of the result, the entry of its memory, and whether it has numbers of 16 bits."""
 
     shape: torch.Size
@@ -38,15 +38,19 @@ class Answer(NamedTuple):
     coarse: bool
 
 
-_answers: dict[object, tuple[Answer, ...]] = {}
+_answers: dict[object, tuple[_Answer, ...]] = {}
 
 
-class Unkeyed(Exception):
+class _Unkeyed(Exception):
     """The call has an argument whose type is more than a few numbers; never leaves this file."""
 
 
 def key_of_call(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """The operation, and of each argument all that the rule of a pure family may look at; None if that is too much."""
+    """Key of a call: the operation, and all properties of its arguments that the rule of a pure family may read.
+
+    Returns:
+        None if the result also depends on something else, or an argument has too many properties.
+    """
     if not known.pure or trace.alone or trace.ragged:
         return None
     found: list[object] = [known.number, trace.num_samples]
@@ -55,7 +59,7 @@ def key_of_call(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[
         if kwargs:
             found.extend(kwargs)
             _collect(trace, kwargs.values(), found)
-    except Unkeyed:
+    except _Unkeyed:
         return None
     return tuple(found)
 
@@ -66,23 +70,23 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             if value.layout is not torch.strided:
-                raise Unkeyed
+                raise _Unkeyed
             key = value.untyped_storage()._cdata
             entry = entries.get(key)
             if entry is None:
-                if key not in trace.strangers:
+                if key not in trace.untraced_memory:
                     trace.type_of(value)
                 found.append(0)
             else:
                 stored = entry[1]
                 if type(stored) is Stored:
                     if stored.ids is not None or is_doubtful(stored):
-                        raise Unkeyed
+                        raise _Unkeyed
                     found += (stored.base, stored.step, stored.count, stored.end, value.storage_offset())
                 elif type(stored) is Constant and stored in _CONSTANTS:
                     found.append(_CONSTANTS[stored])
                 else:
-                    raise Unkeyed
+                    raise _Unkeyed
             found += (value.shape, value.stride(), value.dtype)
         elif kind in _PLAIN:
             found.append(value)
@@ -90,7 +94,7 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
             found.append(len(value))
             _collect(trace, value, found)
         else:
-            raise Unkeyed
+            raise _Unkeyed
 
 
 def recall(trace: Trace, key: object, result: Any) -> bool | None:  # noqa: ANN401
@@ -133,7 +137,7 @@ def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> No
                 return
         elif not isinstance(kind, Constant) or kind not in _CONSTANTS:
             return
-        answers.append(Answer(tensor.shape, tensor.stride(), kind, tensor.dtype in COARSE_DTYPES))
+        answers.append(_Answer(tensor.shape, tensor.stride(), kind, tensor.dtype in COARSE_DTYPES))
     if len(_answers) >= KEPT:
         _answers.clear()
     _answers[key] = tuple(answers)

@@ -23,31 +23,23 @@ from dpfunc.engines.tracing.operations import (
 )
 from dpfunc.engines.tracing.readers import DRAWING, listed, reader
 from dpfunc.engines.tracing.reviewed import as_numbers, kept_numbers
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
-LIFTED = ("lift_fresh", "lift_fresh_copy")
+_LIFTED = ("lift_fresh", "lift_fresh_copy")
 
 
 def type_results(trace: Trace, known: Known, call: Call) -> None:
+    """Store the types of the results of an operation that writes into none of its arguments."""
     results = list(call.out) if isinstance(call.out, (list, tuple)) else [call.out]
     if known.kind is Kind.FILLED or known.kind is Kind.RANDOM:
-        kind: Type = None
-        entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
-        if known.name in ("bernoulli", "normal"):
-            kind = _pointwise(trace, call)
-            entry = Constant.RANDOM if _lawful(trace, call.inputs) else Constant.ANY
-        elif trace.ragged:  # how many there are depends on values
-            same = (tensor for tensor in call.inputs if tensor.shape == results[0].shape)
-            kind = next((kind for kind in map(partial(_shaped, trace), same) if kind is not None), None)
-        for result in tensors_of(results):
-            trace.store(result, kind, entry)
+        _type_filled(trace, known, call, results)
         return
     if call.constant():
         constant: Entry = constant_of(trace, known, call.inputs)
-        if known.name in LIFTED:  # numbers that may be of the batch stay in memory
+        if known.name in _LIFTED:  # numbers that may be of the batch stay in memory
             constant = kept_numbers() or constant
         for result in tensors_of(results):
             if key_of(part(result)) not in trace.entries:
@@ -66,8 +58,22 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
                 trace.note(part(statistic), Mixed(f"statistics of {known.name}"))
 
 
+def _type_filled(trace: Trace, known: Known, call: Call, results: Sequence[Any]) -> None:
+    """Store the types of results that are filled with one number, or with random numbers."""
+    kind: Type = None
+    entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
+    if known.name in ("bernoulli", "normal"):
+        kind = _pointwise(trace, call)
+        entry = Constant.RANDOM if _lawful(trace, call.inputs) else Constant.ANY
+    elif trace.ragged:  # how many there are depends on values
+        same = (tensor for tensor in call.inputs if tensor.shape == results[0].shape)
+        kind = next((kind for kind in map(partial(_shaped, trace), same) if kind is not None), None)
+    for result in tensors_of(results):
+        trace.store(result, kind, entry)
+
+
 def _mark_sparse(trace: Trace, call: Call, result: Tensor) -> None:
-    """New memory of a sparse result that depends on the batch; it was filled by operations that were not seen."""
+    """New memory of a sparse result that depends on the batch; it was filled by operations that no mode receives."""
     if result.layout is not torch.sparse_coo or trace.alone:
         return
     given = {key_of(piece) for value in call.inputs for piece in pieces_of(part(value))}
@@ -77,8 +83,9 @@ def _mark_sparse(trace: Trace, call: Call, result: Tensor) -> None:
 
 
 def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:
+    """Types of `count` results of an operation, some argument of which depends on the batch."""
     if trace.alone and known.name not in ("_local_scalar_dense", "equal"):
-        return [Rows(WHOLE, 1) if _whole(trace, call) else Mixed(known.name)] * count
+        return [Rows(ONE_SAMPLE, 1) if _whole(trace, call) else Mixed(known.name)] * count
     if known.kind is Kind.POINTWISE:
         kind: Any = _pointwise(trace, call)
     elif known.handler is not None:
@@ -111,7 +118,7 @@ def _lawful(trace: Trace, inputs: Sequence[Tensor]) -> bool:
 
 def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constant:
     """Kind of constant that an operation on constants gives: elementwise functions keep EQUAL and RANDOM."""
-    if known.name in LIFTED:  # made of Python or NumPy numbers
+    if known.name in _LIFTED:  # made of Python or NumPy numbers
         module, _, name = reader()
         return Constant.RANDOM if listed(DRAWING, module, name) else Constant.ANY
     if known.kind is not Kind.POINTWISE and known.name not in COPYING:
@@ -141,10 +148,10 @@ def _pointwise(trace: Trace, call: Call) -> Type:
     out = call.out if isinstance(call.out, Tensor) else next(iter(tensors_of([call.out])))
     kind = combined(call, [broadcast(tensor, out.ndim) for tensor in call.inputs])
     if call.name == "add" and isinstance(kind, Rows) and kind.doubt and not out.is_floating_point():
-        for tensor in call.inputs:  # places of the samples' own, to which those of the samples are added
+        for tensor in call.inputs:  # positions within each sample, to which the start of each sample is added
             own = trace.type_of(tensor)
             if isinstance(own, Rows) and not own.doubt and own.axis == 0:
-                trace.remember(tensor)
+                trace.keep_integers(tensor)
     return kind
 
 
@@ -168,7 +175,7 @@ def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[
 def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
     """Mark the tensors of a collective without an entry as mixed where they depend on the batch.
 
-    What is only received has no tensor here that says what it depends on: mixed.
+    The dependencies of received numbers are not known here: mixed.
     """
     tensors = [*call.inputs, *tensors_of([call.out])]
     if known.name in RECEIVING or any(trace.type_of(tensor) is not None for tensor in tensors):
@@ -179,7 +186,9 @@ def type_exchanged(trace: Trace, known: Known, call: Call) -> None:
 def check_complete(trace: Trace, known: Known, call: Call) -> None:
     """Mark results of a split tensor with a part of the samples as mixed: it may be joined with others unseen."""
     for kind in map(trace.type_of, call.inputs):
-        if isinstance(kind, Rows) and (kind.axis == WHOLE or kind.ids is not None or kind.count != trace.num_samples):
+        if isinstance(kind, Rows) and (
+            kind.axis == ONE_SAMPLE or kind.ids is not None or kind.count != trace.num_samples
+        ):
             for result in tensors_of([call.out]):
                 trace.note(part(result), Mixed(f"{known.name} of a split tensor with a part of the samples"))
             return

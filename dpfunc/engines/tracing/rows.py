@@ -5,8 +5,8 @@ A tensor that depends on the batch has one axis whose positions belong to sample
 sample r, or to sample `ids[r]` where rows were permuted, selected or packed.
 
 The type belongs to memory, not to tensors: row `r` is the block of `step` bytes at `base + r * step`, repeated after
-`count` rows. So a view (a transpose, a slice, a reshape) has the type that its strides say, and no operation that only
-views needs a rule; an alias cannot be lost sight of.
+`count` rows. So a view (a transpose, a slice, a reshape) has the type that follows from its strides, and no operation
+that only views needs a rule; all aliases of a memory have types from the same entry.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WHOLE = -1
-"""The axis of a tensor all of which belongs to one row."""
-ALL_OF_IT = 1 << 62
+ONE_SAMPLE = -1
+"""The axis of a tensor whose numbers all belong to one row."""
+_UNBOUNDED_STEP = 1 << 62
 """The bytes of a row where all of a memory belongs to it."""
 
 
 class Rows(NamedTuple):
-    """Type of a tensor whose numbers each depend on at most one sample, with the places of the samples.
+    """Type of a tensor whose numbers each depend on at most one sample, with the positions of the samples.
 
     Args:
-        axis: whose positions belong to samples; WHOLE if all of the tensor belongs to one row.
+        axis: whose positions belong to samples; ONE_SAMPLE if the whole tensor belongs to one row.
         count: number of rows. pre, post: the axis has `pre * count * post` positions.
         ids: sample of each row, int64 (count,); None is 0, 1, 2, ...
         doubt: why this is not proven; empty where it is.
         ragged: the number of rows depends on values of the batch.
-        slots: of rows that were put in an order which depends on several samples (sorted by expert): the place that
-            each row had before, of `of` places, int64 (count,). Such rows are whole: a part of them has a doubt.
+        slots: of rows that were put in an order which depends on several samples (sorted by expert): the position that
+            each row had before, of `of` positions, int64 (count,). Such rows stay together: a part of them has a doubt.
     """
 
     axis: int
@@ -95,9 +95,9 @@ def same_ids(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def same_slots(one: Rows, other: Rows) -> bool:
-    """True if the rows of two tensors had the same places before their order was changed.
+    """True if the rows of two tensors had the same positions before their order was changed.
 
-    Where one tells `of` places apart and the other a multiple of them, the first repeats each of its places.
+    Where one distinguishes `of` positions and the other a multiple of them, the first repeats each of its positions.
     """
     if one.slots is None or other.slots is None:
         return one.slots is other.slots
@@ -108,7 +108,7 @@ def same_slots(one: Rows, other: Rows) -> bool:
 
 
 def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, again: bool) -> Rows:
-    """Rows in an order that depends on several samples; ordinary ones where each is put back at its place `again`.
+    """Rows in an order that depends on several samples; ordinary ones where each is put back at its position `again`.
 
     An order that happens to be that of the batch is one that depends on several samples all the same.
     """
@@ -123,8 +123,8 @@ def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, a
 
 
 def slots_of(rows: Rows, num_samples: int) -> tuple[Tensor, int]:
-    """The labels of positions along the axis of ordinary rows: their samples where each has one, or the places."""
-    ids = spread(rows)
+    """The labels of positions along the axis of ordinary rows: their samples where each has one, or the positions."""
+    ids = samples_by_position(rows)
     if len(ids) == num_samples and len(ids.unique()) == num_samples:  # type: ignore[no-untyped-call]
         return ids, num_samples
     return torch.arange(len(ids)), len(ids)
@@ -136,7 +136,7 @@ def alike(one: Rows, other: Rows) -> bool:
         one.count == other.count
         and one.pre == other.pre
         and one.post == other.post
-        and (one.axis == WHOLE) == (other.axis == WHOLE)
+        and (one.axis == ONE_SAMPLE) == (other.axis == ONE_SAMPLE)
         and same_ids(one.ids, other.ids)
         and same_slots(one, other)
     )
@@ -150,13 +150,13 @@ def normal(ids: Tensor, num_samples: int) -> Tensor | None:
 
 
 def stored(rows: Rows, tensor: Tensor) -> Stored:
-    """Rows of a tensor that owns its memory, as they lie there."""
+    """Rows of a tensor that owns its memory, with the position of its rows in memory."""
     size = tensor.element_size()
-    if rows.axis == WHOLE:
-        return Stored(0, ALL_OF_IT, 1, rows.ids, rows.doubt, 0, rows.ragged)
+    if rows.axis == ONE_SAMPLE:
+        return Stored(0, _UNBOUNDED_STEP, 1, rows.ids, rows.doubt, 0, rows.ragged)
     step = tensor.stride(rows.axis) * rows.post * size
-    place = int(tensor.storage_offset()) * size
-    return Stored(place, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged, rows.slots, rows.of)
+    base = int(tensor.storage_offset()) * size
+    return Stored(base, step, rows.count, rows.ids, rows.doubt, 0, rows.ragged, rows.slots, rows.of)
 
 
 def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
@@ -169,29 +169,29 @@ def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
     offset = tensor.storage_offset() * tensor.element_size() - memory.base
     if offset < 0 or memory.step <= 0:  # before the rows; or rows that share their memory
         return None
-    if memory.end and reach(tensor) > memory.end:
+    if memory.end and end_in_storage(tensor) > memory.end:
         return None
-    if memory.step == ALL_OF_IT:
-        return Rows(WHOLE, 1, ids=memory.ids, doubt=memory.doubt, ragged=memory.ragged)
-    place = _place(memory.step, memory.count, offset, tensor.element_size(), tensor.shape, tensor.stride())
-    if place is None:
+    if memory.step == _UNBOUNDED_STEP:
+        return Rows(ONE_SAMPLE, 1, ids=memory.ids, doubt=memory.doubt, ragged=memory.ragged)
+    view = _rows_in_view(memory.step, memory.count, offset, tensor.element_size(), tensor.shape, tensor.stride())
+    if view is None:
         return None
     ids = memory.ids
-    if place.count != memory.count or place.axis == WHOLE:
-        ids = _chosen(memory, place, num_samples)
-    found = Rows(place.axis, place.count, place.pre, place.post, ids, memory.doubt, memory.ragged)
+    if view.count != memory.count or view.axis == ONE_SAMPLE:
+        ids = _chosen(memory, view, num_samples)
+    found = Rows(view.axis, view.count, view.pre, view.post, ids, memory.doubt, memory.ragged)
     even = memory.ids is None and memory.count == num_samples
     if memory.ragged and not even and memory.count > 1 and found.count < memory.count:
         return found.doubted("a part of rows whose number depends on values of the batch")
     if memory.slots is None:
         return found
-    if found.axis == WHOLE or found.count != memory.count or found.pre > 1:
+    if found.axis == ONE_SAMPLE or found.count != memory.count or found.pre > 1:
         return found.doubted("a part of rows whose order depends on several samples")
     return found._replace(slots=memory.slots, of=memory.of)
 
 
-class Place(NamedTuple):
-    """The rows that a view shows: the axis they lie along, the first one, the step from one to the next."""
+class _View(NamedTuple):
+    """The rows that a view shows: the axis they are along, the first one, the step from one to the next."""
 
     axis: int
     count: int  # type: ignore[assignment]
@@ -202,16 +202,16 @@ class Place(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _place(
+def _rows_in_view(
     step: int, count: int, offset: int, size: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Place | None:
+) -> _View | None:
     """The inverse of `stored`, for all views: axes are taken by rising stride. A step has the same views each time.
 
     Axes that stay within a block are of one row; one axis may run over rows; those that skip whole periods of all rows
     are free. `step`, `offset` and `size` are bytes.
     """
     first, inner = (offset // step) % count, offset % step
-    found: Place | None = None
+    found: _View | None = None
     period = step * count
     for stride, length, axis in sorted(zip(strides, shape, range(len(shape)), strict=True)):
         jump = stride * size
@@ -234,23 +234,23 @@ def _place(
             if first or stride_in_rows != 1 or rows % count:
                 return None
             pre, rows = rows // count, count
-        found = Place(axis, rows, pre, post, first, stride_in_rows)
-    return Place(WHOLE, 1, 1, 1, first, 1) if found is None else found
+        found = _View(axis, rows, pre, post, first, stride_in_rows)
+    return _View(ONE_SAMPLE, 1, 1, 1, first, 1) if found is None else found
 
 
-def reach(tensor: Tensor) -> int:
+def end_in_storage(tensor: Tensor) -> int:
     """End of the last number of a tensor, in bytes of its storage."""
     last = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
     return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
-def _chosen(memory: Stored, place: Place, num_samples: int) -> Tensor | None:
+def _chosen(memory: Stored, view: _View, num_samples: int) -> Tensor | None:
     ids = torch.arange(memory.count) if memory.ids is None else memory.ids
-    chosen = ids[place.first : place.first + place.step * (place.count - 1) + 1 : place.step]
-    return normal(chosen, num_samples) if place.count == num_samples else chosen
+    chosen = ids[view.first : view.first + view.step * (view.count - 1) + 1 : view.step]
+    return normal(chosen, num_samples) if view.count == num_samples else chosen
 
 
-def spread(rows: Rows) -> Tensor:
+def samples_by_position(rows: Rows) -> Tensor:
     """The sample of each position along the axis, int64 (pre * count * post,)."""
     ids = torch.arange(rows.count) if rows.ids is None else rows.ids
     return ids.repeat_interleave(rows.post).repeat(rows.pre)

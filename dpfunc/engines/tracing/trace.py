@@ -26,10 +26,10 @@ from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.backward import is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
-from dpfunc.engines.tracing.credit import Misplaced, check_credited
+from dpfunc.engines.tracing.credit import WrongGuess, check_credited
 from dpfunc.engines.tracing.entries import (
     COARSE_DTYPES,
-    LEFT,
+    EARLIER_MEMORY,
     Constant,
     Entry,
     carries_gradients,
@@ -48,33 +48,35 @@ from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, reach, stored
-from dpfunc.engines.tracing.writes import before, refuse_writes, write
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
+from dpfunc.engines.tracing.writes import copy_before_write, refuse_writes, write
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch
 
-__all__ = ["Misplaced", "Trace", "backward_pass", "current_trace", "following", "kept_apart"]
+__all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
 
-INTEGERS = 8
+_KEPT_INTEGERS = 8
 
 
 @dataclass(eq=False)
 class Trace(DispatchMode):
-    """The mode, for one forward and backward pass over one batch.
+    """Dispatch mode that follows one forward and backward pass over one batch.
 
     Args:
-        num_samples: B. entries: what each memory depends on, and a weak reference that keeps its identity.
-        doubts: why the step is not proven. reads: those of them that are numbers given to Python, which may keep them.
-        draws: its random numbers, if they are recorded.
-        ragged: shapes follow from values of the batch. coarse: there are numbers of 16 bits. alone: the pass computes
-            each row alone; then it is only followed whether something of the batch is kept.
-        strangers: memory that was not seen being made: parameters, constants of the loss.
-        integers: the last integers of the samples' own, such as experts. shuffled: rows are in an order that
-            depends on several samples. held: constants before they were written into.
-        meshes: on which layers are split that were computed. marks: what families remember of tensors.
-        looked: the numbers of a constant decided how the last call was typed. clean: no number so far that can carry a
-            gradient depends on several samples, or may. settled: the backward pass is proven by the forward pass.
+        num_samples: B. entries: key of a memory -> weak reference to it, and the samples that it depends on.
+        doubts: reasons why the step is not proven. reads: those doubts that are numbers given to Python.
+        draws: random numbers of the step, noted if `recording`.
+        alone: the pass computes each row alone; the trace only checks that nothing of the batch is kept.
+        ragged: shapes follow from values of the batch. coarse: there are numbers of 16 bits.
+        untraced_memory: memory that was made without an operation of this step: parameters, constants of the loss.
+        integers: the last integers that are numbers of each sample's own, such as experts.
+        shuffled: rows are in an order that depends on several samples.
+        constants: numbers of a constant before values of the batch were written into it.
+        meshes: meshes of the split layers that were computed. marks: notes of families about tensors.
+        numbers_read: the type of the last result depends on the numbers of a constant.
+        clean: no number that can carry a gradient depends on several samples so far, for certain.
+        settled: the backward pass is proven by the forward pass.
     """
 
     num_samples: int
@@ -86,13 +88,13 @@ class Trace(DispatchMode):
     alone: bool = False
     ragged: bool = False
     coarse: bool = False
-    strangers: dict[int, StorageWeakRef] = field(default_factory=dict)
-    integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=INTEGERS))
+    untraced_memory: dict[int, StorageWeakRef] = field(default_factory=dict)
+    integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=_KEPT_INTEGERS))
     shuffled: bool = False
-    held: Tensor | None = None
+    constants: Tensor | None = None
     meshes: list[Any] = field(default_factory=list)
     marks: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
-    looked: bool = False
+    numbers_read: bool = False
     clean: bool = True
     settled: bool = False
 
@@ -110,40 +112,40 @@ class Trace(DispatchMode):
                 self.doubts.append("a batch whose rows share their memory")
                 continue
             start = int(own.storage_offset()) * own.element_size()
-            rows = Rows(WHOLE if self.alone else 0, self.num_samples)
-            made = replace(stored(rows, own), base=start, end=reach(own))
-            held = self.entries.get(key_of(own), (None, None))[1]
-            if isinstance(held, Stored):  # columns of one tensor
-                self.doubts += ["a batch whose tensors share memory in different ways"] * (held.step != made.step)
-                made = replace(made, base=min(held.base, made.base), end=max(held.end, made.end))
+            rows = Rows(ONE_SAMPLE if self.alone else 0, self.num_samples)
+            made = replace(stored(rows, own), base=start, end=end_in_storage(own))
+            known = self.entries.get(key_of(own), (None, None))[1]
+            if isinstance(known, Stored):  # columns of one tensor
+                self.doubts += ["a batch whose tensors share memory in different ways"] * (known.step != made.step)
+                made = replace(made, base=min(known.base, made.base), end=max(known.end, made.end))
             self.note(own, made)
 
     def end(self) -> None:
         """Note the memory of the batch that is still in use: a later step must not use it."""
         for key, (reference, entry) in self.entries.items():
             if not isinstance(entry, Constant) and not reference.expired():  # type: ignore[no-untyped-call]
-                LEFT[key] = reference
+                EARLIER_MEMORY[key] = reference
 
     def type_of(self, tensor: Tensor) -> Type:
-        """The type of a tensor, from the memory that it lies in."""
+        """The type of a tensor, from the entry of its memory."""
         own = part(tensor)
         if type(own) is not Tensor and has_own_dispatch(type(own)):
-            return Rows(WHOLE, 1) if self.alone else Mixed(f"a {type(own).__name__}, which is not followed")
+            return Rows(ONE_SAMPLE, 1) if self.alone else Mixed(f"a {type(own).__name__}, which is not followed")
         if own.layout is not torch.strided:
             if own.layout is torch.sparse_coo and self._is_constant(own):
                 return None
-            return Rows(WHOLE, 1) if self.alone else Mixed("a tensor that is not strided, which is not followed")
+            return Rows(ONE_SAMPLE, 1) if self.alone else Mixed("a tensor that is not strided, which is not followed")
         key = key_of(own)
         entry = self.entries.get(key)
         if entry is None:
-            if key in LEFT and not LEFT[key].expired():  # type: ignore[no-untyped-call]
+            if key in EARLIER_MEMORY and not EARLIER_MEMORY[key].expired():  # type: ignore[no-untyped-call]
                 raise UnsupportedModel(
                     f"The loss uses a tensor {tuple(tensor.shape)} that was computed from another batch (a memory "
                     "bank, a running mean, a cache): its records would reach the gradients of this one. Compute it "
                     "from the batch of this step, or from what was released."
                 )
-            if key not in self.strangers:
-                self.strangers[key] = StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]
+            if key not in self.untraced_memory:
+                self.untraced_memory[key] = StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]
             return None
         if isinstance(entry[1], Constant) or not own.numel():
             return None
@@ -156,10 +158,10 @@ class Trace(DispatchMode):
         return found
 
     def _is_constant(self, sparse: Tensor) -> bool:
-        """True of a sparse tensor made here of constants: of others, the memory was not seen, or is mixed."""
-        places, values = pieces_of(sparse)
+        """True of a sparse tensor made here of constants: of others, the memory was made elsewhere, or is mixed."""
+        positions, values = pieces_of(sparse)
         known = self.entries.get(key_of(values))
-        return known is not None and isinstance(known[1], Constant) and self.type_of(places) is None
+        return known is not None and isinstance(known[1], Constant) and self.type_of(positions) is None
 
     def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool:
         """True if a tensor without rows has equal numbers for each row along an axis."""
@@ -169,24 +171,24 @@ class Trace(DispatchMode):
         entry = self.entries.get(key_of(own))
         if entry is not None and entry[1] in (Constant.EQUAL, Constant.RANDOM):
             return True
-        self.looked = True
+        self.numbers_read = True
         return rows_module.uniform(own, rows, axis)
 
-    def remember(self, values: Tensor) -> None:
+    def keep_integers(self, values: Tensor) -> None:
         """Keep integers of the samples\' own, one a row: what a later operation computes by segments is compared."""
         self.integers.append(values)
 
-    def own(self, values: Tensor, rows: Rows) -> bool:
-        """True if integers, one a row, were seen before as numbers of each row's own sample."""
-        for seen in reversed(self.integers):
-            kind = self.type_of(seen)
-            if not isinstance(kind, Rows) or kind.doubt or kind.axis != 0 or seen.shape != values.shape:
+    def are_own_integers(self, values: Tensor, rows: Rows) -> bool:
+        """True if integers, one a row, equal numbers that are known to be of each row's own sample."""
+        for kept in reversed(self.integers):
+            kind = self.type_of(kept)
+            if not isinstance(kind, Rows) or kind.doubt or kind.axis != 0 or kept.shape != values.shape:
                 continue
-            if rows_module.alike(kind, rows) and bool((seen == values).all()):
+            if rows_module.alike(kind, rows) and bool((kept == values).all()):
                 return True
         return False
 
-    def taken(self, what: str, value: Tensor, result: object) -> None:
+    def note_read(self, what: str, value: Tensor, result: object) -> None:
         """Note a doubt where a number of the batch becomes a Python value, on which the rest of the step may depend."""
         kind = self.type_of(value)
         if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
@@ -197,14 +199,14 @@ class Trace(DispatchMode):
             self.doubts.append(self.reads[-1])
 
     def mark(self, what: str, tensor: Tensor) -> None:
-        """Remember something of a tensor, and of all at the same place of its memory."""
+        """Note something about a tensor, and about all tensors at the same position of its memory."""
         self.marks.add((what, key_of(part(tensor)), int(tensor.storage_offset()), tensor.stride()))
 
     def marked(self, what: str, tensor: Tensor) -> bool:
-        """True if that was remembered of it."""
+        """True if that was noted about it."""
         return (what, key_of(part(tensor)), int(tensor.storage_offset()), tensor.stride()) in self.marks
 
-    def measured(self, value: Tensor) -> None:
+    def note_shape_read(self, value: Tensor) -> None:
         """Note a doubt where a shape that follows from values of the batch is read."""
         if not self.ragged or value.layout is not torch.strided:
             return
@@ -218,25 +220,25 @@ class Trace(DispatchMode):
             if not own_axis and not may_measure(self, kind, module, name):
                 self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
 
-    def credited(self, tensor: Tensor, layout: Layout, what: str) -> None:
-        """Check a tensor that is about to be split by samples: it must have these rows, and no doubt."""
+    def credited(self, tensor: Tensor, sample_axis: SampleAxis, what: str) -> None:
+        """Check a tensor before it is split by samples: it must have these rows, and no doubt; see `credit`."""
         if self.settled:
             return
         with unseen():
-            check_credited(self, tensor, layout, what)
+            check_credited(self, tensor, sample_axis, what)
 
     def settle(self, losses_B: Tensor, hooked: bool) -> bool:
-        """Find out whether the forward pass proves the backward pass of these losses, which is not followed then."""
+        """True if the forward pass proves the backward pass of these losses, which is then not followed."""
         with unseen():
             self.settled = (
                 self.clean and not (self.doubts or self.ragged or self.meshes or hooked) and is_plain(losses_B)
             )
         return self.settled
 
-    def declare_parts(self, source: Tensor, cuts: Tensor, places_NL: Tensor, real_NL: Tensor) -> Tensor:
-        """Places of parts of a tensor, each of one sample: see `declared.declare_parts`."""
+    def declare_parts(self, source: Tensor, offsets: Tensor, positions_NL: Tensor, real_NL: Tensor) -> Tensor:
+        """Positions of parts of a tensor, each of one sample: see `declared.declare_parts`."""
         with unseen():
-            return declared.declare_parts(self, source, cuts, places_NL, real_NL)
+            return declared.declare_parts(self, source, offsets, positions_NL, real_NL)
 
     def with_rows_of(self, constant: Tensor, other: Tensor, axis: int, *, uniform: bool = True) -> Tensor:
         """A copy of constants with the rows of another tensor: see `declared.with_rows_of`."""
@@ -269,24 +271,24 @@ class Trace(DispatchMode):
         """Note that rows are in an order that depends on several samples from here on."""
         self.shuffled = True
 
-    def hold(self, numbers: Tensor) -> None:
+    def keep_constants(self, numbers: Tensor) -> None:
         """Keep a copy of constants until the write into them is typed."""
-        self.held = numbers
+        self.constants = numbers
 
-    def let_go(self) -> Tensor | None:
-        """Return the numbers that `hold` kept, and forget them."""
-        held, self.held = self.held, None
-        return held
+    def pop_constants(self) -> Tensor | None:
+        """Return the copy of `keep_constants`, and forget it."""
+        constants, self.constants = self.constants, None
+        return constants
 
-    def assigned(self, result: Tensor, rows: Rows) -> bool:
-        """A new tensor that is the same for each sample gets their rows; false if it is not the same."""
+    def assign_rows(self, result: Tensor, rows: Rows) -> bool:
+        """Give a new tensor these rows if it is the same for each; return False if it is not the same."""
         same = self.uniform(result, rows, rows.axis)
         if same and self.type_of(result) is None:
             self.note(part(result), stored(rows, part(result)))
         return same
 
-    def copied(self, leaf: Tensor, axis: int) -> None:
-        """A new tensor has one row for each sample on an axis."""
+    def note_copies(self, leaf: Tensor, axis: int) -> None:
+        """Note that a new tensor has one row for each sample on an axis."""
         own = part(leaf)
         if own.numel():
             self.note(own, stored(Rows(axis, self.num_samples), own))
@@ -329,11 +331,11 @@ class Trace(DispatchMode):
     ) -> Any:  # noqa: ANN401
         if known.exchange and not self.alone:  # engines that compute rows alone check collectives themselves
             check_own(func)
-        held = None
+        constants = None
         self.clean = self.clean and not saving_hooked()
         if known.written:
             refuse_writes(self, known, args, kwargs or {})
-            held = before(self, known, args)
+            constants = copy_before_write(self, known, args)
         if self.recording and known.random:
             self.draws.append(drawn(func, args, kwargs or {}))
         try:
@@ -348,10 +350,10 @@ class Trace(DispatchMode):
             self.draws[-1] = self.draws[-1].of(result)
         if types:  # of tensors that are split over processes, the parts are followed
             note_meshes(func, args, self.meshes)
-            own_args, own_kwargs, own_result, held = parts((args, kwargs or {}, result, held))
-            self._type(known, own_args, own_kwargs, own_result, held, split=True)
+            own_args, own_kwargs, own_result, constants = parts((args, kwargs or {}, result, constants))
+            self._type(known, own_args, own_kwargs, own_result, constants, split=True)
         else:
-            self._type(known, args, kwargs or {}, result, held, split=False)
+            self._type(known, args, kwargs or {}, result, constants, split=False)
         return result
 
     def _type(
@@ -360,7 +362,7 @@ class Trace(DispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,  # noqa: ANN401
-        held: Tensor | None,
+        constants: Tensor | None,
         *,
         split: bool,
     ) -> None:
@@ -372,15 +374,15 @@ class Trace(DispatchMode):
         if coarse is not None:
             self.coarse = self.coarse or coarse
             return
-        self.looked = False
-        call = Call.of(self, known.name, args if held is None else (held, *args[1:]), kwargs, result)
+        self.numbers_read = False
+        call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
         if known.exchange and known.kind is Kind.UNKNOWN:
             type_exchanged(self, known, call)
         elif known.written:
             write(self, known, call, args)
         else:
             type_results(self, known, call)
-            if key is not None and not self.looked:
+            if key is not None and not self.numbers_read:
                 keep(self, key, call.inputs, result)
         if split and not self.alone:
             check_complete(self, known, call)
@@ -405,7 +407,7 @@ class Trace(DispatchMode):
 
 
 def current_trace() -> Trace | None:
-    """The trace around the caller, if there is one."""
+    """The innermost active trace; None if there is none."""
     return next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Trace)), None)
 
 
@@ -422,17 +424,17 @@ def following(trace: Trace, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def backward_pass(trace: Trace, losses_B: Tensor, *, hooked: bool) -> Iterator[None]:
-    """Inside of `following`: the backward pass of these losses; followed only where the forward pass proves nothing."""
+    """Inside of `following`, follow the backward pass of these losses, unless the forward pass proves it."""
     with _pop_mode_temporarily() if trace.settle(losses_B, hooked) else nullcontext():
         yield
 
 
 @contextmanager
-def kept_apart(batch: Batch) -> Iterator[Trace]:
-    """Inside, rows are computed alone; what they leave in memory is not used by others, also of later steps.
+def tracing_rows_alone(batch: Batch) -> Iterator[Trace]:
+    """Inside, trace rows that are computed alone: memory that depends on one row must not be used by another.
 
     Raises:
-        UnsupportedModel: it is.
+        UnsupportedModel: it is used, here or in a later step.
     """
     trace = Trace(1, alone=True, recording=True)
     with following(trace, batch), PythonValues(trace):

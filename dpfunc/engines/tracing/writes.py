@@ -13,14 +13,14 @@ from dpfunc.engines.tracing.call import Call, Type, broadcast, combined, tensors
 from dpfunc.engines.tracing.entries import Constant, Entry, doubted, fits, key_of, part, pieces_of
 from dpfunc.engines.tracing.operations import Kind, Known
 from dpfunc.engines.tracing.results import constant_of, types_of
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, Stored, located, stored
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, located, stored
 from dpfunc.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
 
-def before(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
+def copy_before_write(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
     """Copy a tensor of constants before numbers of the batch are computed into it.
 
     The copy is kept until it is known on which axis the samples are: then it must be the same for each of them.
@@ -32,18 +32,18 @@ def before(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
         return None
     own = part(args[0]).detach()
     numbers = own.new_empty(0).set_(own.untyped_storage().clone())  # type: ignore[no-untyped-call]
-    trace.hold(numbers)
-    held = numbers.as_strided(own.shape, own.stride(), own.storage_offset())
-    trace.note(held, Constant.ANY)
-    return held
+    trace.keep_constants(numbers)
+    constants = numbers.as_strided(own.shape, own.stride(), own.storage_offset())
+    trace.note(constants, Constant.ANY)
+    return constants
 
 
 def _was_uniform(trace: Trace, made: Stored) -> bool:
     """True if each row of this memory was the same before the last write."""
-    held = trace.let_go()
-    if held is None:
+    constants = trace.pop_constants()
+    if constants is None:
         return False
-    numbers = held.view(torch.uint8)[made.base :]
+    numbers = constants.view(torch.uint8)[made.base :]
     if len(numbers) != made.step * made.count:
         return False
     rows = numbers.view(made.count, made.step)
@@ -52,8 +52,8 @@ def _was_uniform(trace: Trace, made: Stored) -> bool:
 
 def refuse_writes(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse writes into the caller's batch, and of values of the batch into memory from outside of the loss."""
-    for place in known.written:
-        given = args[place] if isinstance(place, int) and place < len(args) else kwargs.get(str(place))
+    for argument in known.written:
+        given = args[argument] if isinstance(argument, int) and argument < len(args) else kwargs.get(str(argument))
         for target in tensors_of([given]):
             own = part(target)
             if own.layout is not torch.strided or not own.numel():
@@ -78,7 +78,8 @@ def _refuse_outside(trace: Trace, known: Known, target: Tensor, args: tuple[Any,
 
 
 def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None:
-    targets = [args[place] if isinstance(place, int) else call.kwargs.get(place) for place in known.written]
+    """Store the types of the memory that an operation writes into."""
+    targets = [args[argument] if isinstance(argument, int) else call.kwargs.get(argument) for argument in known.written]
     flat = list(tensors_of(targets))
     if known.kind in (Kind.FILLED, Kind.RANDOM):
         given = [tensor for tensor in call.inputs if not any(tensor is target for target in flat)]
@@ -113,78 +114,80 @@ def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Con
     if trace.alone and isinstance(kind, Rows) and not isinstance(entry, Mixed):
         trace.note(target, stored(kind, target))
         return
-    whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+    covers_all = target.numel() * target.element_size() == target.untyped_storage().nbytes()
     if (isinstance(entry, Stored) and entry.ragged) or (isinstance(entry, Mixed) and entry.shaped):
-        if whole and kind is None:  # its shape still depends on values
+        if covers_all and kind is None:  # its shape still depends on values
             return
-        kind = _shaped_by(trace, target, entry, kind)
+        kind = _type_of_ragged_write(trace, target, entry, kind)
     if kind is None:
-        _overwrite_by_constant(trace, target, entry, known, whole, made)
+        _overwrite_by_constant(trace, target, entry, known, covers_all, made)
     elif isinstance(kind, Mixed):
-        trace.note(target, kind if whole or not isinstance(entry, Stored) else doubted(entry, kind.reason))
+        trace.note(target, kind if covers_all or not isinstance(entry, Stored) else doubted(entry, kind.reason))
     else:
-        trace.note(target, _joined(trace, target, kind, entry, whole))
+        trace.note(target, _entry_after_write(trace, target, kind, entry, covers_all))
 
 
-def _shaped_by(trace: Trace, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
+def _type_of_ragged_write(trace: Trace, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
     """Type of a write into a tensor whose shape depends on values: its own rows, or mixed."""
     if isinstance(kind, Mixed):
         return kind._replace(shaped=True)
-    there = located(entry, target, trace.num_samples) if isinstance(entry, Stored) else None
-    if kind is None or (there is not None and there.axis == kind.axis and rows_module.alike(there, kind)):
+    current = located(entry, target, trace.num_samples) if isinstance(entry, Stored) else None
+    if kind is None or (current is not None and current.axis == kind.axis and rows_module.alike(current, kind)):
         return kind
     return Mixed("a write into a tensor whose shape depends on values of the batch", shaped=True)
 
 
 def _overwrite_by_constant(
-    trace: Trace, target: Tensor, entry: Entry, known: Known, whole: bool, made: Constant
+    trace: Trace, target: Tensor, entry: Entry, known: Known, covers_all: bool, made: Constant
 ) -> None:
     if isinstance(entry, Constant):
         kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, made)
-        trace.note(target, kept if whole else Constant.ANY)
-    elif whole and known.kind in (Kind.FILLED, Kind.RANDOM):
+        trace.note(target, kept if covers_all else Constant.ANY)
+    elif covers_all and known.kind in (Kind.FILLED, Kind.RANDOM):
         trace.note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
     elif isinstance(entry, Stored) and not trace.alone:
-        there = located(entry, target, trace.num_samples)
-        if there is not None and there.doubt:
-            trace.note(target, doubted(entry, there.doubt))
+        current = located(entry, target, trace.num_samples)
+        if current is not None and current.doubt:
+            trace.note(target, doubted(entry, current.doubt))
             return
-        every = there is not None and there.count == entry.count and (there.axis != WHOLE or entry.count == 1)
-        drawn = known.kind is Kind.FILLED or known.kind is Kind.RANDOM or made is not Constant.ANY
-        if not every or there is None or not (drawn or rows_module.uniform(target, there, there.axis)):
-            trace.note(target, doubted(entry, "a write of constants that differ between places in the batch"))
+        every = (
+            current is not None and current.count == entry.count and (current.axis != ONE_SAMPLE or entry.count == 1)
+        )
+        same_for_each = known.kind is Kind.FILLED or known.kind is Kind.RANDOM or made is not Constant.ANY
+        if not every or current is None or not (same_for_each or rows_module.uniform(target, current, current.axis)):
+            trace.note(target, doubted(entry, "a write of constants that differ between positions of the batch"))
 
 
-def _joined(trace: Trace, target: Tensor, kind: Rows, entry: Entry, whole: bool) -> Entry:
+def _entry_after_write(trace: Trace, target: Tensor, kind: Rows, entry: Entry, covers_all: bool) -> Entry:
     """The entry of the memory of a tensor after rows were written into it."""
     if trace.alone:
-        return entry if isinstance(entry, Mixed) else stored(Rows(WHOLE, 1), target)
+        return entry if isinstance(entry, Mixed) else stored(Rows(ONE_SAMPLE, 1), target)
     if isinstance(entry, Mixed):
-        return stored(kind, target) if whole else entry
+        return stored(kind, target) if covers_all else entry
     if isinstance(entry, Constant):
-        made = stored(kind, target) if whole else _beginning(trace, target, kind)
+        made = stored(kind, target) if covers_all else _rows_of_base(trace, target, kind)
         if made is None:
             return Mixed("a write into a part of a tensor")
-        if not whole and entry is not Constant.EQUAL and not _was_uniform(trace, made):
+        if not covers_all and entry is not Constant.EQUAL and not _was_uniform(trace, made):
             return doubted(made, "a write into a tensor whose other values differ between positions")
         return made
-    there = located(entry, target, trace.num_samples)
-    if there is None or there.axis != kind.axis or not rows_module.alike(there, kind):
-        return stored(kind, target) if whole else Mixed("a write over other samples")
+    current = located(entry, target, trace.num_samples)
+    if current is None or current.axis != kind.axis or not rows_module.alike(current, kind):
+        return stored(kind, target) if covers_all else Mixed("a write over other samples")
     return doubted(entry, kind.doubt) if kind.doubt else entry
 
 
-def _beginning(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:
-    """Rows of a whole tensor, from the rows of the first part that is written; None if they do not follow from it."""
-    whole = target._base if target._base is not None else target
-    if kind.axis != WHOLE and kind.ids is None and kind.count == trace.num_samples:
-        return replace(stored(kind, target), base=int(whole.storage_offset()) * whole.element_size())
-    ids = rows_module.spread(kind) if kind.axis != WHOLE else kind.ids
-    for axis, length in enumerate(whole.shape):  # one sample, or some: the axis on which they lie at their places
+def _rows_of_base(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:
+    """Rows of a base tensor, from the rows of the first part that is written; None if they do not follow from it."""
+    base = target._base if target._base is not None else target
+    if kind.axis != ONE_SAMPLE and kind.ids is None and kind.count == trace.num_samples:
+        return replace(stored(kind, target), base=int(base.storage_offset()) * base.element_size())
+    ids = rows_module.samples_by_position(kind) if kind.axis != ONE_SAMPLE else kind.ids
+    for axis, length in enumerate(base.shape):  # one sample, or some: the axis on which they are at their own positions
         if length != trace.num_samples or ids is None:
             continue
-        made = stored(Rows(axis, length, doubt=kind.doubt), whole)
-        there = located(made, target, trace.num_samples)
-        if there is not None and there.axis == kind.axis and rows_module.alike(there, kind):
+        made = stored(Rows(axis, length, doubt=kind.doubt), base)
+        current = located(made, target, trace.num_samples)
+        if current is not None and current.axis == kind.axis and rows_module.alike(current, kind):
             return made
     return None

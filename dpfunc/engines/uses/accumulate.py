@@ -31,7 +31,7 @@ def refuse_escaped(params: Mapping[str, Tensor], grads: Sequence[Tensor | None])
     """Refuse uses of parameters that ordinary autograd would reach: every use must go through a rule.
 
     Raises:
-        UnsupportedModel: some use was not seen.
+        UnsupportedModel: some use has no rule.
     """
     escaped = [name for name, grad in zip(params, grads, strict=True) if grad is not None]
     if escaped:
@@ -96,15 +96,15 @@ def _backwards(
     """Differentiate through the graph that made the value, for all samples at once where torch can batch it."""
     leaves, grads_B = (*params.values(), *sentinels.values()), total.dense().to(derived.tensor.dtype)
 
-    def taken(grad: Tensor, batched: bool) -> Sequence[Tensor | None]:
+    def differentiate(grad: Tensor, batched: bool) -> Sequence[Tensor | None]:
         return torch.autograd.grad(
             derived.tensor, leaves, grad, retain_graph=True, allow_unused=True, is_grads_batched=batched
         )
 
     try:
-        grads = taken(grads_B, True)
+        grads = differentiate(grads_B, True)
     except RuntimeError:  # an operation of a custom autograd.Function that has no batching rule
-        rows = [taken(grad, False) for grad in grads_B.unbind(0)]
+        rows = [differentiate(grad, False) for grad in grads_B.unbind(0)]
         grads = [None if any(g is None for g in each) else torch.stack(each) for each in zip(*rows, strict=True)]
     refuse_escaped(sentinels, grads[len(params) :])
     return {name: Dense(grad) for name, grad in zip(params, grads, strict=False) if grad is not None}

@@ -1,4 +1,4 @@
-"""Autograd functions that let an output pass and catch its gradient."""
+"""Autograd function that returns an output unchanged and catches its gradient."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.autograd.function import FunctionCtx
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.uses.tensor_parallel import placed, wanted_of, whole_of
+from dpfunc.engines.uses.tensor_parallel import full_tensor_of, gradient_placements, local_part
 
 Catch = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor | None, ...]]
 """(gradient of the output, saved tensors) -> gradients of the leaves."""
 
 
 class GradientTap(torch.autograd.Function):
-    """The output itself; in the backward pass its gradient goes on, and to the leaves what `catch` makes of it.
+    """Identity; in the backward pass `catch` makes the gradients of the leaves from that of the output.
 
-    The leaves are tensors without memory, whose gradients are asked for: so nothing is done by side effects, and what
-    must be saved is saved by autograd, which gradient checkpointing relies on.
+    The leaves are tensors without memory, whose gradients are requested: so there are no side effects, and autograd
+    itself saves the saved tensors, which gradient checkpointing relies on.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class GradientTap(torch.autograd.Function):
         num_saved: int,
         *tensors: Tensor,
     ) -> Tensor:
-        """Tensors: those to save, then the leaves."""
+        """Return the output; `tensors` are those to save, then the leaves."""
         ctx.catch, ctx.num_saved, ctx.num_leaves = catch, num_saved, len(tensors) - num_saved
         ctx.save_for_backward(*tensors[:num_saved])
         if torch.compiler.is_compiling():
@@ -46,7 +46,7 @@ class GradientTap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient goes on as it is."""
+        """Return the gradient unchanged for the output, and the caught ones for the leaves."""
         caught = ctx.catch(grad, ctx.saved_tensors)  # type: ignore[attr-defined]
         return (grad, None, None, *(None for _ in range(ctx.num_saved)), *caught)  # type: ignore[attr-defined]
 
@@ -54,7 +54,7 @@ class GradientTap(torch.autograd.Function):
 def tapped(output: Tensor, catch: Catch, saved: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
     """An output whose gradient is caught; of one that is split over ranks, this rank's part as a plain tensor."""
     if is_dtensor(output):
-        catch = partial(_caught_here, catch, wanted_of(output))
+        catch = partial(_caught_local, catch, gradient_placements(output))
     result: Tensor = GradientTap.apply(output, catch, len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
     return result
 
@@ -62,19 +62,19 @@ def tapped(output: Tensor, catch: Catch, saved: Sequence[Tensor], leaves: Sequen
 def watched(output: Tensor, catch: Catch, leaves: Sequence[Tensor]) -> Tensor:
     """An output whose gradient is caught, all of it on every rank."""
     if is_dtensor(output):
-        catch = partial(_caught_whole, catch)
+        catch = partial(_caught_full, catch)
     result: Tensor = GradientTap.apply(output, catch, 0, *leaves)  # type: ignore[no-untyped-call]
     return result
 
 
-def _caught_here(
+def _caught_local(
     catch: Catch, placements: tuple[Any, ...], grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    return catch(placed(grad, placements), saved)
+    return catch(local_part(grad, placements), saved)
 
 
-def _caught_whole(catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    return catch(whole_of(grad), saved)
+def _caught_full(catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return catch(full_tensor_of(grad), saved)
 
 
 def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -84,10 +84,10 @@ def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def catch_any(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A number that is there if any gradient is."""
+    """Catch a number that exists if any gradient does."""
     return (grad.detach().abs().sum().reshape(()),)
 
 
 def pass_gradient(grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Catches the gradient of the output itself."""
+    """Catch the gradient of the output itself."""
     return (grad,)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfunc.types import Params
 
 
-class ParameterSource(Protocol):
+class _ParameterSource(Protocol):
     """Source of the tensors that a module computes with."""
 
     def leaves(self, params: Params) -> Mapping[str, Tensor]:
@@ -24,26 +24,26 @@ class ParameterSource(Protocol):
         ...
 
 
-_standing: ContextVar[ParameterSource | None] = ContextVar("dpfunc_standing", default=None)
+_source: ContextVar[_ParameterSource | None] = ContextVar("dpfunc_parameter_source", default=None)
 
 
 @contextmanager
-def using_source(standing: ParameterSource) -> Iterator[None]:
-    """Inside, the tensors of a module stand for parameters."""
-    token = _standing.set(standing)
+def using_source(source: _ParameterSource) -> Iterator[None]:
+    """Inside, the tensors of a module are used in place of parameters."""
+    token = _source.set(source)
     try:
         yield
     finally:
-        _standing.reset(token)
+        _source.reset(token)
 
 
 def has_parameter_source() -> bool:
-    """True if the tensors of a module stand for parameters.
+    """True if the tensors of a module are used in place of parameters.
 
     >>> has_parameter_source()
     False
     """
-    return _standing.get() is not None
+    return _source.get() is not None
 
 
 def leaves_of(params: Params) -> dict[str, Tensor]:
@@ -53,13 +53,13 @@ def leaves_of(params: Params) -> dict[str, Tensor]:
     >>> leaves_of({"w": torch.ones(1)})["w"].requires_grad
     True
     """
-    standing = _standing.get()
-    if standing is not None:
-        return dict(standing.leaves(params))
+    source = _source.get()
+    if source is not None:
+        return dict(source.leaves(params))
     return {name: param.detach().requires_grad_() for name, param in params.items()}
 
 
 def reduced(name: str, total: Tensor) -> Tensor:
     """Part of a weighted sum that this process keeps; by default all of it."""
-    standing = _standing.get()
-    return total if standing is None else standing.reduced(name, total)
+    source = _source.get()
+    return total if source is None else source.reduced(name, total)

@@ -1,8 +1,8 @@
-"""Parameters that are parts of a whole (DTensor): which part is here, and what a gradient must look like to fit it.
+"""Parameters that are DTensors: the part on this rank, and the placements that its gradient needs.
 
 Tensor parallel layers run as torch runs them. Where a rule takes a layer's input and the gradient of its output, it
-gets this rank's parts as plain tensors: a column-parallel matrix (its rows are split) sees the whole input and its part
-of the gradient, a row-parallel one (its columns are split) its part of the input and the whole gradient.
+gets this rank's parts as plain tensors: a column-parallel matrix (its rows are split) sees the full input and its part
+of the gradient, a row-parallel one (its columns are split) its part of the input and the full gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpfunc.errors import UnsupportedModel
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-ADVICE = (
+_ADVICE = (
     "Train linear layers that parallelize_module has split with ColwiseParallel or RowwiseParallel, and plain "
     "parameters that see whole activations; leave this one out, or do not split it."
 )
@@ -35,7 +35,7 @@ def is_sharded(param: Tensor) -> bool:
     return is_dtensor(param) and any(not placement.is_replicate() for placement in param.placements)
 
 
-def whole_of(tensor: Tensor) -> Tensor:
+def full_tensor_of(tensor: Tensor) -> Tensor:
     """Collect all of a tensor on every rank; a plain tensor is returned itself. Communicates."""
     if not is_dtensor(tensor):
         return tensor
@@ -47,11 +47,11 @@ def local_like(tensor: Tensor, param: Tensor) -> Tensor:
     """The part of a gradient of `param` that this rank holds of `param`. May communicate."""
     if not is_dtensor(tensor):
         return tensor
-    return placed(tensor, param.placements if is_dtensor(param) else ())
+    return local_part(tensor, param.placements if is_dtensor(param) else ())
 
 
-def cut(full: Tensor, param: Tensor) -> Tensor:
-    """Cut a tensor that every rank holds whole into parts like those of `param`. Does not communicate."""
+def shard_like(full: Tensor, param: Tensor) -> Tensor:
+    """Shard a tensor that every rank holds in full like `param`. Does not communicate."""
     if not is_dtensor(param):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -59,7 +59,7 @@ def cut(full: Tensor, param: Tensor) -> Tensor:
     return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def placed(tensor: Tensor, placements: Sequence[Any]) -> Tensor:
+def local_part(tensor: Tensor, placements: Sequence[Any]) -> Tensor:
     """This rank's part of a tensor with these placements."""
     if not is_dtensor(tensor):
         return tensor
@@ -69,8 +69,8 @@ def placed(tensor: Tensor, placements: Sequence[Any]) -> Tensor:
         return waited(tensor.to_local())
 
 
-def wanted_of(output: DTensor) -> tuple[Any, ...]:
-    """Placements for the gradient of a result: those of the result; whole where it is a sum over ranks."""
+def gradient_placements(output: DTensor) -> tuple[Any, ...]:
+    """Placements for the gradient of a result: those of the result; replicated where it is a sum over ranks."""
     from torch.distributed.tensor import Replicate
 
     return tuple(Replicate() if placement.is_partial() else placement for placement in output.placements)
@@ -83,7 +83,7 @@ def check_use(func: object, name: str, bound: Mapping[str, Any], wanted: Mapping
         func, name: the operation. bound: its arguments. wanted: argument -> parameter. output: its result.
 
     Raises:
-        UnsupportedModel: they do not; it names the parameter, the operation, and how its tensors lie.
+        UnsupportedModel: they do not; it names the parameter, the operation, and the placements of its tensors.
     """
     tensors = {argument: value for argument, value in bound.items() if isinstance(value, Tensor)}
     if not is_dtensor(output) and not any(is_dtensor(value) for value in tensors.values()):
@@ -97,7 +97,7 @@ def check_use(func: object, name: str, bound: Mapping[str, Any], wanted: Mapping
 
 
 def _local_linear(here: Mapping[str, Any], out: Any, tensors: Mapping[str, Tensor], output: Tensor) -> bool:  # noqa: ANN401
-    """One dimension of the mesh: split by rows, by columns, or not at all."""
+    """True if, on one dimension of the mesh, a linear layer is split by rows, by columns, or not at all."""
     weight, input, bias = here["weight"], here["input"], here.get("bias")
     if weight.is_shard(0):
         return bool(input.is_replicate() and out.is_shard(output.ndim - 1) and (bias is None or bias.is_shard(0)))
@@ -112,18 +112,19 @@ def _local_linear(here: Mapping[str, Any], out: Any, tensors: Mapping[str, Tenso
 def unsupported(
     name: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, str], output: object = None
 ) -> UnsupportedModel:
-    """An error that names the parameter, the operation and how its tensors lie."""
+    """An error that names the parameter, the operation and the placements of its tensors."""
     names = ", ".join(f"{wanted[argument]!r}" for argument in tensors if argument in wanted)
-    lies = ", ".join(f"{argument} {_lies(tensor)}" for argument, tensor in tensors.items())
-    result = f", result {_lies(output)}" if isinstance(output, Tensor) else ""
+    placements = ", ".join(f"{argument} {_placement_of(tensor)}" for argument, tensor in tensors.items())
+    result = f", result {_placement_of(output)}" if isinstance(output, Tensor) else ""
     return UnsupportedModel(
-        f"{name} of parameter {names} over several ranks has no rule for how its tensors lie: {lies}{result}. {ADVICE}"
+        f"{name} of parameter {names} over several ranks has no rule for these placements: {placements}{result}. "
+        f"{_ADVICE}"
     )
 
 
-def _lies(tensor: Tensor) -> str:
+def _placement_of(tensor: Tensor) -> str:
     if not is_dtensor(tensor):
         return f"{tuple(tensor.shape)} plain"
     axes = tensor.device_mesh.mesh_dim_names or range(tensor.device_mesh.ndim)
-    said = ", ".join(f"{axis}: {placement}" for axis, placement in zip(axes, tensor.placements, strict=True))
-    return f"{tuple(tensor.shape)} {{{said}}}"
+    by_axis = ", ".join(f"{axis}: {placement}" for axis, placement in zip(axes, tensor.placements, strict=True))
+    return f"{tuple(tensor.shape)} {{{by_axis}}}"

@@ -1,4 +1,4 @@
-"""Tables of torch functions that a tracker treats apart: those that read, check, convert, transpose, write in place."""
+"""Tables of torch functions with special treatment in a tracker: they read, check, convert, transpose or write."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ RESHAPING = frozenset(
     if hasattr(owner, name)
 )
 # `x + b`, `b + x`, `x += b` and `torch.add` are one kind: compiled code calls them by other names.
-KINDS = {
+_KINDS = {
     form.format(kind): kind
     for kind in ("add", "sub", "mul", "truediv", "matmul")
     for form in ("__{}__", "__r{}__", "__i{}__", "{}_")
 }
-IN_PLACE = (
-    frozenset(name for name in dir(Tensor) if name in KINDS or (name.endswith("_") and not name.endswith("__")))
+_IN_PLACE = (
+    frozenset(name for name in dir(Tensor) if name in _KINDS or (name.endswith("_") and not name.endswith("__")))
     - frozenset(f"__{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
     - frozenset(f"__r{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
     - {"requires_grad_"}
@@ -65,9 +65,9 @@ def name_of(func: Callable[..., Any]) -> str:
 def kind_of(func: Callable[..., Any]) -> str:
     """Name of an operation, the same for all forms in which it can be called."""
     name = name_of(func)
-    return KINDS.get(name, name)
+    return _KINDS.get(name, name)
 
 
 def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """True if a function writes into its first argument."""
-    return name_of(func) in IN_PLACE or kwargs.get("inplace") is True or func is Tensor.__setitem__
+    return name_of(func) in _IN_PLACE or kwargs.get("inplace") is True or func is Tensor.__setitem__

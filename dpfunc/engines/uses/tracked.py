@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.torch_functions import name_of
 from dpfunc.errors import UnsupportedModel
 
@@ -39,8 +39,8 @@ class Recorder(Protocol):
         """Note a use by a rule; return the output that the model goes on with."""
         ...
 
-    def copies(self, tracked: Tracked, copies: Tensor, layout: Layout) -> None:
-        """Note a leaf that holds a private copy of a parameter for each sample, on the axis of a layout."""
+    def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
+        """Note a leaf that holds a private copy of a parameter for each sample, on a sample axis."""
         ...
 
     def derived(self, sources: Sequence[Tracked]) -> None:

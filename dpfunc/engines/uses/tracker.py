@@ -3,7 +3,7 @@
 Nothing is patched: a TorchFunctionMode is active inside the call. Parameters are found by identity. A value that is
 computed from parameters alone (a transposed weight, a table of positions) is tracked like a parameter; its per-sample
 gradients go back through ordinary autograd at the end. A use that no rule sees would reach the parameter through
-autograd, which is checked: nothing is silently left out.
+autograd, which is checked: no use is left out without an error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.overrides import TorchFunctionMode
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc._utils.validation import shorten
 from dpfunc.engines.rules import COMPOSITES, EXPANDING, JOINING, LIKE_FIRST, POINTWISE, RULES
-from dpfunc.engines.rules.composite import opened
+from dpfunc.engines.rules.composite import without_dispatch
 from dpfunc.engines.rules.pointwise import copies_for
 from dpfunc.engines.rules.recurrent import PADDING
 from dpfunc.engines.rules.table import Rule, Use
-from dpfunc.engines.tracing.places import Key, Places, Unplaced
 from dpfunc.engines.tracing.python_values import SIZES
+from dpfunc.engines.tracing.sample_axis_discovery import Key, NoSampleAxis, SampleAxes
 from dpfunc.engines.uses.gradient_taps import catch_any, leaf, watched
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tensor_parallel import check_use, unsupported
 from dpfunc.engines.uses.torch_functions import (
     CHECKING,
@@ -50,7 +50,7 @@ class Tracker(TorchFunctionMode):
     """Mode that tracks parameters. Used once, for one forward and backward pass.
 
     Args:
-        params: leaves that require gradients. num_samples: B. places: finds where the samples are in a result.
+        params: leaves that require gradients. num_samples: B. sample_axes: finds the sample axis of a result.
         tracked: identity -> parameters and derived values.
         sentinels: leaves under results that no loss should depend on. hidden: a parameter was used under no_grad.
         hooked: something was put into the backward pass, or could have been.
@@ -58,7 +58,7 @@ class Tracker(TorchFunctionMode):
 
     params: Mapping[str, Tensor]
     num_samples: int
-    places: Places
+    sample_axes: SampleAxes
     recorder: Recorder
     tracked: dict[int, Tracked] = field(default_factory=dict)
     sentinels: dict[str, Tensor] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Tracker(TorchFunctionMode):
             self.hooked = True
             return self._nested(func, args, kwargs)
         if func in WATCHED:
-            return self._watched(func, args, kwargs)
+            return self._read_or_check(func, args, kwargs)
         if func in PADDING and not torch.compiler.is_compiling():  # takes no parameter, and copies slices
             with self:
                 return PADDING[func](*args, **kwargs)
@@ -96,8 +96,8 @@ class Tracker(TorchFunctionMode):
             args = (args[0], args[1].device, args[1].dtype, *args[2:])
             func = Tensor.to
         if func in RULES or func in POINTWISE:
-            self._find_unseen(args)
-        if not self._concerned(args) and not (kwargs and self._concerned(kwargs.values())):
+            self._track_untracked(args)
+        if not self._has_tracked(args) and not (kwargs and self._has_tracked(kwargs.values())):
             return func(*args, **kwargs)
         tensors = tensors_in((*args, *kwargs.values()))
         found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
@@ -106,9 +106,9 @@ class Tracker(TorchFunctionMode):
                 f"The loss puts a hook on {shorten([found[0].name])}, or on a value computed from it, which would not "
                 'see per-sample gradients. Change the loss instead of the gradient, or use engine="loop".'
             )
-        if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and fills(*args):
+        if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and _fills(*args):
             with self:  # the values are the same wherever the mask is true
-                return args[0].copy_(torch.where(expanded_mask(*args[:2]), args[2], args[0]))
+                return args[0].copy_(torch.where(_expanded_mask(*args[:2]), args[2], args[0]))
         if (
             writes(func, kwargs)
             and args
@@ -126,8 +126,8 @@ class Tracker(TorchFunctionMode):
             return self._derive(func, args, kwargs, found)
         return self._use(func, args, kwargs, tensors, found)
 
-    def _find_unseen(self, values: Iterable[Any]) -> None:
-        """Track values of parameters that no torch function shows: of a custom Function, or written into zeros."""
+    def _track_untracked(self, values: Iterable[Any]) -> None:
+        """Track values of parameters that no torch function made: by a custom Function, or written into zeros."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         for value in values:
@@ -137,7 +137,7 @@ class Tracker(TorchFunctionMode):
                 and not value.is_leaf
                 and id(value) not in self.tracked
             )
-            if custom and self.places.constant(value):
+            if custom and self.sample_axes.constant(value):
                 self.tracked[id(value)] = Tracked("a value of parameters", value)
 
     def _nested(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
@@ -149,18 +149,18 @@ class Tracker(TorchFunctionMode):
                 "torch.func.grad."
             )
         with self:  # checkpointing repeats uses inside of it
-            return opened(func)(*args, **kwargs)
+            return without_dispatch(func)(*args, **kwargs)
 
-    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    def _read_or_check(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Functions that give numbers of tensors to Python, or check them, without an operation that shows it."""
         if func in CHECKING:
-            with self.places.trusting(func, args, kwargs):
+            with self.sample_axes.ignoring_reads(func, args, kwargs):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if func in SIZES:
-            self.places.measured(args[0])
+            self.sample_axes.note_shape_read(args[0])
         else:
-            self.places.taken(name_of(func), args[0], result)
+            self.sample_axes.note_read(name_of(func), args[0], result)
         return result
 
     def _may_write(
@@ -170,7 +170,7 @@ class Tracker(TorchFunctionMode):
         own = self.tracked[id(target)]
         return target.requires_grad and not target.is_leaf and not own.used and len(found) == len(tensors)
 
-    def _concerned(self, values: Iterable[Any]) -> bool:  # the hot path: called for every torch function
+    def _has_tracked(self, values: Iterable[Any]) -> bool:  # the hot path: called for every torch function
         tracked = self.tracked
         for value in values:
             if id(value) in tracked:
@@ -212,8 +212,8 @@ class Tracker(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         key = (found[0].name, kind_of(func), tuple(tensor.ndim for tensor in tensors))
         others = [tensor for tensor in tensors if id(tensor) not in self.tracked]
-        guess: Layout | None = None
-        if func not in EXPANDING and self.places.shared(key, others):
+        guess: SampleAxis | None = None
+        if func not in EXPANDING and self.sample_axes.shared(key, others):
             private = any(tensor.requires_grad for tensor in others)
             guess = self._guess(func, args, kwargs, found, key, private)
             if guess is None and private:
@@ -222,16 +222,16 @@ class Tracker(TorchFunctionMode):
                 return self._derive(func, args, kwargs, found)
         try:
             result = self._by_rule(func, args, kwargs, tensors, found, key, guess)
-            if guess is not None and not self.places.assigned(result, guess):
+            if guess is not None and not self.sample_axes.assign_rows(result, guess):
                 raise no_rule(func, tensors, found)
             return result
         except UnsupportedModel:
             if guess is None or any(tensor.requires_grad for tensor in others):
                 raise
             return self._derive(func, args, kwargs, found)
-        except Unplaced:
-            plain = self._plainly(func, args, kwargs)
-            if self.places.constant(plain):  # a part of a table, at a number that Python was given
+        except NoSampleAxis:
+            plain = self._run_detached(func, args, kwargs)
+            if self.sample_axes.constant(plain):  # a part of a table, at a number that Python was given
                 return self._derive(func, args, kwargs, found)
             sentinel = leaf((), found[0].tensor.dtype, found[0].tensor.device)
             sentinel = self.sentinels.setdefault(f"{found[0].name} (in {name_of(func)})", sentinel)
@@ -245,12 +245,12 @@ class Tracker(TorchFunctionMode):
         found: Sequence[Tracked],
         key: Key,
         private: bool,
-    ) -> Layout | None:
-        """Layout of samples to assume in the result of a use that depends on no sample."""
+    ) -> SampleAxis | None:
+        """Sample axis to assume in the result of a use that depends on no sample."""
         if func not in RULES and func not in POINTWISE and func not in LIKE_FIRST:
             return None
         if func in RULES:
-            result = self._plainly(func, args, kwargs)
+            result = self._run_detached(func, args, kwargs)
             after = tuple(result.shape) if isinstance(result, Tensor) else ()
             before: tuple[int, ...] = ()
         else:
@@ -258,7 +258,7 @@ class Tracker(TorchFunctionMode):
             shapes = [tuple(tracked.tensor.shape) for tracked in found]
             longest = max(len(shape) for shape in shapes)  # dynamo does not know max(..., key=len)
             before = next(shape for shape in shapes if len(shape) == longest)
-        return self.places.guessed(key, before, after, private)
+        return self.sample_axes.guessed(key, before, after, private)
 
     def _by_rule(
         self,
@@ -268,7 +268,7 @@ class Tracker(TorchFunctionMode):
         tensors: Sequence[Tensor],
         found: Sequence[Tracked],
         key: Key,
-        guess: Layout | None,
+        guess: SampleAxis | None,
     ) -> Any:  # noqa: ANN401
         for tracked in found:
             tracked.used.append(version(tracked.tensor))
@@ -280,21 +280,23 @@ class Tracker(TorchFunctionMode):
         return self._rule(RULES[func], func, args, kwargs, found, key, guess)
 
     def _of_one(self, key: Key, tensors: Sequence[Tensor]) -> bool:
-        """True if what is beside parameters belongs to one sample."""
+        """True if all tensors but the parameters belong to one sample."""
         others = [tensor for tensor in tensors if id(tensor) not in self.tracked]
-        layout = None if torch.compiler.is_compiling() else self.places.broadcast(key, others, tensors[0].ndim)
-        return layout is not None and layout.alone()
+        sample_axis = (
+            None if torch.compiler.is_compiling() else self.sample_axes.broadcast(key, others, tensors[0].ndim)
+        )
+        return sample_axis is not None and sample_axis.is_one_sample()
 
-    def _replaced(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
+    def _detached(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
         if isinstance(value, Tensor) and id(value) in self.tracked:
             return value.detach() if by is None else by[id(value)]
         if isinstance(value, (list, tuple)):
-            return type(value)(self._replaced(item, by) for item in value)
+            return type(value)(self._detached(item, by) for item in value)
         return value
 
-    def _plainly(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def _run_detached(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         result: Tensor = func(
-            *(self._replaced(value) for value in args), **{name: self._replaced(v) for name, v in kwargs.items()}
+            *(self._detached(value) for value in args), **{name: self._detached(v) for name, v in kwargs.items()}
         )
         return result
 
@@ -305,34 +307,34 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
         key: Key,
-        guess: Layout | None,
+        guess: SampleAxis | None,
     ) -> Tensor:
         if any(is_dtensor(tracked.tensor) for tracked in found):
             raise unsupported(name_of(func), {f.name: f.tensor for f in found}, {f.name: f.name for f in found})
         output = self._shape(func, args, kwargs)
-        layout = guess or self._layout(func, args, kwargs, found, key, output)
-        if layout is None:
+        sample_axis = guess or self._sample_axis(func, args, kwargs, found, key, output)
+        if sample_axis is None:
             return self._derive(func, args, kwargs, found)  # type: ignore[no-any-return]
         by: dict[int, Tensor] = {}
         for tracked in found:
             leaf, aligned, axis = copies_for(
-                tracked.name, name_of(func), tracked.tensor, output, layout, self.num_samples
+                tracked.name, name_of(func), tracked.tensor, output, sample_axis, self.num_samples
             )
             if func in EXPANDING and not torch.compiler.is_compiling():
                 leaf = leaf.detach().contiguous().requires_grad_()  # memory of its own, which the trace can follow
-                self.places.copied(leaf, axis)
-                aligned = layout.each(leaf, self.num_samples)
-            of_one = layout.ids if layout.alone() else None
-            self.recorder.copies(tracked, leaf, Layout(axis, ids=of_one, guess=layout.guess))
+                self.sample_axes.note_copies(leaf, axis)
+                aligned = sample_axis.expand_copies(leaf, self.num_samples)
+            of_one = sample_axis.ids if sample_axis.is_one_sample() else None
+            self.recorder.copies(tracked, leaf, SampleAxis(axis, ids=of_one, guess=sample_axis.guess))
             by[id(tracked.tensor)] = aligned
         if func in EXPANDING:
             return by[id(found[0].tensor)].expand(output)
         result: Tensor = func(
-            *(self._replaced(v, by) for v in args), **{name: self._replaced(v, by) for name, v in kwargs.items()}
+            *(self._detached(v, by) for v in args), **{name: self._detached(v, by) for name, v in kwargs.items()}
         )
         return result
 
-    def _layout(
+    def _sample_axis(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -340,13 +342,13 @@ class Tracker(TorchFunctionMode):
         found: Sequence[Tracked],
         key: Key,
         output: torch.Size,
-    ) -> Layout | None:
-        """Layout of samples in the result of an operation that broadcasts; None if it has none."""
+    ) -> SampleAxis | None:
+        """Sample axis in the result of an operation that broadcasts; None if it has none."""
         if func in EXPANDING:
-            return self.places.expanded(key, tuple(found[0].tensor.shape), tuple(output))
+            return self.sample_axes.expanded(key, tuple(found[0].tensor.shape), tuple(output))
         values = args[:1] if func in LIKE_FIRST else (*args, *kwargs.values())
         others = [tensor for tensor in tensors_in(values) if id(tensor) not in self.tracked]
-        return self.places.broadcast(key, others, len(output))
+        return self.sample_axes.broadcast(key, others, len(output))
 
     def _shape(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Size:
         if func in EXPANDING:
@@ -367,7 +369,7 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         found: Sequence[Tracked],
         key: Key,
-        guess: Layout | None,
+        guess: SampleAxis | None,
     ) -> Tensor:
         bound = rule.bind(args, kwargs)
         wanted = {
@@ -379,23 +381,25 @@ class Tracker(TorchFunctionMode):
         usable = all(isinstance(bound[name], Tensor) or bound[name] is None for name in needed)
         if not usable or len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
             raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
-        output = self._plainly(func, args, kwargs)
+        output = self._run_detached(func, args, kwargs)
         check_use(func, name_of(func), bound, wanted, output)
         shapes = {argument: local(bound[argument]).shape for argument in wanted}
         targets = {argument: id(bound[argument]) for argument in wanted}
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
-        layout = guess or self.places.of(key, output)
-        use = Use(rule, name_of(func), self.num_samples, wanted, targets, shapes, layout, options, local(output).shape)
+        sample_axis = guess or self.sample_axes.of(key, output)
+        use = Use(
+            rule, name_of(func), self.num_samples, wanted, targets, shapes, sample_axis, options, local(output).shape
+        )
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
         return self.recorder.use(use, output, tensors)
 
 
-def fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
-    """True if `target[index] = value` fills the places of a mask with one slice."""
+def _fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
+    """True if `target[index] = value` fills the positions of a mask with one slice."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
     return is_mask and target.requires_grad and value.ndim <= target.ndim - index.ndim
 
 
-def expanded_mask(target: Tensor, mask: Tensor) -> Tensor:
+def _expanded_mask(target: Tensor, mask: Tensor) -> Tensor:
     """A mask of the leading axes, beside all axes."""
     return mask.reshape(*mask.shape, *[1] * (target.ndim - mask.ndim))

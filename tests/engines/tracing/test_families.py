@@ -168,19 +168,21 @@ TABLE = [
 def test_rows_of_an_operation(line):
     name, function, inputs, axis = line
     words = inputs.split()
-    places = [word.find("B") for word in words]
+    positions = [word.find("B") for word in words]
     generator = torch.Generator().manual_seed(0)
     shapes = [["B", *word.replace("B", "")] if "B" in word else list(word) for word in words]
     tensors = [torch.randn([SIZES[k] for k in shape], generator=generator, dtype=torch.float64) for shape in shapes]
-    batch = tuple(tensor for tensor, place in zip(tensors, places, strict=True) if place >= 0)
-    constants = [tensor for tensor, place in zip(tensors, places, strict=True) if place < 0]
+    batch = tuple(tensor for tensor, position in zip(tensors, positions, strict=True) if position >= 0)
+    constants = [tensor for tensor, position in zip(tensors, positions, strict=True) if position < 0]
     order, seen = [], [0, len(batch)]
-    for place in places:
-        order.append(seen[place < 0])
-        seen[place < 0] += 1
+    for position in positions:
+        order.append(seen[position < 0])
+        seen[position < 0] += 1
 
     def operation(*given):
-        return function(*(t.movedim(0, place) if place >= 0 else t for t, place in zip(given, places, strict=True)))
+        return function(
+            *(t.movedim(0, position) if position >= 0 else t for t, position in zip(given, positions, strict=True))
+        )
 
     program = Program(constants, [Step(name, operation, tuple(order))])
     with quiet():
@@ -246,11 +248,11 @@ def test_names_are_those_of_operations():
     assert len(TABLE) >= 120
 
 
-PLACES = torch.tensor([[0, 1, 2], [1, 0, 2]])
+POSITIONS = torch.tensor([[0, 1, 2], [1, 0, 2]])
 
 
-def made_sparse(places, values):
-    return torch.sparse_coo_tensor(places, values, (3, 3), check_invariants=False)
+def made_sparse(positions, values):
+    return torch.sparse_coo_tensor(positions, values, (3, 3), check_invariants=False)
 
 
 def changed_in_place(sparse, b):
@@ -259,15 +261,15 @@ def changed_in_place(sparse, b):
 
 
 SPARSE = {
-    "numbers": lambda fixed, b: made_sparse(PLACES, b["x"][0]),
-    "places": lambda fixed, b: made_sparse((b["x"][:2] > 0).long(), fixed.clone()),
-    "places of another type": lambda fixed, b: made_sparse((b["x"][:2] > 0).int(), fixed.clone()),
+    "numbers": lambda fixed, b: made_sparse(POSITIONS, b["x"][0]),
+    "positions": lambda fixed, b: made_sparse((b["x"][:2] > 0).long(), fixed.clone()),
+    "positions of another type": lambda fixed, b: made_sparse((b["x"][:2] > 0).int(), fixed.clone()),
     "all": lambda fixed, b: b["x"][:3].to_sparse(),
-    "rows chosen": lambda fixed, b: made_sparse(PLACES, fixed.clone()).index_select(0, b["x"][:3, 0].argsort()),
-    "a factor": lambda fixed, b: made_sparse(PLACES, fixed.clone()) * b["x"][0, 0],
-    "a factor in place": lambda fixed, b: made_sparse(PLACES, fixed.clone()).mul_(b["x"][0, 0]),
-    "its numbers in place": lambda fixed, b: changed_in_place(made_sparse(PLACES, fixed.clone()), b),
-    "a sum in place": lambda fixed, b: made_sparse(PLACES, fixed.clone()).add_(b["x"][:3].to_sparse()),
+    "rows chosen": lambda fixed, b: made_sparse(POSITIONS, fixed.clone()).index_select(0, b["x"][:3, 0].argsort()),
+    "a factor": lambda fixed, b: made_sparse(POSITIONS, fixed.clone()) * b["x"][0, 0],
+    "a factor in place": lambda fixed, b: made_sparse(POSITIONS, fixed.clone()).mul_(b["x"][0, 0]),
+    "its numbers in place": lambda fixed, b: changed_in_place(made_sparse(POSITIONS, fixed.clone()), b),
+    "a sum in place": lambda fixed, b: made_sparse(POSITIONS, fixed.clone()).add_(b["x"][:3].to_sparse()),
 }
 
 
@@ -290,7 +292,7 @@ def test_sparse_tensors_of_parameters_are_constants():
     """Also where they are trained."""
 
     def loss_fn(p, b):
-        return (b["x"] @ (p["w"] + made_sparse(PLACES, p["v"] * 2)).T).square().sum(1)
+        return (b["x"] @ (p["w"] + made_sparse(POSITIONS, p["v"] * 2)).T).square().sum(1)
 
     batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
     params = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(1)), "v": torch.ones(3)}

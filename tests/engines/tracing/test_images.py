@@ -33,10 +33,10 @@ def model():
 
 
 def images(grids, per_sample=1):
-    """Texts that end in padding, with images of 16 patches at different places."""
+    """Texts that end in padding, with images of 16 patches at different positions."""
     generator = torch.Generator().manual_seed(1)
-    count, places = len(grids) // per_sample, 4 * per_sample
-    ids = torch.randint(0, IMAGE, (count, LENGTH + places), generator=generator)
+    count, positions = len(grids) // per_sample, 4 * per_sample
+    ids = torch.randint(0, IMAGE, (count, LENGTH + positions), generator=generator)
     ids[:, 1:5] = IMAGE
     if per_sample == 2:
         ids[:, 6:10] = IMAGE
@@ -133,12 +133,12 @@ def by_window(values, grid):
 
 
 def by_table(values, grid):
-    places, weights = vision_utils.get_vision_interpolation_indices_and_weights(grid, 3, "bicubic")
-    return values * (torch.arange(9.0)[places] * weights).sum(1)
+    positions, weights = vision_utils.get_vision_interpolation_indices_and_weights(grid, 3, "bicubic")
+    return values * (torch.arange(9.0)[positions] * weights).sum(1)
 
 
 @pytest.mark.parametrize("use", [by_lengths, by_position, by_window, by_table])
-def test_places_of_images(use):
+def test_positions_of_images(use):
     loss_fn, params = small(use)
     doubts, difference = compared(loss_fn, params, images(SAME))
     assert doubts == ()
@@ -266,8 +266,8 @@ def test_a_trained_table_of_positions_is_read_between_its_entries(mode):
 
     def loss_fn(params, batch):
         table = params["table"].view(3, 3, 4).permute(2, 0, 1).unsqueeze(0)
-        places = batch["pixels"].reshape(1, -1, 1, 2).tanh()
-        read = F.grid_sample(table, places, mode=mode, align_corners=False, padding_mode="border")
+        positions = batch["pixels"].reshape(1, -1, 1, 2).tanh()
+        read = F.grid_sample(table, positions, mode=mode, align_corners=False, padding_mode="border")
         values = read.squeeze(0).squeeze(-1).T
         return values.reshape(len(batch["ids"]), -1).square().sum(1)
 

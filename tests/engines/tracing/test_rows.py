@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc.engines.tracing.rows import WHOLE, Rows, located, spread, stored
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Rows, located, samples_by_position, stored
 
 
 def owner(rng):
@@ -21,7 +21,7 @@ def owner(rng):
     rng.shuffle(order)  # dense in any order of axes
     tensor = torch.zeros([shape[k] for k in order]).permute(sorted(range(len(order)), key=order.__getitem__))
     rows = Rows(axis, count, pre, post)
-    samples = spread(rows).reshape([-1 if k == axis else 1 for k in range(len(shape))]).expand(shape)
+    samples = samples_by_position(rows).reshape([-1 if k == axis else 1 for k in range(len(shape))]).expand(shape)
     numbers = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.int64)
     return tensor, rows, numbers.copy_(samples)
 
@@ -84,12 +84,12 @@ def check_views(seed):
         if there is None:
             continue
         found += 1
-        if there.axis == WHOLE:
+        if there.axis == ONE_SAMPLE:
             expected = torch.full_like(numbers, 0 if there.ids is None else int(there.ids[0]))
         else:
             assert tensor.shape[there.axis] == there.pre * there.count * there.post
             shape = [-1 if k == there.axis else 1 for k in range(tensor.ndim)]
-            expected = spread(there).reshape(shape).expand(tensor.shape)
+            expected = samples_by_position(there).reshape(shape).expand(tensor.shape)
         assert torch.equal(expected, numbers), (seed, there, tensor.shape, tensor.stride())
     return found
 
@@ -116,5 +116,5 @@ def test_rows_of_the_owner():
         tensor, rows, numbers = owner(random.Random(seed))
         there = located(stored(rows, tensor), tensor, rows.count)
         assert there is not None
-        assert torch.equal(spread(there), spread(rows))
+        assert torch.equal(samples_by_position(there), samples_by_position(rows))
         assert regular(numbers)

@@ -52,16 +52,18 @@ def honest(seed: int, length: int) -> tuple[Program, tuple[torch.Tensor, ...]]:
 
 @settings(max_examples=100)
 @given(SEEDS, st.integers(1, 15))
-def test_honest_programs_do_not_depend_on_places(seed, length):
+def test_honest_programs_do_not_depend_on_positions(seed, length):
     """Rows permuted, and one row removed: each that is left has the same numbers, where the program still runs."""
     with quiet():
         program, batch = honest(seed, length)
         first = run(program, batch)
         count = len(batch[0])
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        places = order.argsort().tolist()
-        found = differences(program, batch, first, tuple(leaf[order] for leaf in batch), lambda sample: places[sample])
-        assert not found, f"places: {found[0]}\nseed {seed}, length {length}:\n{program}"
+        positions = order.argsort().tolist()
+        found = differences(
+            program, batch, first, tuple(leaf[order] for leaf in batch), lambda sample: positions[sample]
+        )
+        assert not found, f"positions: {found[0]}\nseed {seed}, length {length}:\n{program}"
         gone = seed % count
         left = [sample for sample in range(count) if sample != gone]
         if len(left) > 1:

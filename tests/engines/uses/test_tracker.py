@@ -135,7 +135,7 @@ def test_derived_parameters_in_a_checkpoint(engine):
 
 @every_fast_engine
 def test_a_bad_record_in_the_first_batch_does_not_stop_the_run(engine):
-    """Rows that are not finite say nothing about the layout, and contribute nothing."""
+    """Rows that are not finite do not affect the sample axis, and contribute nothing."""
     from dpfunc import clipping
     from dpfunc.clipped import clipped_grad
 

@@ -10,21 +10,21 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Single, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, shuffled, slots_of, spread
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, samples_by_position, shuffled, slots_of
 
 
-def reduced(kind: Type, ndim: int, axes: Sequence[int], keepdim: bool, mixed: Mixed) -> Type:
+def _reduced(kind: Type, ndim: int, axes: Sequence[int], keepdim: bool, mixed: Mixed) -> Type:
     """The type after axes were reduced."""
     if not isinstance(kind, Rows):
         return kind
-    if kind.axis == WHOLE:
+    if kind.axis == ONE_SAMPLE:
         return kind
     if kind.axis in axes:
         return mixed
     return kind if keepdim else kind.moved(kind.axis - sum(axis < kind.axis for axis in axes))
 
 
-def reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None) -> Single:
+def _reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None) -> Single:
     """A reduction of the first argument over the axes that the argument `dim` names, all if it is not given."""
 
     def handler(call: Call) -> Type:
@@ -34,29 +34,29 @@ def reduction(dim: int = 1, keepdim: int | None = 2, agrees: bool | None = None)
         axes = axes_of(given if named else None, input.ndim)
         keeps = bool(call.arg(keepdim, "keepdim", False)) if keepdim is not None else False
         mixed = call.mixed("over the batch")._replace(agrees=agrees)
-        return reduced(call.type_of(input), input.ndim, axes, keeps, mixed)
+        return _reduced(call.type_of(input), input.ndim, axes, keeps, mixed)
 
     return handler
 
 
-def whole_reduction(call: Call) -> Type:
+def _whole_reduction(call: Call) -> Type:
     """A reduction of everything to one number."""
     if len(call.args) > 1 and isinstance(call.args[1], (int, list, tuple)):  # max.dim and others of the same name
-        return reduction()(call)
+        return _reduction()(call)
     input: Tensor = call.args[0]
     if len(call.args) > 1 and isinstance(call.args[1], Tensor):  # max.other
         return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
     if "dim" in call.kwargs:
-        return reduction()(call)
-    return reduced(call.type_of(input), input.ndim, axes_of(None, input.ndim), False, call.mixed("over the batch"))
+        return _reduction()(call)
+    return _reduced(call.type_of(input), input.ndim, axes_of(None, input.ndim), False, call.mixed("over the batch"))
 
 
-def truth(agrees: bool) -> Handler:
-    """`all` and `any`: the value that every sample alone has as well is remembered."""
-    return reduction(agrees=agrees)
+def _truth_value(agrees: bool) -> Handler:
+    """`all` and `any`: the result keeps the value that implies the same value for each sample alone."""
+    return _reduction(agrees=agrees)
 
 
-def along(*dims: int, names: Sequence[str] = ("dim", "dims"), default: int | None = None, tensors: int = 1) -> Single:
+def _along(*dims: int, names: Sequence[str] = ("dim", "dims"), default: int | None = None, tensors: int = 1) -> Single:
     """An operation on its first tensors that combines the positions of the axes in an argument and keeps the shape."""
 
     def handler(call: Call) -> Type:
@@ -72,7 +72,7 @@ def along(*dims: int, names: Sequence[str] = ("dim", "dims"), default: int | Non
     return handler
 
 
-def last_axes(count: int, tensors: int = 8) -> Handler:
+def _last_axes(count: int, tensors: int = 8) -> Handler:
     """An operation that combines the last axes of its tensors: triangles, matrices."""
 
     def handler(call: Call) -> Type:
@@ -85,36 +85,38 @@ def last_axes(count: int, tensors: int = 8) -> Handler:
     return handler
 
 
-def sorting(call: Call) -> Type | list[Type]:
+def _sorting(call: Call) -> Type | list[Type]:
     """sort, and sort.stable, whose second argument says whether it is stable.
 
     Rows of numbers sorted among all: the values are each of their own sample, in an order that depends on all.
     """
     kind = call.type_of(call.args[0])
     if isinstance(kind, Rows) and kind.axis == 0 and call.args[0].ndim == 1 and isinstance(call.out, (tuple, list)):
-        values, places = call.out
+        values, positions = call.out
         if kind.slots is not None or kind.doubt:
             return call.mixed()
-        order = places.cpu()
+        order = positions.cpu()
         slots, of = slots_of(kind, call.types.num_samples)
         if not values.is_floating_point():
-            call.types.remember(values)
+            call.types.keep_integers(values)
         return [
-            shuffled(spread(kind)[order], 0, slots[order], of, call.types.num_samples, kind.slots is not None),
+            shuffled(
+                samples_by_position(kind)[order], 0, slots[order], of, call.types.num_samples, kind.slots is not None
+            ),
             call.mixed(),
         ]
     position = 1
     if len(call.args) > 1 and isinstance(call.args[1], bool) and "dim" not in call.kwargs:
         position = 2
-    return along(position, default=-1)(call)
+    return _along(position, default=-1)(call)
 
 
-def cumulative(call: Call) -> Type:
+def _cumulative(call: Call) -> Type:
     """Scans along an axis, as cumsum: its positions are combined."""
-    return along(1)(call)
+    return _along(1)(call)
 
 
-def glu(call: Call) -> Type:
+def _glu(call: Call) -> Type:
     """The halves of one axis are multiplied."""
     input: Tensor = call.args[-2] if isinstance(call.args[-1], int) and len(call.args) > 2 else call.args[0]
     dim = call.args[-1] if isinstance(call.args[-1], int) else -1
@@ -122,29 +124,29 @@ def glu(call: Call) -> Type:
     return combined(call, [broadcast(tensor, input.ndim) for tensor in tensors], axes_of(dim, input.ndim))
 
 
-def renorm(call: Call) -> Type:
+def _renorm(call: Call) -> Type:
     """Norms of the slices along an axis: everything but that axis is combined."""
     input: Tensor = call.args[0]
     (kept,) = axes_of(call.args[2], input.ndim)
     return combined(call, [broadcast(input, input.ndim)], [axis for axis in range(input.ndim) if axis != kept])
 
 
-def vector_norm(call: Call) -> Type:
+def _vector_norm(call: Call) -> Type:
     """`linalg_vector_norm(x, ord, dim, keepdim)` and `norm(x, p, dim, keepdim)`."""
-    return reduction(2, 3)(call)
+    return _reduction(2, 3)(call)
 
 
-def topk(call: Call) -> Type:
-    """`topk(x, k, dim)`, `kthvalue(x, k, dim, keepdim)`."""
+def _topk(call: Call) -> Type:
+    """`_topk(x, k, dim)`, `kthvalue(x, k, dim, keepdim)`."""
     input: Tensor = call.args[0]
     dim = call.arg(2, "dim", -1)
     kind = combined(call, [broadcast(input, input.ndim)], axes_of(dim, input.ndim))
     if call.name == "kthvalue" and isinstance(kind, Rows) and not call.arg(3, "keepdim", False):
-        return reduced(kind, input.ndim, axes_of(dim, input.ndim), False, call.mixed())
+        return _reduced(kind, input.ndim, axes_of(dim, input.ndim), False, call.mixed())
     return kind
 
 
-def selecting(handler: Handler) -> Handler:
+def _selecting(handler: Handler) -> Handler:
     """Medians: torch partitions in place a copy that keeps the strides, which is wrong where numbers share memory."""
 
     def checked(call: Call) -> object:
@@ -157,44 +159,44 @@ def selecting(handler: Handler) -> Handler:
     return checked
 
 
-_SOFTMAX_BACKWARD = along(2, tensors=2)
+_SOFTMAX_BACKWARD = _along(2, tensors=2)
 FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
         ("sum", "mean", "nansum", "nanmean", "amax", "amin", "argmax", "argmin", "logsumexp", "count_nonzero", "var",
          "std", "var_mean", "std_mean"),
-        reduction(),
+        _reduction(),
     ),
-    **dict.fromkeys(("mode", "nanmedian"), selecting(reduction())),
-    **dict.fromkeys(("max", "min", "prod", "aminmax"), whole_reduction),
-    "median": selecting(whole_reduction),
-    "all": truth(True),
-    "any": truth(False),
-    "_is_all_true": truth(True),
-    "_is_any_true": truth(False),
-    **dict.fromkeys(("linalg_vector_norm", "norm"), vector_norm),
+    **dict.fromkeys(("mode", "nanmedian"), _selecting(_reduction())),
+    **dict.fromkeys(("max", "min", "prod", "aminmax"), _whole_reduction),
+    "median": _selecting(_whole_reduction),
+    "all": _truth_value(True),
+    "any": _truth_value(False),
+    "_is_all_true": _truth_value(True),
+    "_is_any_true": _truth_value(False),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _vector_norm),
     **dict.fromkeys(
         ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax", "_safe_softmax",
          "_cummax_helper", "_cummin_helper"),
-        cumulative,
+        _cumulative,
     ),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _SOFTMAX_BACKWARD),
-    "sort": sorting,
-    "argsort": sorting,
-    "msort": along(default=0),
-    "topk": topk,
-    "kthvalue": selecting(topk),
-    "flip": along(1),
-    "roll": along(2),
-    "glu": glu,
-    "glu_backward": glu,
-    "renorm": renorm,
-    "tril": last_axes(2),
-    "triu": last_axes(2),
-    **dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), along(1)),
+    "sort": _sorting,
+    "argsort": _sorting,
+    "msort": _along(default=0),
+    "topk": _topk,
+    "kthvalue": _selecting(_topk),
+    "flip": _along(1),
+    "roll": _along(2),
+    "glu": _glu,
+    "glu_backward": _glu,
+    "renorm": _renorm,
+    "tril": _last_axes(2),
+    "triu": _last_axes(2),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), _along(1)),
     **dict.fromkeys(
         ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_det",
          "linalg_matrix_exp", "_linalg_slogdet", "linalg_eig", "linalg_lu_factor_ex", "cholesky_inverse",
          "_cholesky_solve_helper"),
-        last_axes(2),
+        _last_axes(2),
     ),
 }  # fmt: skip

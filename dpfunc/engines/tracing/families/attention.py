@@ -7,7 +7,7 @@ from torch import Tensor
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined, leading
 
 
-def attention(call: Call) -> list[Type]:
+def _attention(call: Call) -> list[Type]:
     """`(query, key, value, ...)` of (B, H, T, d): all positions of one sample and head are combined."""
     query = call.args[0]
     masks = [v for v in (*call.args[3:], *call.kwargs.values()) if isinstance(v, Tensor)]
@@ -16,7 +16,7 @@ def attention(call: Call) -> list[Type]:
     return [kind if isinstance(value, Tensor) and value.ndim >= 3 else None for value in call.out]
 
 
-def attention_backward(call: Call) -> list[Type]:
+def _attention_backward(call: Call) -> list[Type]:
     """`(grad, query, key, value, out, logsumexp, ...)` of the fused kernels."""
     query = call.args[1]
     tensors = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor) and v.ndim >= 2]
@@ -34,6 +34,6 @@ _ATTENTION = (
 
 
 FAMILY: dict[str, Handler] = {
-    **dict.fromkeys(_ATTENTION, attention),
-    **dict.fromkeys((f"{name}_backward" for name in _ATTENTION), attention_backward),
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys((f"{name}_backward" for name in _ATTENTION), _attention_backward),
 }  # fmt: skip

@@ -7,15 +7,15 @@ from torch import Tensor
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
 from dpfunc.engines.tracing.rows import Mixed, Rows
 
-CONDITION = "a condition whose values were looked at"
+_CONDITION = "a condition whose values were read"
 
 
-def where(call: Call) -> Type:
-    """`where(condition, one, other)`.
+def _where(call: Call) -> Type:
+    """Elementwise choice between two tensors: `_where(condition, one, other)`.
 
-    A condition of the samples' own that is true for all of them is true for each alone, so that the other tensor, which
-    may be a mean over the batch for samples without data, reaches nobody. Its gradient is then zero: the same condition
-    is looked at again in the backward pass.
+    A condition of the samples' own that is true for all of them is true for each alone, so that no sample depends on
+    the other tensor, which may be a mean over the batch. Its gradient is then zero: the same condition is read again in
+    the backward pass.
     """
     if len(call.inputs) < 3:  # the others are numbers
         return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
@@ -23,18 +23,18 @@ def where(call: Call) -> Type:
     kind = call.type_of(condition)
     unsure = isinstance(call.type_of(one), Mixed) or isinstance(call.type_of(other), Mixed)
     clean = kind is None or (isinstance(kind, Rows) and not kind.doubt)
-    if clean and (unsure or call.types.marked(CONDITION, condition)):
-        call.types.mark(CONDITION, condition)
+    if clean and (unsure or call.types.marked(_CONDITION, condition)):
+        call.types.mark(_CONDITION, condition)
         if bool(condition.all()):
-            return chosen(call, one)
+            return _chosen(call, one)
         if not bool(condition.any()):
-            return chosen(call, other)
+            return _chosen(call, other)
     return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
 
 
-def chosen(call: Call, tensor: Tensor) -> Type:
+def _chosen(call: Call, tensor: Tensor) -> Type:
     """The type of a tensor that is broadcast to the result."""
     return combined(call, [broadcast(tensor, call.out.ndim)])
 
 
-FAMILY: dict[str, Handler] = {"where": where}
+FAMILY: dict[str, Handler] = {"where": _where}

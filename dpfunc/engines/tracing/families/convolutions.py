@@ -11,14 +11,14 @@ from dpfunc.engines.tracing.families.aligning import nowhere
 from dpfunc.engines.tracing.rows import Mixed, Rows, alike
 
 
-def convolution(call: Call) -> Type:
+def _convolution(call: Call) -> Type:
     """`(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)`."""
     input, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     groups = call.arg({"mkldnn_convolution": 6}.get(call.name, 8), "groups", 1)
-    return convolved(call, input, weight, [bias] if isinstance(bias, Tensor) else [], groups, "input")
+    return _convolved(call, input, weight, [bias] if isinstance(bias, Tensor) else [], groups, "input")
 
 
-def convolved(call: Call, data: Tensor, weight: Tensor, others: Sequence[Tensor], groups: int, what: str) -> Type:
+def _convolved(call: Call, data: Tensor, weight: Tensor, others: Sequence[Tensor], groups: int, what: str) -> Type:
     """Samples on axis 0, with the same weights; or in groups of channels, each with weights of its own."""
     kind = call.type_of(data)
     if isinstance(kind, Rows) and kind.axis == 1 and kind.pre == 1 and groups % kind.count == 0:
@@ -29,7 +29,7 @@ def convolved(call: Call, data: Tensor, weight: Tensor, others: Sequence[Tensor]
             if isinstance(weights, Mixed):
                 return weights
             if weights is None and not call.types.uniform(own, each, 0):
-                return call.mixed("with weights that differ between places in the batch")
+                return call.mixed("with weights that differ between positions of the batch")
             if weights is not None and (weights.axis != 0 or not alike(weights, each)):
                 return call.mixed("with weights of other samples")
             doubt = doubt or (weights.doubt if weights is not None else "")
@@ -39,12 +39,12 @@ def convolved(call: Call, data: Tensor, weight: Tensor, others: Sequence[Tensor]
     return combined(call, operands, range(1, 8))
 
 
-def convolution_backward(call: Call) -> list[Type]:
+def _convolution_backward(call: Call) -> list[Type]:
     """`(grad, input, weight, bias_sizes, ..., groups, mask)`: gradients of input, weight and bias."""
     grad, input, weight, groups = call.args[0], call.args[1], call.args[2], call.args[-2]
     kind = call.type_of(grad)
     if isinstance(kind, Rows) and kind.axis == 1:
-        given = convolved(call, grad, weight, [], groups, "grad")
+        given = _convolved(call, grad, weight, [], groups, "grad")
         data = call.type_of(input)
         if isinstance(given, Rows) and isinstance(data, Rows) and data.axis == 1 and data.pre == 1 \
                 and alike(data._replace(post=kind.post), kind):  # fmt: skip
@@ -58,6 +58,6 @@ def convolution_backward(call: Call) -> list[Type]:
 
 
 FAMILY: dict[str, Handler] = {
-    **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution"), convolution),
-    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), convolution_backward),
+    **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution"), _convolution),
+    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), _convolution_backward),
 }  # fmt: skip

@@ -10,14 +10,14 @@ from dpfunc.engines.tracing.families.aligning import first_axis
 from dpfunc.engines.tracing.rows import Rows
 
 
-def dropout(call: Call) -> list[Type]:
+def _dropout(call: Call) -> list[Type]:
     """`(input, p, train)`: the result and its mask."""
     kind = call.type_of(call.args[0])
     return [kind, kind]
 
 
-def sampled(call: Call) -> Type:
-    """`(input, grid, ...)`: samples on axis 0 of both; or the places of all in one constant picture (a table)."""
+def _sampled(call: Call) -> Type:
+    """`(input, grid, ...)`: samples on axis 0 of both; or positions of all samples in one constant image (a table)."""
     input, grid = call.args[:2]
     kind = call.type_of(grid)
     table = call.type_of(input) is None and isinstance(kind, Rows) and 0 < kind.axis < grid.ndim - 1
@@ -35,8 +35,8 @@ FAMILY: dict[str, Handler] = {
          "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
         first_axis,
     ),
-    **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), sampled),
-    "native_dropout": dropout,
+    **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), _sampled),
+    "native_dropout": _dropout,
     **dict.fromkeys(
         ("_prelu_kernel", "_prelu_kernel_backward", "hardtanh_backward", "leaky_relu_backward", "softplus_backward",
          "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward", "rrelu_with_noise", "masked_fill",

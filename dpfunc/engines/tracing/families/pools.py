@@ -9,7 +9,7 @@ import torch
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
 
 
-def spatial(count: int) -> Handler:
+def _spatial(count: int) -> Handler:
     """Operations over the last axes: pools, interpolation, padding by reflection, and their backward passes."""
 
     def handler(call: Call) -> Type:
@@ -33,7 +33,7 @@ def _pools() -> dict[str, Handler]:
     for pattern in _POOLS:
         for count in (1, 2, 3):
             name = re.sub(r"\{\}", f"{count}d", pattern)
-            table[name] = table[f"{name}_backward"] = spatial(count)
+            table[name] = table[f"{name}_backward"] = _spatial(count)
     return {name: handler for name, handler in table.items() if hasattr(torch.ops.aten, name)}
 
 

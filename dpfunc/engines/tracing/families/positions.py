@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, gathered, same_ids, same_slots, spread
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, gathered, same_ids, same_slots, samples_by_position
 
-PLACES = "coordinates of samples"
+COORDINATES = "coordinates of samples"
 """Mark of positions that were found by searching along the axis of the samples."""
 
 
 class Positions(NamedTuple):
-    """Positions on one axis: the values, what they depend on, and whether they are places of the samples."""
+    """Positions on one axis: the values, what they depend on, and if they are coordinates of samples."""
 
     values: Tensor
     kind: Type
-    places: bool = False
+    are_coordinates: bool = False
 
 
 def positions_of(call: Call, index: Tensor) -> Positions:
     """The positions that an index tensor of integers holds."""
-    return Positions(index, call.type_of(index), call.types.marked(PLACES, index))
+    return Positions(index, call.type_of(index), call.types.marked(COORDINATES, index))
 
 
 def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positions | None]:
@@ -36,27 +36,29 @@ def expanded_masks(call: Call, indices: Sequence[Tensor | None]) -> list[Positio
             found.append(None)
         elif index.dtype in (torch.bool, torch.uint8):
             kind = call.type_of(index)
-            places, along = index.nonzero(), kind.axis if isinstance(kind, Rows) else WHOLE
-            if isinstance(kind, Rows) and kind.axis != WHOLE:
-                kind = gathered(spread(kind)[places[:, kind.axis].cpu()], 0, call.types.num_samples, kind.doubt)
+            coordinates, sample_axis = index.nonzero(), kind.axis if isinstance(kind, Rows) else ONE_SAMPLE
+            if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE:
+                kind = gathered(
+                    samples_by_position(kind)[coordinates[:, kind.axis].cpu()], 0, call.types.num_samples, kind.doubt
+                )
                 kind = kind._replace(ragged=True)
-            found.extend(Positions(places[:, axis], kind, axis == along) for axis in range(index.ndim))
+            found.extend(Positions(coordinates[:, axis], kind, axis == sample_axis) for axis in range(index.ndim))
         else:
             found.append(positions_of(call, index))
     return found
 
 
 def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
-    """The axis along which the samples of positions change, and the sample at each place of it."""
+    """The axis along which the samples of positions change, and the sample at each position of it."""
     changing = [
         axis for axis in range(target.ndim)
         if target.shape[axis] > 1 and not bool((target == target.narrow(axis, 0, 1)).all())
     ]  # fmt: skip
     if len(changing) > 1 or not target.numel():
         return None
-    axis = changing[0] if changing else WHOLE
-    if axis == WHOLE:
-        return WHOLE, target.reshape(-1)[:1]
+    axis = changing[0] if changing else ONE_SAMPLE
+    if axis == ONE_SAMPLE:
+        return ONE_SAMPLE, target.reshape(-1)[:1]
     others = [0] * target.ndim
     line = target[tuple(slice(None) if k == axis else others[k] for k in range(target.ndim))]
     return axis, line
@@ -65,7 +67,7 @@ def single_axis(target: Tensor) -> tuple[int, Tensor] | None:
 def doubt_of(positions: Positions) -> str:
     """Reason why positions on the axis of the samples may depend on other samples; empty if they do not.
 
-    Positions that several samples decide are looked at before, in `reordered` and `put_back`.
+    Positions that several samples decide are handled before, in `indexing_read` and `indexing_write`.
     """
     if isinstance(positions.kind, Mixed):
         return f"positions from {positions.kind.reason}"
@@ -91,20 +93,25 @@ def doubt_of_counts(rows: Rows, positions: Positions, length: int) -> str:
     return "fixed positions among rows whose number depends on values of the batch"
 
 
-def place_of(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, list[int]]:
+def indexed_axes(indices: Sequence[Positions | None], ndim: int) -> tuple[int, int, list[int]]:
     """Start and number of the common axes of the positions in the result, and the axes that are indexed."""
-    taken = [axis for axis, index in enumerate(indices) if index is not None]
+    indexed = [axis for axis, index in enumerate(indices) if index is not None]
     width = max(index.values.ndim for index in indices if index is not None)
-    adjacent = taken == list(range(taken[0], taken[-1] + 1))
-    return (taken[0] if adjacent else 0), width, taken
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    return (indexed[0] if adjacent else 0), width, indexed
 
 
-def kept_axis(axis: int, start: int, width: int, taken: Sequence[int]) -> int:
-    """Place in the result of an axis that is not indexed."""
-    before = sum(other < axis for other in taken)
+def kept_axis(axis: int, start: int, width: int, indexed: Sequence[int]) -> int:
+    """Position in the result of an axis that is not indexed."""
+    before = sum(other < axis for other in indexed)
     return axis - before + (width if axis - before >= start else 0)
+
+
+def rows_in_result(kind: Rows, positions: Positions, width: int) -> Rows:
+    """Rows of positions, on the axis that theirs has among the `width` common axes of all positions."""
+    return kind if kind.axis == ONE_SAMPLE else kind.moved(kind.axis + width - positions.values.ndim)
 
 
 def same_rows(one: Rows, other: Rows) -> bool:
     """True if positions of two axes belong to the same samples, in the same order."""
-    return same_ids(spread(one), spread(other)) and same_slots(one, other)
+    return same_ids(samples_by_position(one), samples_by_position(other)) and same_slots(one, other)

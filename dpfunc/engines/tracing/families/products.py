@@ -1,4 +1,4 @@
-"""Products of matrices and what is made of them: each is an einsum, whose letters say which axes are combined."""
+"""Products of matrices and what is made of them: each is an einsum, whose letters name the axes that are combined."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows
 
 
-def product(*letters: str, out: str, first: int = 0) -> Handler:
+def _product(*letters: str, out: str, first: int = 0) -> Handler:
     """An einsum of the tensors from argument `first` on; a tensor before them is added."""
 
     def handler(call: Call) -> Type:
@@ -27,10 +27,10 @@ def product(*letters: str, out: str, first: int = 0) -> Handler:
     return handler
 
 
-def grouped(call: Call) -> Type:
+def _grouped(call: Call) -> Type:
     """`(rows (S, d), matrices (E, d, n), offs (E,))`: segments of rows, each with its own matrix.
 
-    Which matrix a row meets must be a number of its own sample: an integer that was seen, such as its expert.
+    The number of a row's matrix must be of its own sample: an integer that the trace has kept, such as its expert.
     """
     rows, matrices, offs = call.args[0], call.args[1], call.arg(2, "offs")
     kind = call.type_of(rows)
@@ -39,12 +39,12 @@ def grouped(call: Call) -> Type:
     if not isinstance(kind, Rows) or kind.axis != 0:
         return kind if kind is None or isinstance(kind, Mixed) else call.mixed()
     segments = torch.searchsorted(offs.long(), torch.arange(len(rows), device=offs.device), right=True)
-    if int(offs[-1]) != len(rows) or not call.types.own(segments, kind):
+    if int(offs[-1]) != len(rows) or not call.types.are_own_integers(segments, kind):
         return kind.doubted(f"{call.name} with segments that are not each row's own")
     return kind
 
 
-def linear(call: Call) -> Type:
+def _linear(call: Call) -> Type:
     """`y = x W^T + b` with any leading axes."""
     input: Tensor = call.args[0]
     lead = "abcdefgh"[: input.ndim - 1]
@@ -53,30 +53,30 @@ def linear(call: Call) -> Type:
     return combined(call, operands + ([lettered(bias, "o", lead + "o")] if bias is not None else []))
 
 
-def _place(places: list[int], axis: int) -> int:
-    return places.index(axis) if axis in places else -1
+def _position(axes: list[int], axis: int) -> int:
+    return axes.index(axis) if axis in axes else -1
 
 
-def trilinear(call: Call) -> Type:
+def _trilinear(call: Call) -> Type:
     """`(i1, i2, i3, expand1, expand2, expand3, sumdim)`: axes are added, all three multiplied, axes summed."""
     operands, summed = [], call.args[6]
     for tensor, added in zip(call.args[:3], call.args[3:6], strict=True):
-        places = [place for place in range(tensor.ndim + len(added)) if place not in added]
-        operands.append(Aligned(tensor, places.__getitem__, partial(_place, places)))
+        axes = [axis for axis in range(tensor.ndim + len(added)) if axis not in added]
+        operands.append(Aligned(tensor, axes.__getitem__, partial(_position, axes)))
     kind = combined(call, operands, summed)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     return kind.moved(kind.axis - sum(axis < kind.axis for axis in summed))
 
 
-def cdist(call: Call) -> Type:
+def _cdist(call: Call) -> Type:
     """Distances of the rows of two matrices; the backward pass has the gradient, both matrices and the distances."""
     one: Tensor = call.args[0]
     lead = "abcdefgh"[: one.ndim - 2]
     return combined(call, [lettered(one, lead + "pm", lead + "pr"), lettered(call.args[1], lead + "rm", lead + "pr")])
 
 
-def cdist_backward(call: Call) -> Type:
+def _cdist_backward(call: Call) -> Type:
     """`(grad (..., P, R), x1 (..., P, M), x2 (..., R, M), p, distances)`: the gradient of x1."""
     one: Tensor = call.args[1]
     lead = "abcdefgh"[: one.ndim - 2]
@@ -90,14 +90,14 @@ def cdist_backward(call: Call) -> Type:
     )  # fmt: skip
 
 
-def cross(call: Call) -> Type:
+def _cross(call: Call) -> Type:
     """Product of vectors of three numbers along one axis, `(a, b, *, dim)`; its backward pass is made of the same."""
     ndim = max(tensor.ndim for tensor in call.inputs)
     return combined(call, [broadcast(tensor, ndim) for tensor in call.inputs], (call.arg(2, "dim", -1) % ndim,))
 
 
-def solve(call: Call) -> Type:
-    """`solve(A (..., n, n), B (..., n, k))` and triangular ones: the last two axes are combined."""
+def _solve(call: Call) -> Type:
+    """`_solve(A (..., n, n), B (..., n, k))` and triangular ones: the last two axes are combined."""
     tensors = [tensor for tensor in call.inputs if tensor.ndim >= 2]
     if any(call.type_of(tensor) is not None for tensor in call.inputs if tensor.ndim < 2):
         return call.mixed("of a vector")
@@ -107,23 +107,23 @@ def solve(call: Call) -> Type:
 
 
 FAMILY: dict[str, Callable[[Call], object]] = {
-    "mm": product("nk", "km", out="nm"),
-    "bmm": product("bnk", "bkm", out="bnm"),
-    "addmm": product("nk", "km", out="nm", first=1),
-    "baddbmm": product("bnk", "bkm", out="bnm", first=1),
-    "addbmm": product("bnk", "bkm", out="nm", first=1),
-    "mv": product("nk", "k", out="n"),
-    "addmv": product("nk", "k", out="n", first=1),
-    "addr": product("n", "m", out="nm", first=1),
-    "dot": product("k", "k", out=""),
-    "vdot": product("k", "k", out=""),
-    "ger": product("n", "m", out="nm"),
-    "linear": linear,
-    "linalg_cross": cross,
-    "_trilinear": trilinear,
-    "_grouped_mm": grouped,
-    "_cdist_forward": cdist,
-    "_euclidean_dist": cdist,
-    "_cdist_backward": cdist_backward,
-    **dict.fromkeys(("_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "linalg_lu_solve"), solve),
+    "mm": _product("nk", "km", out="nm"),
+    "bmm": _product("bnk", "bkm", out="bnm"),
+    "addmm": _product("nk", "km", out="nm", first=1),
+    "baddbmm": _product("bnk", "bkm", out="bnm", first=1),
+    "addbmm": _product("bnk", "bkm", out="nm", first=1),
+    "mv": _product("nk", "k", out="n"),
+    "addmv": _product("nk", "k", out="n", first=1),
+    "addr": _product("n", "m", out="nm", first=1),
+    "dot": _product("k", "k", out=""),
+    "vdot": _product("k", "k", out=""),
+    "ger": _product("n", "m", out="nm"),
+    "linear": _linear,
+    "linalg_cross": _cross,
+    "_trilinear": _trilinear,
+    "_grouped_mm": _grouped,
+    "_cdist_forward": _cdist,
+    "_euclidean_dist": _cdist,
+    "_cdist_backward": _cdist_backward,
+    **dict.fromkeys(("_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "linalg_lu_solve"), _solve),
 }

@@ -16,7 +16,7 @@ def _time_first(tensor: Tensor) -> Aligned:
     return Aligned(tensor, lambda axis: axis + (tensor.ndim == 2), lambda axis: axis - (tensor.ndim == 2))
 
 
-def recurrent(call: Call) -> list[Type]:
+def _recurrent(call: Call) -> list[Type]:
     """A whole layer over (T, B, d), with its states; the workspace is opaque, and only goes to the backward pass."""
     states = [call.args[0], *call.args[5:7]]
     operands = [_time_first(t) for t in states] + [nowhere(t) for t in call.args[1:5] if isinstance(t, Tensor)]
@@ -30,7 +30,7 @@ def _as_time_first(kind: Any, value: object) -> Type:  # noqa: ANN401
     return kind  # type: ignore[no-any-return]
 
 
-def recurrent_backward(call: Call) -> list[Type]:
+def _recurrent_backward(call: Call) -> list[Type]:
     """Gradients of inputs, four weights, and two states."""
     tensors = [v for v in call.args if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2]
     weights = [v for v in call.args[1:5] if isinstance(v, Tensor)]
@@ -38,11 +38,11 @@ def recurrent_backward(call: Call) -> list[Type]:
     kind = combined(call, [_time_first(t) for t in own], (0, 2))
     mixed = call.mixed("gradient of weights")
     return [
-        mixed if 1 <= place <= 4 else _as_time_first(kind, value) for place, value in enumerate(call.out)
+        mixed if 1 <= position <= 4 else _as_time_first(kind, value) for position, value in enumerate(call.out)
     ]  # fmt: skip
 
 
 FAMILY: dict[str, Handler] = {
-    "mkldnn_rnn_layer": recurrent,
-    "mkldnn_rnn_layer_backward": recurrent_backward,
+    "mkldnn_rnn_layer": _recurrent,
+    "mkldnn_rnn_layer_backward": _recurrent_backward,
 }  # fmt: skip

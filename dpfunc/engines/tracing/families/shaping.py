@@ -1,4 +1,4 @@
-"""Operations that put numbers elsewhere: joining, repeating, padding, and the backward passes of views."""
+"""Operations that move numbers: joining, repeating, padding, and the backward passes of views."""
 
 from __future__ import annotations
 
@@ -9,70 +9,70 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import WHOLE, Mixed, Rows, axes_of, gathered, same_ids, spread
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, gathered, same_ids, samples_by_position
 
 
-def cat(call: Call) -> Type:
+def _cat(call: Call) -> Type:
     """Along another axis, the rows of all; along theirs, the rows of each one after the other."""
     tensors: Sequence[Tensor] = [tensor for tensor in call.args[0] if tensor.shape != (0,)]
     (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim)
-    return joined(call, tensors, dim)
+    return _joined(call, tensors, dim)
 
 
-def joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
+def _joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     """Tensors one after the other along `dim`."""
     kinds = [call.type_of(tensor) for tensor in tensors]
     found = [kind for kind in kinds if isinstance(kind, Rows)]
-    if all(kind.axis not in (dim, WHOLE) for kind in found):
+    if all(kind.axis not in (dim, ONE_SAMPLE) for kind in found):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
-    if len(found) < len(kinds) and all(kind.axis == WHOLE and same_ids(kind.ids, found[0].ids) for kind in found):
+    if len(found) < len(kinds) and all(kind.axis == ONE_SAMPLE and same_ids(kind.ids, found[0].ids) for kind in found):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])  # one sample, and constants
     pieces, doubt = [], ""
     for tensor, kind in zip(tensors, kinds, strict=True):
         if isinstance(kind, Mixed):
             return kind
-        if kind is None or (kind.axis not in (dim, WHOLE)):
+        if kind is None or (kind.axis not in (dim, ONE_SAMPLE)):
             return call.mixed("of samples and other things")
         doubt = (
             doubt or kind.doubt or ("" if kind.slots is None else "rows in an order that depends on several samples")
         )
-        if kind.axis == WHOLE:
+        if kind.axis == ONE_SAMPLE:
             sample = torch.zeros(1, dtype=torch.int64) if kind.ids is None else kind.ids
             pieces.append(sample.expand(tensor.shape[dim]))
         else:
-            pieces.append(spread(kind))
+            pieces.append(samples_by_position(kind))
     return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)
 
 
-def stack(call: Call) -> Type:
+def _stack(call: Call) -> Type:
     """Tensors side by side on a new axis, before or behind that of the rows."""
     tensors: Sequence[Tensor] = call.args[0]
     (dim,) = axes_of(call.arg(1, "dim", 0), tensors[0].ndim + 1)
     kinds = [call.type_of(tensor) for tensor in tensors]
-    if kinds and all(isinstance(kind, Rows) and kind.axis == WHOLE for kind in kinds):
-        return joined(call, [tensor.unsqueeze(dim) for tensor in tensors], dim)
+    if kinds and all(isinstance(kind, Rows) and kind.axis == ONE_SAMPLE for kind in kinds):
+        return _joined(call, [tensor.unsqueeze(dim) for tensor in tensors], dim)
     kind = combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
-    return kind.moved(kind.axis + (kind.axis >= dim)) if isinstance(kind, Rows) and kind.axis != WHOLE else kind
+    return kind.moved(kind.axis + (kind.axis >= dim)) if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE else kind
 
 
-def repeat(call: Call) -> Type:
+def _repeat(call: Call) -> Type:
     """Each axis is repeated as a whole; axes may be added on the left."""
     input, sizes = call.args[0], call.args[1]
     kind = call.type_of(input)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     shift = len(sizes) - input.ndim
     return kind._replace(axis=kind.axis + shift, pre=kind.pre * sizes[kind.axis + shift])
 
 
-def padded(call: Call) -> Type:
+def _padded(call: Call) -> Type:
     """Padding by constants: pairs from the last axis on."""
     input, pads = call.args[0], call.args[1]
     axes = [input.ndim - 1 - pair // 2 for pair in range(len(pads)) if pads[pair]]
     return combined(call, [broadcast(input, input.ndim)], axes)
 
 
-def view_backward(dim: int) -> Callable[[Call], Type]:
+def _view_backward(dim: int) -> Callable[[Call], Type]:
     """`slice_backward(grad, sizes, dim, ...)`: the gradient put back into zeros."""
 
     def handler(call: Call) -> Type:
@@ -82,33 +82,33 @@ def view_backward(dim: int) -> Callable[[Call], Type]:
         kind = call.type_of(grad)
         if not isinstance(kind, Rows):
             return kind
-        if kind.axis == axis or (kind.axis == WHOLE and sizes[axis] == call.types.num_samples):
-            return _put_back(call, grad, kind, axis)
+        if kind.axis == axis or (kind.axis == ONE_SAMPLE and sizes[axis] == call.types.num_samples):
+            return _samples_put_back(call, grad, kind, axis)
         return kind
 
     return handler
 
 
-def _put_back(call: Call, grad: Tensor, kind: Rows, axis: int) -> Type:
-    """A part of the samples, put back at their places."""
+def _samples_put_back(call: Call, grad: Tensor, kind: Rows, axis: int) -> Type:
+    """A part of the samples, put back at their positions."""
     if call.out.shape[axis] != call.types.num_samples:
         return call.mixed()
     start, step = call.args[3], call.args[5] if len(call.args) > 5 else 1
-    places = torch.arange(call.types.num_samples)[start : call.args[4] : step] if len(call.args) > 4 else None
-    ids = spread(kind) if kind.axis != WHOLE else kind.ids
-    if places is None or ids is None or not torch.equal(places, ids):
+    positions = torch.arange(call.types.num_samples)[start : call.args[4] : step] if len(call.args) > 4 else None
+    ids = samples_by_position(kind) if kind.axis != ONE_SAMPLE else kind.ids
+    if positions is None or ids is None or not torch.equal(positions, ids):
         return call.mixed()
     return Rows(axis, call.types.num_samples, doubt=kind.doubt)
 
 
-def select_backward(call: Call) -> Type:
+def _select_backward(call: Call) -> Type:
     """`(grad, sizes, dim, index)`: the gradient of one slice put back into zeros."""
     grad: Tensor = call.args[0]
     (axis,) = axes_of(call.args[2], len(call.args[1]))
     kind = call.type_of(grad)
     if not isinstance(kind, Rows):
         return kind
-    if kind.axis == WHOLE:
+    if kind.axis == ONE_SAMPLE:
         sample = 0 if kind.ids is None else int(kind.ids[0])
         if call.args[1][axis] == call.types.num_samples and sample == call.args[3] % call.types.num_samples:
             return Rows(axis, call.types.num_samples, doubt=kind.doubt)
@@ -116,14 +116,14 @@ def select_backward(call: Call) -> Type:
     return kind.moved(kind.axis + (kind.axis >= axis))
 
 
-def slice_scatter(call: Call) -> Type:
-    """`(self, source, dim, ...)`: both have all axes, and the places along `dim` are combined."""
+def _slice_scatter(call: Call) -> Type:
+    """`(self, source, dim, ...)`: both have all axes, and the positions along `dim` are combined."""
     (axis,) = axes_of(call.arg(2, "dim", 0), call.args[0].ndim)
     operands = [broadcast(call.args[0], call.out.ndim), broadcast(call.args[1], call.out.ndim)]
     return combined(call, operands, (axis,))
 
 
-def select_scatter(call: Call) -> Type:
+def _select_scatter(call: Call) -> Type:
     """`(self, source, dim, index)`: the source lacks the axis."""
     (axis,) = axes_of(call.args[2], call.args[0].ndim)
     return combined(
@@ -131,7 +131,7 @@ def select_scatter(call: Call) -> Type:
     )
 
 
-def unfold_backward(call: Call) -> Type:
+def _unfold_backward(call: Call) -> Type:
     """`(grad, sizes, dim, size, step)`: windows along an axis are added up; the last axis is that of the windows."""
     grad: Tensor = call.args[0]
     (axis,) = axes_of(call.args[2], len(call.args[1]))
@@ -141,7 +141,7 @@ def unfold_backward(call: Call) -> Type:
     return kind
 
 
-def split_with_copies(call: Call) -> list[Type]:
+def _split_with_copies(call: Call) -> list[Type]:
     """Splits that copy: each part as its input, unless the samples are split."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
@@ -150,30 +150,30 @@ def split_with_copies(call: Call) -> list[Type]:
     return [call.mixed() if mixed else kind] * len(call.out)
 
 
-def reshaped(call: Call) -> Type:
+def _reshaped(call: Call) -> Type:
     """A copy of another shape: as the view of a contiguous copy would be."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     inner = math.prod(input.shape[kind.axis + 1 :]) * kind.post
-    place = inner
+    length_of_row = inner
     for axis in reversed(range(call.out.ndim)):  # the axis whose stride divides a row
         stride = math.prod(call.out.shape[axis + 1 :])
-        if stride <= place < stride * call.out.shape[axis] and place % stride == 0:
+        if stride <= length_of_row < stride * call.out.shape[axis] and length_of_row % stride == 0:
             length = call.out.shape[axis]
-            post = place // stride
+            post = length_of_row // stride
             if length % (post * kind.count) == 0:
                 return Rows(axis, kind.count, length // (post * kind.count), post, kind.ids, kind.doubt, kind.ragged)
     return call.mixed("a reshape across samples")
 
 
-def diagonal_backward(call: Call) -> Type:
+def _diagonal_backward(call: Call) -> Type:
     """`(grad, sizes, offset, dim1, dim2)`: rows must be on an axis that both have."""
     kind = call.type_of(call.args[0])
     grad: Tensor = call.args[0]
     dims = axes_of(call.args[3:5], len(call.args[1]))
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     if kind.axis == grad.ndim - 1:
         return call.mixed()
@@ -181,11 +181,11 @@ def diagonal_backward(call: Call) -> Type:
     return kind.moved(kept[kind.axis])
 
 
-def diag_embed(call: Call) -> Type:
+def _diag_embed(call: Call) -> Type:
     """The last axis becomes two, the axes of a matrix with the numbers on a diagonal."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
-    if not isinstance(kind, Rows) or kind.axis == WHOLE:
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
         return kind
     if kind.axis == input.ndim - 1:
         return call.mixed()
@@ -193,49 +193,49 @@ def diag_embed(call: Call) -> Type:
     return kind.moved([axis for axis in range(input.ndim + 1) if axis not in made][kind.axis])
 
 
-def like_first(call: Call) -> Type:
+def _like_first(call: Call) -> Type:
     """Copies: the type is that of the first argument."""
     return call.type_of(call.args[0])
 
 
-def pixel_shuffle(call: Call) -> Type:
+def _pixel_shuffle(call: Call) -> Type:
     """Channels and space are exchanged; leading axes stay."""
     input: Tensor = call.args[0]
     return combined(call, [broadcast(input, input.ndim)], range(input.ndim - 3, input.ndim))
 
 
-def channel_shuffle(call: Call) -> Type:
-    """Channels are exchanged: the places of axis 1 are combined."""
+def _channel_shuffle(call: Call) -> Type:
+    """Channels are exchanged: the positions of axis 1 are combined."""
     return combined(call, [broadcast(call.args[0], call.args[0].ndim)], (1,))
 
 
-def repeat_interleave(call: Call) -> Type:
+def _repeat_interleave(call: Call) -> Type:
     """With counts in a tensor: the positions that result."""
     return call.mixed("with counts from values") if call.type_of(call.args[0]) is not None else None
 
 
 FAMILY: dict[str, Callable[[Call], object]] = {
-    "cat": cat,
-    "stack": stack,
-    "repeat": repeat,
-    "constant_pad_nd": padded,
-    "slice_backward": view_backward(2),
-    "select_backward": select_backward,
-    "slice_scatter": slice_scatter,
-    "select_scatter": select_scatter,
-    "unfold_backward": unfold_backward,
-    "diagonal_backward": diagonal_backward,
-    "diag_embed": diag_embed,
-    "_reshape_copy": reshaped,
-    "clone": like_first,
-    "_to_copy": like_first,
-    "contiguous": like_first,
-    "_to_dense": like_first,
-    "split_with_sizes_copy": split_with_copies,
-    "split_copy": split_with_copies,
-    "pixel_shuffle": pixel_shuffle,
-    "pixel_unshuffle": pixel_shuffle,
-    "channel_shuffle": channel_shuffle,
-    "native_channel_shuffle": channel_shuffle,
-    "repeat_interleave": repeat_interleave,
+    "cat": _cat,
+    "stack": _stack,
+    "repeat": _repeat,
+    "constant_pad_nd": _padded,
+    "slice_backward": _view_backward(2),
+    "select_backward": _select_backward,
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
+    "unfold_backward": _unfold_backward,
+    "diagonal_backward": _diagonal_backward,
+    "diag_embed": _diag_embed,
+    "_reshape_copy": _reshaped,
+    "clone": _like_first,
+    "_to_copy": _like_first,
+    "contiguous": _like_first,
+    "_to_dense": _like_first,
+    "split_with_sizes_copy": _split_with_copies,
+    "split_copy": _split_with_copies,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_shuffle,
+    "channel_shuffle": _channel_shuffle,
+    "native_channel_shuffle": _channel_shuffle,
+    "repeat_interleave": _repeat_interleave,
 }

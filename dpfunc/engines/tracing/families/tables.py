@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import Rows, gathered, spread
+from dpfunc.engines.tracing.rows import Rows, gathered, samples_by_position
 
 
-def embedding(call: Call) -> Type:
+def _embedding(call: Call) -> Type:
     """Rows of a constant table: they belong to the samples of their ids."""
     if call.type_of(call.args[0]) is not None:
         return call.mixed("of a table that depends on the batch")
     return call.type_of(call.args[1])
 
 
-def embedding_bag(call: Call) -> Type | list[Type]:
+def _embedding_bag(call: Call) -> Type | list[Type]:
     """`(weight, indices, offsets, ...)`: each bag must hold the ids of one sample."""
     kind, offsets = call.type_of(call.args[1]), call.args[2]
     if call.type_of(call.args[0]) is not None or not isinstance(kind, Rows) or kind.axis != 0:
@@ -29,7 +29,7 @@ def embedding_bag(call: Call) -> Type | list[Type]:
         kind = together
     starts = offsets.cpu().reshape(-1)
     bags = call.out[0].shape[0]
-    samples = spread(kind)
+    samples = samples_by_position(kind)
     bag_of = torch.searchsorted(starts[:bags].contiguous(), torch.arange(len(samples)), right=True) - 1
     first = samples[starts[:bags].clamp(max=len(samples) - 1)]
     if not bool((first[bag_of] == samples).all()) or call.type_of(offsets) is not None:
@@ -38,7 +38,7 @@ def embedding_bag(call: Call) -> Type | list[Type]:
     return [rows, kind if call.out[1].shape[:1] == call.args[1].shape[:1] else None, rows, rows]
 
 
-def searchsorted(call: Call) -> Type:
+def _searchsorted(call: Call) -> Type:
     """Values among sorted ones: constants, or the sample's own."""
     names = {"bucketize": (1, 0), "searchsorted": (0, 1)}
     table_at, values_at = names[call.name]
@@ -54,7 +54,7 @@ def searchsorted(call: Call) -> Type:
     return combined(call, [broadcast(table, values.ndim), broadcast(values, values.ndim)], (values.ndim - 1,))
 
 
-def isin(call: Call) -> Type:
+def _isin(call: Call) -> Type:
     """Membership of each element in a set of constants."""
     test = call.args[1]
     if isinstance(test, Tensor) and call.type_of(test) is not None:
@@ -62,17 +62,17 @@ def isin(call: Call) -> Type:
     return call.type_of(call.args[0]) if isinstance(call.args[0], Tensor) else None
 
 
-def multinomial(call: Call) -> Type:
+def _multinomial(call: Call) -> Type:
     """Draws from each row of probabilities."""
     input: Tensor = call.args[0]
     return combined(call, [broadcast(input, input.ndim)], (input.ndim - 1,))
 
 
 FAMILY: dict[str, Handler] = {
-    "embedding": embedding,
-    "_embedding_bag": embedding_bag,
-    "_embedding_bag_forward_only": embedding_bag,
-    **dict.fromkeys(("searchsorted", "bucketize"), searchsorted),
-    "isin": isin,
-    "multinomial": multinomial,
+    "embedding": _embedding,
+    "_embedding_bag": _embedding_bag,
+    "_embedding_bag_forward_only": _embedding_bag,
+    **dict.fromkeys(("searchsorted", "bucketize"), _searchsorted),
+    "isin": _isin,
+    "multinomial": _multinomial,
 }

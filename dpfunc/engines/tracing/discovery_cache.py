@@ -1,4 +1,4 @@
-"""Traced steps, and the knowledge that a compiled step needs of one."""
+"""Steps that discover their sample axes, and the cache of what was discovered about each loss function."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpfunc._utils.validation import shorten
 from dpfunc.engines.guards.lockstep import refused_by_all
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.replicated import check_replicated
-from dpfunc.engines.tracing.credit import Misplaced
+from dpfunc.engines.tracing.credit import WrongGuess
 from dpfunc.engines.tracing.entries import part
-from dpfunc.engines.tracing.places import Key, Traced
+from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key
 from dpfunc.engines.tracing.trace import Trace
-from dpfunc.engines.uses.sample_axis import Layout
+from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -31,8 +31,8 @@ Unproven = Literal["audit", "vmap", "refuse"]
 UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
 
 
-class Result(Protocol):
-    """The return value of an engine."""
+class _Result(Protocol):
+    """Per-sample gradients of a traced engine: the part that is used here."""
 
     @property
     def doubts(self) -> tuple[str, ...]: ...
@@ -43,8 +43,8 @@ class Result(Protocol):
     def sq_norms(self) -> Mapping[str, Tensor]: ...
 
 
-def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
-    """Check, of split layers, that all processes have the same losses, and norms of what each holds whole.
+def _check_norms(result: _Result, params: Params, meshes: Sequence[DeviceMesh]) -> None:
+    """Check, for split layers, that all processes have the same losses and the same norms of replicated parameters.
 
     Raises:
         UnsupportedModel: see `check_replicated`.
@@ -58,7 +58,7 @@ def check_norms(result: Result, params: Params, meshes: Sequence[DeviceMesh]) ->
 R = TypeVar("R", bound=Any)
 
 
-def unproven_message(doubts: Sequence[str]) -> str:
+def _unproven_message(doubts: Sequence[str]) -> str:
     """Message that lists the doubts and their usual causes."""
     return (
         "It cannot be shown that the samples of this batch do not influence each other: "
@@ -77,74 +77,79 @@ def refuse_unproven(doubts: Sequence[str]) -> None:
     """
     with refused_by_all():
         if doubts:
-            raise UnsupportedModel(unproven_message(doubts))
+            raise UnsupportedModel(_unproven_message(doubts))
 
 
 @dataclass
-class Memory:
-    """Observations of loss functions from earlier steps.
+class DiscoveryCache:
+    """Observations about loss functions from earlier steps.
 
-    No proof relies on them: each step checks what it uses of them.
+    No proof relies on them: each step checks those that it uses.
 
     Args:
-        wrong: expansions that are not over the samples, though their size says so. reads: the first value of rows that
-            was given to Python, as a doubt. outside: memory that was not seen being made, by key.
+        wrong: guesses of sample axes by size that gradients have shown to be wrong. reads: the first number of rows
+            that was given to Python, as a doubt. outside: memory that was made without an operation of the step, by
+            key.
     """
 
     wrong: MutableMapping[LossFn, set[tuple[Key, int]]] = field(default_factory=WeakIdKeyDictionary)
     reads: MutableMapping[LossFn, str] = field(default_factory=WeakIdKeyDictionary)
     outside: MutableMapping[LossFn, dict[int, StorageWeakRef]] = field(default_factory=WeakIdKeyDictionary)
 
-    def traced(self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[Traced], R]) -> R:
-        """Compute a step with a trace of its own.
+    def run_with_rediscovery(
+        self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[DiscoveryRecorder], R]
+    ) -> R:
+        """Compute a step with a trace of its own, again if a gradient shows that a guess of a sample axis was wrong.
 
-        Numbers that an earlier step gave to Python may be kept there, so that its doubt is that of all later steps.
+        Python may keep numbers that an earlier step gave to it, so all later steps have the doubt of that step.
         """
         wrong = self.wrong.setdefault(loss_fn, set())
-        places = Traced(Trace(num_samples, recording=True), wrong)
+        discovery = DiscoveryRecorder(Trace(num_samples, recording=True), wrong)
         try:
             while True:
                 try:
-                    result = compute(places)
+                    result = compute(discovery)
                     break
-                except Misplaced as error:  # a guess by shape, which the gradient has shown to be wrong
+                except WrongGuess as error:  # a guess by shape, which the gradient has shown to be wrong
                     wrong.add(error.args[0])
-                    places = Traced(Trace(num_samples, recording=True), wrong)
+                    discovery = DiscoveryRecorder(Trace(num_samples, recording=True), wrong)
         finally:
-            if places.trace.reads:
-                self.reads.setdefault(loss_fn, f"{places.trace.reads[0]}, which may be kept")
-        check_norms(result, params, places.trace.meshes)
-        kept = (self.reads[loss_fn],) if loss_fn in self.reads and not places.trace.reads else ()
+            if discovery.trace.reads:
+                self.reads.setdefault(loss_fn, f"{discovery.trace.reads[0]}, which may be kept")
+        _check_norms(result, params, discovery.trace.meshes)
+        kept = (self.reads[loss_fn],) if loss_fn in self.reads and not discovery.trace.reads else ()
         return replace(
             result,
             doubts=(*result.doubts, *kept),
-            strange=self._strange(loss_fn, params, places.trace),
-            coarse=places.trace.coarse,
+            untraced=self._has_untraced(loss_fn, params, discovery.trace),
+            coarse=discovery.trace.coarse,
         )
 
-    def _strange(self, loss_fn: LossFn, params: Params, trace: Trace) -> bool:
-        """True if a tensor came from where the trace does not look (another thread, another library), unlike before."""
+    def _has_untraced(self, loss_fn: LossFn, params: Params, trace: Trace) -> bool:
+        """True if a tensor was made without an operation of the step (by another thread or library), unlike before."""
         known = self.outside.get(loss_fn)
         own = {part(param).untyped_storage()._cdata for param in params.values()}
-        seen = {key: reference for key, reference in trace.strangers.items() if key not in own}
-        self.outside[loss_fn] = {**(known or {}), **seen}
-        return known is not None and any(key not in known or _freed(known[key]) for key in seen)
+        found = {key: reference for key, reference in trace.untraced_memory.items() if key not in own}
+        self.outside[loss_fn] = {**(known or {}), **found}
+        return known is not None and any(key not in known or _freed(known[key]) for key in found)
 
-    def recalled(self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable) -> dict[Key, Layout | None]:
-        """Find where the samples are in each use, by one traced step that is proven.
+    def discover(
+        self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable
+    ) -> dict[Key, SampleAxis | None]:
+        """Find the sample axis of each use, by one traced step that is proven.
 
         Raises:
-            UnsupportedModel: it is not, or uses of a parameter lie differently.
+            UnsupportedModel: it is not, or uses of a parameter have different sample axes.
         """
-        places = Traced(Trace(_size(batch)), self.wrong.setdefault(loss_fn, set()))
-        refuse_unproven(engine._run(loss_fn, params, batch, places).doubts)
-        if places.unclear:
-            names = sorted({key[0] for key in places.unclear})
+        discovery = DiscoveryRecorder(Trace(_size(batch)), self.wrong.setdefault(loss_fn, set()))
+        refuse_unproven(engine._run(loss_fn, params, batch, discovery).doubts)
+        if discovery.unclear:
+            names = sorted({key[0] for key in discovery.unclear})
             raise UnsupportedModel(
                 f"The uses of {shorten(names)} hold their samples in different ways, which a compiled step cannot tell "
                 "apart. Use compile=False."
             )
-        return places.known
+        return discovery.known
 
 
 def _freed(reference: StorageWeakRef) -> bool:
@@ -152,7 +157,7 @@ def _freed(reference: StorageWeakRef) -> bool:
 
 
 class _Traceable(Protocol):
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, places: Traced) -> Result: ...
+    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> _Result: ...
 
 
 def _size(batch: Batch) -> int:
