@@ -21,10 +21,9 @@ STRATEGIES = ("head", "lora", "full")
 STEPS = 100
 SAMPLING_PROB = {"head": 0.5, "lora": 0.1, "full": 0.1}
 RATE = {"lora": 1e-3, "full": 3e-2}
-HEAD_SCALE = 3.0
-LITTLE_NOISE = 0.02  # below it a head gains from a higher rate
-HIGHEST_FACTOR = 5.0
-HOPELESS = 0.5
+HEAD_SCALE = 1.2
+HEAD_RANGE = (2.0, 25.0)  # of rate * feature_norm * sqrt(k): no more and no less was measured
+HOPELESS = {"head": 0.25, "lora": 1.0, "full": 1.0}
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,16 @@ class Recipe:
     def advice(self) -> str | None:
         """A sentence with the number of records that would help, where noise hides nearly all; else None.
 
-        >>> recipe("full", dataset_size=2000, num_parameters=10**7, epsilon=1.0, delta=1e-5).advice()[:60]
-        'Expected noise_to_signal <= 0.5, got noise_to_signal=5.9 with'
+        >>> found = recipe("full", dataset_size=2000, num_parameters=10**7, epsilon=1.0, delta=1e-5)
+        >>> print(found.advice()[:60])
+        Expected noise_to_signal <= 1, got noise_to_signal=5.9 with
         """
-        if self.noise_to_signal <= HOPELESS:
+        most = HOPELESS[self.strategy]
+        if self.noise_to_signal <= most:
             return None
-        share = HOPELESS / self.noise_to_signal
+        share = most / self.noise_to_signal
         return (
-            f"Expected noise_to_signal <= {HOPELESS:g}, got noise_to_signal={self.noise_to_signal:.2g} with "
+            f"Expected noise_to_signal <= {most:g}, got noise_to_signal={self.noise_to_signal:.2g} with "
             f"{self.num_parameters} trained parameters and {self.dataset_size} records. Train at most "
             f"{max(1, int(self.num_parameters * share * share))} parameters (a head on frozen features, LoRA of a "
             f"lower rank), or have {math.ceil(self.dataset_size / share)} records, or take a larger epsilon."
@@ -147,12 +148,12 @@ def recipe(
         T = 100 steps;  q = 0.5 (head), 0.1 (lora, full);  batch = q n
         clip = Automatic(clip_norm=1)                                     every gradient gets norm 1
         learning rate of Adam, falling linearly to 0:
-            head   3 min(5, max(1, 0.02 / r)) / (feature_norm sqrt(k))
+            head   a / (feature_norm sqrt(k)), with a = 1.2 / sqrt(r), at least 2 and at most 25
             lora   0.001
             full   0.03
 
-    Adam divides by the noise, so its rate is a distance: a logit of a head moves by about rate * sqrt(k) *
-    feature_norm a step, whatever n and epsilon are. docs/recipes.md has the measurements.
+    Adam divides by the noise, so its rate is a distance: a is about how far a step can move a logit. What is smaller
+    than the noise needs shorter steps. docs/recipes.md has the measurements.
 
     Args:
         strategy: `head`, a linear layer on frozen features that starts at zero; `lora`, adapters of a pretrained
@@ -209,4 +210,5 @@ def _head_rate(num_parameters: int, num_classes: int | None, feature_norm: float
         raise fail("num_classes >= 1 with a head", "num_classes", num_classes, "Pass the number of its outputs.")
     root_k = math.sqrt(num_parameters / whole("num_classes", num_classes, minimum=1))
     norm = root_k if feature_norm is None else positive("feature_norm", feature_norm)
-    return HEAD_SCALE * min(HIGHEST_FACTOR, max(1.0, LITTLE_NOISE / noise)) / (norm * root_k)
+    low, high = HEAD_RANGE
+    return min(high, max(low, HEAD_SCALE / math.sqrt(noise))) / (norm * root_k)

