@@ -5,12 +5,12 @@ For each data set and strategy, accuracies on the test part:
 - majority: the class that is most frequent in training;
 - non-private: the best of `RATES` without clipping and noise, chosen on validation data;
 - tuned: the best private run of a grid (`RATES` x `PROBS`), chosen on validation data; epsilon does not count the choice.
-  The grid is run in closed form (closed.py), which tests/benchmarks/test_recipes.py compares with `clipped_grad`;
+  The grid is run in closed form (closed.py), which tests/benchmarks/test_recipes_benchmark.py compares with `clipped_grad`;
 - plain: batch 256, 100 steps, Adam at 1e-2 on rows of norm 1: what the README said before there were recipes;
 - recipe: `dpfunc.recipes.recipe`, with `SEEDS` seeds, and nothing chosen.
 
-The rules were chosen on the validation parts of some data sets (`chosen_on` in data.py). The test parts are read here, at
-the end of each run, and nowhere else.
+The rules were chosen on the validation parts of some data sets (`chosen_on` in data.py). The test parts are read here,
+at the end of each run, and nowhere else.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ def recipe_of(strategy: str, data: Data) -> Recipe:
     n = len(data.train.y)
     d = sum(p.numel() for p in network(strategy, data, 0).parameters())
     classes = data.classes if strategy == "head" else None
-    return recipe(
-        strategy, dataset_size=n, num_parameters=d, epsilon=EPSILON, delta=delta_of(n), num_classes=classes
-    )
+    return recipe(strategy, dataset_size=n, num_parameters=d, epsilon=EPSILON, delta=delta_of(n), num_classes=classes)
 
 
 def measure(name: str, strategy: str, console: Console) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Private training of a linear layer, or of a network with one hidden layer, in closed form: for grids, nothing else.
+"""Clipped training of a linear layer, or of a network with one hidden layer, in closed form: for grids, nothing else.
 
-No generator here is fit for privacy. tests/benchmarks/test_recipes.py compares the clipped sum with `dpfunc.clipped_grad`.
+No generator here is fit for privacy. `tests/benchmarks/test_recipes_benchmark.py` compares the clipped sum with
+`dpfunc.clipped_grad`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def summed(module: nn.Module, x: Tensor, y: Tensor, *, clip: bool = True) -> lis
 def train(
     module: nn.Module, part: Part, q: float, steps: int, lr: float, noise_multiplier: float | None, seed: int = 0
 ) -> nn.Module:
-    """Train in place with Adam and a rate that falls linearly. Without a noise multiplier: neither clipping nor noise."""
+    """Train in place with Adam and a rate that falls linearly. Without noise multiplier: neither clipping nor noise."""
     params = [p for layer in layers(module) for p in (layer.weight, layer.bias)]
     optimizer = torch.optim.Adam(params, lr=lr)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)

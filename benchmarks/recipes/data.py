@@ -6,7 +6,7 @@ All files lie in one folder, `DPFUNC_RECIPES_DATA` (default `.cache/recipes`), a
     apt-get download dataset-fashion-mnist                                          its files *-ubyte.gz: fashion-mnist/
     rt-polarity.pos and rt-polarity.neg (Pang and Lee 2005), e.g. from dennybritz/cnn-text-classification-tf: rotten/
 
-BBC News and the pretrained encoder are those of `examples/main_job`. Features of texts and images are cached there, too.
+BBC News and the pretrained encoder are those of `examples/main_job`. Features of texts are cached in that folder.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def fashion() -> tuple[Tensor, Tensor]:
 
 def table(path: Path) -> tuple[list[list[float]], list[str]]:
     """Numbers and the last column of a file with commas."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8")
-    with opened as file:
-        rows = [line.strip().split(",") for line in file if line.strip() and not line.startswith("@")]
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    rows = [line.strip().split(",") for line in text.splitlines() if line.strip() and not line.startswith("@")]
     if path.name == "digits.csv.gz":
         rows = [[*row[:-1], row[-1].split(".")[0]] for row in rows]
     return [[float(value) for value in row[:-1]] for row in rows], [row[-1].strip() for row in rows]
