@@ -155,7 +155,7 @@ def recipe(
         | full     | 0.1  | 100   | 0.03 |
 
     Adam divides by the noise, so its rate is a distance: a is about how far a step can move a logit. What is smaller
-    than the noise needs shorter steps. Heads were measured on several data sets, networks with one hidden layer on three,
+    than the noise needs shorter steps. Heads were measured on five data sets, networks with one hidden layer on three,
     adapters on one: docs/recipes.md.
 
     Args:
