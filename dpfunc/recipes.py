@@ -155,8 +155,8 @@ def recipe(
         | full     | 0.1  | 100   | 0.03 |
 
     Adam divides by the noise, so its rate is a distance: a is about how far a step can move a logit. What is smaller
-    than the noise needs shorter steps. Heads were measured on five data sets, networks with one hidden layer on three,
-    adapters on one: docs/recipes.md.
+    than the noise needs shorter steps. Heads were measured on five data sets, networks with one hidden layer on three;
+    the values for adapters come from one example and were not searched: docs/recipes.md.
 
     Args:
         strategy: `head`, a linear layer on frozen features that starts at zero; `lora`, adapters of a pretrained
