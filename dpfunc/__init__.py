@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
-    from dpfunc import accounting, clipping, distributed, engines, errors, lora, noise, sampling
+    from dpfunc import accounting, clipping, distributed, engines, errors, lora, noise, recipes, sampling
     from dpfunc.accounting import (
         Guarantee,
         Ledger,
@@ -65,6 +65,7 @@ __all__ = [
     "lora",
     "make_dp_step",
     "noise",
+    "recipes",
     "remaining",
     "replace_batchnorm",
     "sampling",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,8 +19,13 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_loop_of_the_readme_runs(capsys):
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1).replace("num_steps=100", "num_steps=3")
+    code = (
+        re.search(r"```python\n(.*?)```", README, re.DOTALL)
+        .group(1)
+        .replace("recipe.plan()", "dataclasses.replace(recipe.plan(), num_steps=3)")
+    )
     names = {
+        "dataclasses": dataclasses,
         "model": torch.nn.Linear(4, 3),
         "dataset": torch.utils.data.TensorDataset(torch.randn(500, 4), torch.randint(3, (500,))),
     }

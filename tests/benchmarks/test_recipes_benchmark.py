@@ -1,0 +1,40 @@
+"""The benchmark of the recipes: its closed form is the clipped sum of the library, its table is the committed result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dpfunc
+from benchmarks.recipes import closed
+from benchmarks.recipes.__main__ import RESULT, line, network
+from benchmarks.recipes.data import split
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+@pytest.mark.parametrize("strategy", ["head", "full"])
+def test_the_closed_form_is_the_clipped_sum(strategy):
+    source = torch.Generator().manual_seed(1)
+    x, y = torch.randn(60, 7, generator=source), torch.randint(3, (60,), generator=source)
+    data = split("drawn", "tabular", True, x, y)
+    module = network(strategy, data, seed=2)
+    forward, params = dpfunc.functionalize(module)
+
+    def loss_fn(params, batch):
+        return torch.nn.functional.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
+
+    clipped, _ = dpfunc.clipped_grad(loss_fn, params, (x, y), dpfunc.clipping.Automatic())
+    for ours, theirs in zip(closed.summed(module, x, y), clipped.sums.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_table_is_the_committed_result():
+    text = DOCUMENT.read_text("utf-8")
+    results = json.loads(RESULT.read_text("utf-8"))
+    assert {result["chosen_on"] for result in results} == {True, False}
+    for result in results:
+        assert line(result) in text

@@ -1,0 +1,178 @@
+"""Recipes: formulas against an independent copy, public facts only, and a first run that learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+import dpfunc
+from dpfunc.errors import InvalidArgument
+from dpfunc.recipes import STRATEGIES, Recipe, recipe
+
+BUDGET = {"epsilon": 3.0, "delta": 1e-5}
+
+
+def head(**changes):
+    return recipe("head", **{"dataset_size": 2000, "num_parameters": 770, "num_classes": 2, **BUDGET, **changes})
+
+
+def one_release(epsilon, delta):
+    """Noise multiplier of one Gaussian release (Balle and Wang 2018), from scratch."""
+
+    def excess(sigma):
+        mu = 1 / sigma
+        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu) - delta
+
+    return brentq(excess, 0.05, 1000, xtol=1e-12)
+
+
+@given(
+    n=st.integers(500, 50_000), k=st.integers(2, 2000), classes=st.integers(2, 100),
+    epsilon=st.floats(0.3, 8.0), length=st.floats(0.1, 30.0),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_the_rate_of_a_head(n, k, classes, epsilon, length):
+    d = (k + 1) * classes
+    found = head(dataset_size=n, num_parameters=d, num_classes=classes, epsilon=epsilon, feature_norm=length)
+    r = math.sqrt(d) * one_release(epsilon, 1e-5) / n
+    scale = min(25.0, max(2.0, 1.2 / math.sqrt(r)))
+    assert found.noise_to_signal == pytest.approx(r, rel=1e-4)
+    assert found.learning_rate == pytest.approx(scale / (length * math.sqrt(k + 1)), rel=1e-4)
+
+
+def test_features_behind_a_layer_norm_are_the_default():
+    assert head().learning_rate == pytest.approx(head(feature_norm=math.sqrt(385)).learning_rate)
+
+
+def test_longer_features_get_shorter_steps():
+    """Logits do not change when features are ten times as long and the rate is a tenth."""
+    assert head(feature_norm=10.0).learning_rate == pytest.approx(head(feature_norm=1.0).learning_rate / 10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_recipe_is_a_pure_function(strategy):
+    classes = {"num_classes": 2} if strategy == "head" else {}
+    arguments = {"dataset_size": 2000, "num_parameters": 770, **BUDGET, **classes}
+    state = torch.get_rng_state()
+    assert recipe(strategy, **arguments) == recipe(strategy, **arguments)
+    assert torch.equal(state, torch.get_rng_state())
+    kinds = {p.annotation for p in inspect.signature(recipe).parameters.values()}
+    assert kinds == {"Strategy", "int", "float", "int | None", "float | None"}  # no records, no tensors, no modules
+
+
+def test_a_recipe_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        head().learning_rate = 1.0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_its_values_go_into_the_plan(strategy):
+    classes = {"num_classes": 2} if strategy == "head" else {}
+    found = recipe(strategy, dataset_size=2000, num_parameters=770, **BUDGET, **classes)
+    plan = found.plan()
+    assert (plan.num_steps, plan.clip, plan.delta, plan.epsilon) == (found.num_steps, found.clip, 1e-5, 3.0)
+    assert plan.sampler.expected_batch_size(0) == found.expected_batch_size
+    assert 2.9 < plan.guarantee().epsilon <= 3.0
+
+
+def test_the_rate_falls_to_zero():
+    found = head()
+    optimizer = found.optimizer([torch.zeros(2, requires_grad=True)])
+    scheduler = found.scheduler(optimizer)
+    rates = []
+    for _ in range(found.num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    wanted = [found.learning_rate * (1 - t / found.num_steps) for t in range(found.num_steps)]
+    assert rates == pytest.approx(wanted)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_smaller_share_of_the_records():
+    assert head(sampling_prob=0.1).expected_batch_size == 200
+    assert head(dataset_size=1, sampling_prob=0.1).expected_batch_size == 1
+
+
+def test_the_arguments_of_a_trainer_are_the_same():
+    from transformers import TrainingArguments
+
+    from dpfunc.hf.trainer.arguments import PrivacyArguments
+
+    found = recipe("lora", dataset_size=2000, num_parameters=5000, **BUDGET)
+    given_to = found.training_arguments()
+    assert set(given_to) <= {f.name for f in dataclasses.fields(TrainingArguments)}
+    plan = PrivacyArguments(**found.privacy_arguments()).plan(
+        dataset_size=2000,
+        expected_batch_size=given_to["per_device_train_batch_size"] * given_to["gradient_accumulation_steps"],
+        num_steps=given_to["max_steps"],
+    )
+    assert plan == found.plan()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "message"),
+    [
+        ("tail", {}, "got strategy='tail'"),
+        ("head", {}, "got num_classes=None"),
+        ("head", {"num_classes": 0}, "got num_classes=0"),
+        ("head", {"num_classes": 2, "feature_norm": 0.0}, "got feature_norm=0.0"),
+        ("lora", {"num_classes": 2}, "got num_classes=2"),
+        ("full", {"feature_norm": 1.0}, "got feature_norm=1.0"),
+        ("full", {"epsilon": -1.0}, "got epsilon=-1.0"),
+        ("full", {"delta": 1.0}, "got delta=1.0"),
+        ("full", {"dataset_size": 0}, "got dataset_size=0"),
+        ("full", {"num_parameters": 0}, "got num_parameters=0"),
+        ("full", {"sampling_prob": 1.5}, "got sampling_prob=1.5"),
+    ],
+)
+def test_values_outside_of_their_domain(strategy, changes, message):
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        recipe(strategy, **{"dataset_size": 2000, "num_parameters": 770, **BUDGET, **changes})
+
+
+def test_advice_names_numbers_that_help():
+    hopeless = {"dataset_size": 300, "num_parameters": 100_000, "epsilon": 0.5, "delta": 1e-5}
+    said = recipe("full", **hopeless).advice()
+    parameters = int(re.search(r"at most (\d+) parameters", said).group(1))
+    size = int(re.search(r"have (\d+) records", said).group(1))
+    assert recipe("full", **{**hopeless, "num_parameters": parameters}).advice() is None
+    assert recipe("full", **{**hopeless, "dataset_size": size}).advice() is None
+    assert recipe("full", **{**hopeless, "dataset_size": size - 2}).advice() is not None
+
+
+@pytest.mark.parametrize("length", [0.05, 1.0, 20.0])
+def test_a_first_run_learns(length):
+    """Two classes whose means differ, at any length of the features: far above the 0.5 of one class."""
+    source = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (1000,), generator=source)
+    x = torch.randn(1000, 16, generator=source) + 0.5 * (2 * y[:, None] - 1)
+    x = length * torch.nn.functional.normalize(x, dim=1)
+    model = torch.nn.Linear(16, 2)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    forward, params = dpfunc.functionalize(model)
+    found: Recipe = head(dataset_size=1000, num_parameters=34, feature_norm=length, sampling_prob=0.1)
+    dp_step = dpfunc.make_dp_step(
+        lambda params, batch: torch.nn.functional.cross_entropy(forward(params, batch[0]), batch[1], reduction="none"),
+        found.plan(),
+    )
+    state = dp_step.init(params, key=dpfunc.secure_key())
+    optimizer = found.optimizer(params.values())
+    scheduler = found.scheduler(optimizer)
+    for indices in dp_step.plan.batches(state):
+        grads, state, _ = dp_step(params, dpfunc.take((x, y), indices), state)
+        for name, p in params.items():
+            p.grad = grads[name]
+        optimizer.step()
+        scheduler.step()
+    assert float((forward(params, x).argmax(1) == y).float().mean()) > 0.85
