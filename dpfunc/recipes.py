@@ -112,7 +112,7 @@ class Recipe:
         """A sentence with the number of records that would help, where noise hides nearly all; else None.
 
         >>> found = recipe("full", dataset_size=2000, num_parameters=10**7, epsilon=1.0, delta=1e-5)
-        >>> print(found.advice()[:60])
+        >>> print(found.advice()[:59])
         Expected noise_to_signal <= 1, got noise_to_signal=5.9 with
         """
         most = HOPELESS[self.strategy]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import re
 import shutil
@@ -114,8 +115,10 @@ def test_what_is_required_is_what_is_imported():
     extra = {re.match(r"[\w-]+", line).group() for line in PROJECT["optional-dependencies"]["hf"]}
     imported = set()
     for path in (ROOT / "dpfunc").rglob("*.py"):
-        for word in re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE):
-            imported.add(word)
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported.update(name.split(".")[0] for name in names)
     outer = {"yaml": "pyyaml", "PIL": "pillow"}
     packages = {outer.get(name, name) for name in imported} - set(sys.stdlib_module_names) - {"dpfunc"}
     assert required <= packages
