@@ -112,7 +112,8 @@ def work(rank: int, size: int, folder: str, case: str, rounds: int, device: str,
                 found[name].append(taken)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
-    dist.destroy_process_group()
+    steps.clear()  # the plain one holds the group
+    distributed.shutdown()
 
 
 def measure(case: str, size: int, rounds: int, device: str, quick: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -119,8 +120,13 @@ make_dp_step and plan.batches; for runs on different data, unset what the launch
 
 
 def shutdown() -> None:
-    """Destroy the process group at the end of a run; a process cannot join it again. Nothing for a single process."""
+    """Destroy the process group at the end of a run; a process cannot join it again. Nothing for a single process.
+
+    Delete first what holds the group, like a `DistributedDataParallel`: one that still exists when Python ends aborts
+    the process.
+    """
     if dist.is_available() and dist.is_initialized():
+        gc.collect()  # what holds it may be in a cycle
         dist.destroy_process_group()
 
 

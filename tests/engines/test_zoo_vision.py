@@ -32,7 +32,7 @@ def results():
         pytest.fail(
             f"Expected torchvision and timm in {INSTALLED.relative_to(ROOT)}: `make test-slow` installs them there."
         )
-    path = os.pathsep.join(str(folder) for folder in (INSTALLED, ROOT / "tests", ROOT))
+    path = os.pathsep.join(str(folder) for folder in (INSTALLED, ROOT / "tests" / "_support", ROOT / "tests", ROOT))
     run = subprocess.run(
         [sys.executable, "-W", "error", vision_run.__file__],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
