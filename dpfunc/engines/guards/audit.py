@@ -7,6 +7,7 @@ audit detects errors of all these kinds, in the rows that it draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -185,7 +186,7 @@ def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: _Credited,
 
 
 class _Unstable(NamedTuple):
-    """Changes of a row by rounding alone: of its loss, and name -> norm of the change of its gradients."""
+    """Changes of a row by rounding alone, where they are finite: of its loss; name -> norm of that of its gradient."""
 
     loss: float
     gradients: Mapping[str, float]
@@ -205,11 +206,20 @@ def _unstable(
     loss, gradients = 0.0, dict.fromkeys(params, 0.0)
     for number in range(TRIES):
         again = _alone(loss_fn, rounded_params(params, _ROUNDING_UNITS, number), batch, credited.draws, row)
-        loss = max(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
+        loss = _larger(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
         for name, grad in again.grads.items():
             off = float(torch.linalg.vector_norm((grad.dense()[0] - alone.grads[name].dense()[0]).flatten()))
-            gradients[name] = max(gradients[name], off)
+            gradients[name] = _larger(gradients[name], off)
     return _Unstable(loss, gradients)
+
+
+def _larger(value: float, other: float) -> float:
+    return max(value, other) if math.isfinite(other) else value  # an infinite change would allow any difference
+
+
+def _explained(change: float, scale: float, credited: _Credited) -> float:
+    """Difference that rounding explains; in a step that is not proven at most what 16 bits would."""
+    return min(2 * change, COARSE * scale) if credited.doubts else 2 * change
 
 
 def _compare(
@@ -221,7 +231,8 @@ def _compare(
     for row, single in alone.items():
         together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])
         finite = torch.isfinite(credited.losses_B[row]), torch.isfinite(single.losses_B[0])
-        allowed = tolerance * max(abs(by_itself), abs(together), 1e-6) + 2 * unstable.get(row, _STABLE).loss
+        scale = max(abs(by_itself), abs(together), 1e-6)
+        allowed = tolerance * scale + _explained(unstable.get(row, _STABLE).loss, scale, credited)
         if bool(finite[0] != finite[1]) or (bool(finite[0]) and abs(together - by_itself) > allowed):
             return f"row {row} has the loss {by_itself:.6g} alone, {together:.6g} beside the others"
     return _compare_gradients(params, credited, alone, unstable, tolerance)
@@ -250,7 +261,8 @@ def _compare_gradients(
         largest = max(largest, total)
         for name, value in zip(params, given, strict=True):
             off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
-            if off > tolerance * total + 2 * unstable.get(row, _STABLE).gradients.get(name, 0.0) + 1e-12:
+            change = unstable.get(row, _STABLE).gradients.get(name, 0.0)
+            if off > tolerance * total + _explained(change, total, credited) + 1e-12:
                 return (
                     f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
                     f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
@@ -266,6 +278,7 @@ def _compare_gradients(
     for name, value in expected.items():
         off = float(torch.linalg.vector_norm(combined[name].to(value.dtype).sub_(value).flatten()))
         allowed = 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12
-        if not off <= allowed + 2 * sum(row.gradients[name] for row in unstable.values()):
+        change = sum(row.gradients[name] for row in unstable.values())
+        if not off <= allowed + _explained(change, largest * len(alone) ** 0.5, credited):
             return f"the gradients of {name!r} of rows {sorted(alone)} differ by {off:.3g} (norms up to {largest:.3g})"
     return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -95,3 +97,32 @@ def test_a_fault_beside_a_kink_is_found():
     """Rounding explains a gradient that jumps, not a loss that depends on the size of its batch."""
     params, (x_Bd, alone_B) = kinks(torch.float32)
     assert len(refused(mixed_at_the_kink, params, (x_Bd, alone_B - 1.0))) == 64
+
+
+def test_an_infinite_change_explains_nothing():
+    change = module._larger(module._larger(0.5, float("inf")), float("nan"))
+    assert change == 0.5
+
+
+def test_a_step_that_is_not_proven_is_given_less():
+    """Where nothing but the audit stands between a loss and its release, rounding explains a tenth at most."""
+    params, batch = kinks(torch.float32)
+    per_sample = engines.bookkeeping()(at_the_kink, params, batch)
+    credited = credited_by(per_sample, per_sample.sq_norms())
+    doubted = dataclasses.replace(credited, doubts=("a doubt",))
+    differing = [
+        row for row in range(64) if batch_gradient(per_sample, row) != batch_gradient(None, row, params, batch)
+    ]
+    assert differing
+    for row in differing:
+        audit(at_the_kink, params, batch, credited, [row])
+        with pytest.raises(UnsupportedModel):
+            audit(at_the_kink, params, batch, doubted, [row])
+
+
+def batch_gradient(per_sample, row, params=None, batch=None):
+    """True if the ReLU of a row lets its gradient through, beside the others or alone."""
+    if per_sample is None:
+        per_sample = engines.bookkeeping()(at_the_kink, params, tuple(part[row : row + 1] for part in batch))
+        row = 0
+    return bool(per_sample.sq_norms()["w"][row] > 1.0)
