@@ -143,7 +143,7 @@ def test_locks_of_windows(tmp_path, monkeypatch):
     module = type(sys)("msvcrt")
     module.locking, module.LK_NBLCK = locking, 2
     monkeypatch.setitem(sys.modules, "msvcrt", module)
-    monkeypatch.setattr("dpfunc._utils.locks.sys.platform", "win32")
+    monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with locked(tmp_path / "journal.jsonl") as file:
         file.write(b"line\n")

@@ -112,7 +112,7 @@ def test_a_head_comes_before_the_first_line(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         write_head(path, head)
 
-    monkeypatch.setattr("dpfunc.checkpoint.chain.write_head", killed)
+    monkeypatch.setattr(chain, "write_head", killed)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path / "journal.jsonl", line(0))
     assert journal_ledger(tmp_path / "journal.jsonl").num_steps == 1

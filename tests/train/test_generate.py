@@ -218,7 +218,7 @@ def test_prompts_from_files(tmp_path):
 
 @pytest.mark.parametrize(("num", "count", "expected"), [(7, 3, [3, 2, 2]), (2, 4, [1, 1, 0, 0]), (6, 2, [3, 3])])
 def test_texts_are_spread_over_prompts(monkeypatch, num, count, expected):
-    monkeypatch.setattr("dpfunc.train.generate._continue", lambda writer, prompts, how: list(prompts))
+    monkeypatch.setitem(sample.__globals__, "_continue", lambda writer, prompts, how: list(prompts))
     prompts = [{"prompt": str(i)} for i in range(count)]
     drawn = Counter(
         row["text"] for row in sample(Writer(None, None, 1.0, 1e-5, 8), prompts, Sampling(num, batch_size=4))

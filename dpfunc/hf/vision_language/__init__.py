@@ -1,1 +1,22 @@
 """Vision-language models: what is trained, and batches of images with text."""
+
+from typing import TYPE_CHECKING
+
+from dpfunc._utils.lazy import lazy
+
+if TYPE_CHECKING:
+    from dpfunc.hf.vision_language.images import image_text_collator
+    from dpfunc.hf.vision_language.strategies import image_text_loss, prepare, strategy
+
+__all__ = ["image_text_collator", "image_text_loss", "prepare", "strategy"]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "image_text_collator": "images",
+            "image_text_loss": "strategies",
+            "prepare": "strategies",
+            "strategy": "strategies",
+        },
+    )
