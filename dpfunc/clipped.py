@@ -19,7 +19,7 @@ from dpfunc._utils.versions import check_compile
 from dpfunc.batches import batch_size, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.engines.guards.audit import Audits, audit, credited_by, drawn_rows
+from dpfunc.engines.guards.audit import Audits, audit, credited_by
 from dpfunc.engines.guards.row_independence import tolerance_of
 from dpfunc.engines.loop import loop
 from dpfunc.engines.microbatch import automatic_size
@@ -168,11 +168,8 @@ class ClippedGrad:
                 credited = credited_by(per_sample, sq_norms)
                 self._audits.note(credited)
                 if credited is not None:
-                    wanted = self._audits.due(microbatch, credited.doubts, credited.untraced, seconds)
-                    rows = drawn_rows(key, batch_size(microbatch), wanted)
-                    start = time.perf_counter()
-                    audit(self.loss_fn, params, microbatch, credited, rows)
-                    self._audits.paid(wanted, time.perf_counter() - start)
+                    with self._audits.drawn(key, microbatch, credited.doubts, credited.untraced, seconds) as chosen:
+                        audit(self.loss_fn, params, microbatch, credited, chosen)
 
             return summed(per_sample, mask_B, check)
 
@@ -192,13 +189,11 @@ class ClippedGrad:
         self, parts: Partition, params: Params, microbatch: Batch, key: Key | None, result: Clipped, seconds: float
     ) -> None:
         """Check that losses and norms of some rows of a compiled step are those of the rows alone."""
-        wanted = self._audits.due(microbatch, (), seconds=seconds)
-        start = time.perf_counter()
-        for row in drawn_rows(key, batch_size(microbatch), wanted):
-            single = loop()(self.loss_fn, params, rows(microbatch, row, row + 1))
-            alone: Clipped = ({}, single.losses_B, parts.norms(single.sq_norms()))
-            _check_compiled(({}, result[1][row : row + 1], result[2][row : row + 1]), alone)
-        self._audits.paid(wanted, time.perf_counter() - start)
+        with self._audits.drawn(key, microbatch, seconds=seconds) as chosen:
+            for row in chosen:
+                single = loop()(self.loss_fn, params, rows(microbatch, row, row + 1))
+                alone: Clipped = ({}, single.losses_B, parts.norms(single.sq_norms()))
+                _check_compiled(({}, result[1][row : row + 1], result[2][row : row + 1]), alone)
 
     def _chunk(self, params: Params, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
         chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]

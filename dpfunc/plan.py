@@ -16,8 +16,8 @@ from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key
-from dpfunc.sampling import Poisson, Sampler, deal
-from dpfunc.sampling.base import existing
+from dpfunc.sampling import Poisson, Sampler
+from dpfunc.sampling.base import own_records
 from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
 from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
@@ -237,8 +237,8 @@ class Plan:
 
     def draw(self, state: Position, step: int, ranks: Place | None = None) -> Tensor:
         """The records of one step, of all processes or of this one."""
-        drawn = existing(self.sampler.indices(state.key, step), state.num_records)
-        return drawn if ranks is None else deal(drawn, ranks.rank, ranks.size)
+        place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        return own_records(self.sampler, state.key, step, state.num_records, *place)
 
     def loader(
         self,

@@ -132,12 +132,15 @@ def _taken(path: Path, folder: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    for _ in range(ATTEMPTS):  # the one before us may remove the folder between the two
+    for _ in range(ATTEMPTS):
         with suppress(FileNotFoundError, FileExistsError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            return _open(path)
+    return _open(path)  # its error says why
+
+
+def _open(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # the process before us may remove the folder in between
 
 
 @contextmanager

@@ -74,14 +74,20 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
     return first, whole("stop", stop, minimum=first)
 
 
-def existing(indices: Tensor, num_records: int | None) -> Tensor:
-    """The drawn records that are there: those below `num_records`; all if that is None.
+def own_records(sampler: Sampler, key: Key, step: int, num_records: int | None, rank: int = 0, size: int = 1) -> Tensor:
+    """The records of a step that are there, and of these those of one of several processes.
 
-    >>> import torch
-    >>> existing(torch.tensor([3, 5, 8, 9]), 9)
-    tensor([3, 5, 8])
+    Args:
+        sampler, key, step: of the draw. num_records: those below are there; all if that is None.
+        rank, size: of this process, see `deal`.
+
+    >>> from dpfunc.rng import insecure_key
+    >>> from dpfunc.sampling import InOrder
+    >>> own_records(InOrder(10, 5), insecure_key(0), 1, num_records=8, rank=1, size=2)
+    tensor([6])
     """
-    return indices if num_records is None else indices[indices < num_records]
+    drawn = sampler.indices(key, step)
+    return deal(drawn if num_records is None else drawn[drawn < num_records], rank, size)
 
 
 def deal(indices: Tensor, rank: int, size: int) -> Tensor:

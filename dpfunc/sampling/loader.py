@@ -13,7 +13,7 @@ from dpfunc._utils.validation import fail
 from dpfunc.batches import batch_size, rows, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
-from dpfunc.sampling.base import Sampler, deal, existing
+from dpfunc.sampling.base import Sampler, own_records
 from dpfunc.sampling.records import read
 from dpfunc.types import Batch
 
@@ -64,8 +64,7 @@ class Draws:
     def _drawn(self, step: int) -> list[Drawn]:
         # Processes with other records draw other randomness.
         key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
-        drawn = existing(self.sampler.indices(self.key, step), self.num_records)
-        own = deal(drawn, self.rank, self.size).tolist()
+        own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
         return [Drawn(key, index) for index in own] or [Drawn(key, 0, real=False)]
 
 

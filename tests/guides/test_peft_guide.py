@@ -9,7 +9,6 @@ from pathlib import Path
 from tiny_models import NAME, write_model
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "peft.md"
-WORDS = ["my", "favourite", "number", "is"]
 
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):

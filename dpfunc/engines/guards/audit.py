@@ -8,7 +8,9 @@ audit detects errors of all these kinds, in the rows that it draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,6 +83,20 @@ class Audits:
         self.since = 0 if wanted else self.since + 1
         self.sizes.add(size)
         return min(count, wanted)
+
+    @contextmanager
+    def drawn(
+        self, key: Key | None, batch: Batch, doubts: Sequence[str] = (), untraced: bool = False, seconds: float = 0.0
+    ) -> Iterator[list[int]]:
+        """Rows of this batch to compute alone, which is done inside and timed; see `due`.
+
+        Args:
+            key: of the step, see `drawn_rows`. batch, doubts, untraced, seconds: as for `due`.
+        """
+        wanted = self.due(batch, doubts, untraced, seconds)
+        start = time.perf_counter()
+        yield drawn_rows(key, batch_size(batch), wanted)
+        self.paid(wanted, time.perf_counter() - start)
 
     def paid(self, number: int, seconds: float) -> None:
         """Remember what this number of rows alone took."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,25 +39,24 @@ def tolerance_of(*dtypes: torch.dtype) -> float:
 
 def perturbed_params(params: Params) -> dict[str, Tensor]:
     """Parameters moved a little, so that nothing is zero by initialisation (LoRA) and gradients flow everywhere."""
-    generator = torch.Generator().manual_seed(0)
-    moved = {}
-    for name, param in params.items():
-        noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
-        noise = (_PERTURBATION * noise).to(param.device, param.dtype)  # the same on all ranks
-        moved[name] = (param.detach() + shard_like(noise, param)).detach()
-    return moved
+    noise = _noise_like(params, 0, lambda dtype: _PERTURBATION)
+    return {name: (param.detach() + noise[name]).detach() for name, param in params.items()}
 
 
 def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]:
     """Parameters moved by about so many units of rounding each; those of 16 bits, whose tolerance is wide, stay."""
+    noise = _noise_like(params, seed, lambda dtype: units * torch.finfo(dtype).eps if dtype in TOLERANCES else 0.0)
+    return {name: (param.detach() + param.detach() * noise[name]).detach() for name, param in params.items()}
+
+
+def _noise_like(params: Params, seed: int, scale: Callable[[torch.dtype], float]) -> dict[str, Tensor]:
+    """Normal numbers of a scale for each dtype, laid out as the parameters, and the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
-    moved = {}
+    noise = {}
     for name, param in params.items():
-        noise = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
-        units_here = units * torch.finfo(param.dtype).eps if param.dtype in TOLERANCES else 0.0
-        noise = (units_here * noise).to(param.device, param.dtype)  # the same on all ranks
-        moved[name] = (param.detach() + param.detach() * shard_like(noise, param)).detach()
-    return moved
+        values = torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
+        noise[name] = shard_like((scale(param.dtype) * values).to(param.device, param.dtype), param)
+    return noise
 
 
 def some_rows(batch: Batch, num_rows: int) -> Batch:

@@ -294,9 +294,16 @@ class Tracker(TorchFunctionMode):
             return type(value)(self._detached(item, by) for item in value)
         return value
 
-    def _run_detached(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def _run_detached(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        by: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run a function on tracked values without their graph, or on what stands `by` their ids in their stead."""
         result: Tensor = func(
-            *(self._detached(value) for value in args), **{name: self._detached(v) for name, v in kwargs.items()}
+            *(self._detached(v, by) for v in args), **{name: self._detached(v, by) for name, v in kwargs.items()}
         )
         return result
 
@@ -329,10 +336,7 @@ class Tracker(TorchFunctionMode):
             by[id(tracked.tensor)] = aligned
         if func in EXPANDING:
             return by[id(found[0].tensor)].expand(output)
-        result: Tensor = func(
-            *(self._detached(v, by) for v in args), **{name: self._detached(v, by) for name, v in kwargs.items()}
-        )
-        return result
+        return self._run_detached(func, args, kwargs, by)
 
     def _sample_axis(
         self,

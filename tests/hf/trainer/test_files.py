@@ -14,7 +14,6 @@ import torch
 from journal_cases import written
 from trainer_cases import (
     again,
-    labelled,
     language_model,
     pad,
     same,
@@ -22,7 +21,7 @@ from trainer_cases import (
     trained,
     training_arguments,
 )
-from trainer_runs import KEY, run
+from trainer_runs import CHANGES, DATA, KEY, run
 from transformers import TrainerCallback
 
 import dpfunc
@@ -35,9 +34,6 @@ from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import fingerprint
-
-DATA = labelled()
-CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
 
 
 class StopAt(TrainerCallback):
