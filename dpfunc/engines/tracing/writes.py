@@ -174,7 +174,7 @@ def _entry_after_write(trace: Trace, target: Tensor, kind: Rows, entry: Entry, c
     current = located(entry, target, trace.num_samples)
     if current is None or current.axis != kind.axis or not rows_module.alike(current, kind):
         return stored(kind, target) if covers_all else Mixed("a write over other samples")
-    return doubted(entry, kind.doubt) if kind.doubt else entry
+    return doubted(entry, kind.doubt)
 
 
 def _rows_of_base(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:

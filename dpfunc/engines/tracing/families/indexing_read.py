@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type
+from dpfunc.engines.tracing.call import Call, Handler, Type, doubted
 from dpfunc.engines.tracing.families.positions import (
     Positions,
     doubt_of,
@@ -167,11 +167,8 @@ def _of_other_axes(
             rows = here
     if kind is not None and rows is not None:
         return call.mixed("at positions of other samples")
-    if kind is not None:
-        moved = kind.moved(kept_axis(kind.axis, start, width, indexed))
-        return moved.doubted(doubt) if doubt else moved
     if rows is None:
-        return Mixed(doubt) if doubt else None
+        return doubted(kind and kind.moved(kept_axis(kind.axis, start, width, indexed)), doubt)
     for item, axis in zip(given, indexed, strict=True):
         if item.kind is not None or rows.axis == ONE_SAMPLE:
             continue
