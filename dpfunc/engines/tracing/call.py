@@ -144,21 +144,17 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
     doubt, constants = "", []
     for operand in operands:
         kind = call.type_of(operand.tensor)
+        doubt = doubt or doubt_in(kind)
         if kind is None:
             constants.append(operand)
-            continue
-        doubt = doubt or doubt_in(kind)
-        if isinstance(kind, Mixed):
-            continue
-        axis = ONE_SAMPLE if kind.axis == ONE_SAMPLE else operand.axis_of(kind.axis)
-        if kind.axis != ONE_SAMPLE and (axis < 0 or axis in forbidden):
-            return call.mixed()
-        if found is None:
-            found = kind if axis == kind.axis else kind.moved(axis)
-        elif found.axis != axis or not alike(found, kind):
-            return call.mixed("of different samples")
-        elif kind.of > found.of:
-            found = kind.moved(axis)
+        elif isinstance(kind, Rows):
+            axis = ONE_SAMPLE if kind.axis == ONE_SAMPLE else operand.axis_of(kind.axis)
+            if kind.axis != ONE_SAMPLE and (axis < 0 or axis in forbidden):
+                return call.mixed()
+            if found is not None and (found.axis != axis or not alike(found, kind)):
+                return call.mixed("of different samples")
+            if found is None or kind.of > found.of:
+                found = kind if axis == kind.axis else kind.moved(axis)
     if found is not None and found.axis != ONE_SAMPLE:
         for operand in constants:
             if not call.types.uniform(operand.tensor, found, operand.axis_in(found.axis)):

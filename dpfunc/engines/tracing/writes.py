@@ -100,12 +100,9 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None
 
 def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Constant) -> None:
     if target.layout is not torch.strided:
-        for piece in pieces_of(target):
-            if kind is not None and not trace.alone and key_of(piece) in trace.entries:
-                trace.note(piece, Mixed("a sparse tensor of the batch"))
+        _overwrite_sparse(trace, target, kind)
         return
-    key = key_of(target)
-    known_entry = trace.entries.get(key)
+    known_entry = trace.entries.get(key_of(target))
     if (known_entry is None and kind is None) or not target.numel():
         return
     entry = Constant.ANY if known_entry is None else known_entry[1]
@@ -125,6 +122,12 @@ def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Con
         trace.note(target, kind if covers_all or not isinstance(entry, Stored) else doubted(entry, kind.reason))
     else:
         trace.note(target, _entry_after_write(trace, target, kind, entry, covers_all))
+
+
+def _overwrite_sparse(trace: Trace, target: Tensor, kind: Type) -> None:
+    for piece in pieces_of(target):
+        if kind is not None and not trace.alone and key_of(piece) in trace.entries:
+            trace.note(piece, Mixed("a sparse tensor of the batch"))
 
 
 def _type_of_ragged_write(trace: Trace, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
