@@ -149,11 +149,11 @@ def ordered(
         return made
     if isinstance(kind, Rows) and kind.axis == axis and fits(kind, made):
         kind = _relabelled(trace, kind, changed=changed, is_sorted=is_sorted)
-        kind = kind.doubted(doubt) if doubt else kind
+        kind = kind.doubted(doubt)
     elif isinstance(kind, Rows):
         if kind.axis != ONE_SAMPLE or kind.slots is not None:
             kind = Mixed("packed rows on another axis")
-        elif doubt:
+        else:
             kind = kind.doubted(doubt)
     trace.note(made, stored(kind, made) if isinstance(kind, Rows) else kind)
     return made
