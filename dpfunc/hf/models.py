@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.batchnorm import count_batchnorm
 from dpfunc.functional.refuse import refuse_unsupported
-from dpfunc.hf.tasks import AnyForward, base_model, infer_task
+from dpfunc.hf.facts import AnyForward, base_model
+from dpfunc.hf.tasks import infer_task
 from dpfunc.types import Params
 
 

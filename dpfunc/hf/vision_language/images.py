@@ -21,6 +21,22 @@ KEYS = ("prompt", "answer", "image", "images")
 
 
 @dataclass(frozen=True)
+class OneImage:
+    """Tokens and tensors of one image, of which every image has as many.
+
+    Args:
+        tokens: what stands for an image in a text. tensors: of a blank image, as the image processor gives them.
+        nested: the image processor makes one row of a list of images, (1, I, ...); otherwise a row of each, (I, ...).
+        marks: inputs of the model that are 1 at image tokens.
+    """
+
+    tokens: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+    nested: bool
+    marks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ImageTextCollator:
     """A collate function for samples of images and text; see `image_text_collator`."""
 
@@ -30,8 +46,13 @@ class ImageTextCollator:
     padding_side: Literal["left", "right"]
     pad_to_multiple_of: int | None
     chat: bool
-    tokens_per_image: int
-    blank_CHW: Tensor = field(repr=False, compare=False)
+    image_size: tuple[int, int] | None
+    image: OneImage = field(repr=False, compare=False)
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Number of positions that an image takes."""
+        return len(self.image.tokens)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch of a list of samples; with no rows for the empty list."""
@@ -43,7 +64,9 @@ class ImageTextCollator:
             for i, name in enumerate(("input_ids", "attention_mask", "labels"))
         }
         if self.max_images:
-            batch["pixel_values"] = self._pixels([_images_of(sample) for sample in samples])
+            marks = (batch["input_ids"] == self.processor.image_token_id).long()
+            batch |= dict.fromkeys(self.image.marks, marks)
+            batch |= self._tensors([_images_of(sample) for sample in samples])
         return batch
 
     def _encode(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
@@ -83,13 +106,15 @@ class ImageTextCollator:
                 f"Expected one {token} in the prompt for each of its {images} images, got {ids.count(image_id)}. "
                 "With chat=True the template puts them in: leave them out of the prompt."
             )
-        return [i for one in ids for i in ([one] * self.tokens_per_image if one == image_id else [one])]
+        return [i for one in ids for i in (self.image.tokens if one == image_id else [one])]
 
     def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Remove words, never image tokens. The answer may take half of the room; the prompt keeps its beginning, and
-        its end, which asks for the answer."""
+        """Remove words, never tokens of an image.
+
+        The answer may take half of the room; the prompt keeps its beginning, and its end, which asks for the answer.
+        """
         room = self.max_length - self.max_images * self.tokens_per_image
-        words = [i for i, one in enumerate(prompt) if one != self.processor.image_token_id]
+        words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
         answer = answer[: max(room - len(words), room // 2)]
         kept = room - len(answer)
         dropped = set(words[1 : len(words) - kept + 1])
@@ -104,7 +129,7 @@ class ImageTextCollator:
 
     def _pad(self, ids: list[int], labels: list[int], images: int, length: int) -> tuple[list[int], ...]:
         """Blank images take image tokens too, in the padding, where the attention mask is 0."""
-        blank = [self.processor.image_token_id] * ((self.max_images - images) * self.tokens_per_image)
+        blank = list(self.image.tokens) * (self.max_images - images)
         fill = [self.processor.tokenizer.pad_token_id] * (length - len(ids) - len(blank))
         missing = len(blank) + len(fill)
         mask, ignored = [1] * len(ids), [IGNORED] * missing
@@ -112,17 +137,32 @@ class ImageTextCollator:
             return ids + blank + fill, mask + [0] * missing, labels + ignored
         return fill + blank + ids, [0] * missing + mask, ignored + labels
 
-    def _pixels(self, images_of: list[list[Any]]) -> Tensor:
-        every = [image for images in images_of for image in images]
-        pixels = iter(_pixel_values(self.processor, every)) if every else iter(())
+    def _tensors(self, images_of: list[list[Any]]) -> dict[str, Tensor]:
+        """Tensors of all images of a sample one after another on axis 1."""
+        blank = dict(self.image.tensors)
         rows = []
         for images in images_of:
-            real = [next(pixels).to(self.blank_CHW.dtype) for _ in images]
-            blank = [self.blank_CHW] * (self.max_images - len(real))
-            rows.append(torch.stack(real + blank if self.padding_side == "right" else blank + real))
-        shape = (self.max_images, *self.blank_CHW.shape)
-        pixels_BICHW = torch.stack(rows) if rows else self.blank_CHW.new_zeros((0, *shape))
-        return pixels_BICHW[:, 0] if self.max_images == 1 else pixels_BICHW
+            real = [self._tensors_of(image) for image in images]
+            blanks = [blank] * (self.max_images - len(real))
+            rows.append(real + blanks if self.padding_side == "right" else blanks + real)
+        batch = {}
+        for name, one in blank.items():
+            row = torch.cat([one] * self.max_images)
+            stacked = torch.stack([torch.cat([each[name] for each in row]) for row in rows]) if rows else None
+            values = row.new_zeros((0, *row.shape)) if stacked is None else stacked
+            batch[name] = values[:, 0] if len(row) == 1 and not self.image.nested else values
+        return batch
+
+    def _tensors_of(self, image: Any) -> dict[str, Tensor]:  # noqa: ANN401
+        """Tensors of one image, with those of a blank one as the example."""
+        found = _processed(self.processor, [_opened(image, self.image_size)], self.image.nested)
+        for name, blank in self.image.tensors.items():
+            if found[name].shape != blank.shape:
+                raise UnsupportedModel(
+                    f"Expected a processor that gives every image the same shape, got {name} of {tuple(blank.shape)} "
+                    f"and of {tuple(found[name].shape)}. {_ONE_SIZE}"
+                )
+        return {name: found[name].to(blank.dtype) for name, blank in self.image.tensors.items()}
 
 
 def image_text_collator(
@@ -133,15 +173,17 @@ def image_text_collator(
     padding_side: Literal["left", "right"] = "right",
     pad_to_multiple_of: int | None = None,
     chat: bool = True,
+    image_size: tuple[int, int] | None = None,
 ) -> ImageTextCollator:
-    """A collate function for LLaVA: `{"prompt", "answer", "image" or "images"}` -> a batch with axis 0 = sample.
+    """A collate function for images in text: `{"prompt", "answer", "image" or "images"}` -> a batch, axis 0 = sample.
 
-    LLaVA puts the features of all images of a batch, in order, where the image tokens of all texts are. So that this
-    order never crosses from one sample to another, every sample has `max_images` images: a blank one where it has
-    fewer, whose image tokens are in the padding. Blank images change nothing.
+    LLaVA, and most models like it, put the features of all images of a batch, in order, where the image tokens of all
+    texts are. So that this order never crosses from one sample to another, every sample has `max_images` images: a
+    blank one where it has fewer, whose image tokens are in the padding. Blank images change nothing.
 
     Args:
-        processor: `LlavaProcessor`, or another one that gives each image the same number of tokens.
+        processor: of LLaVA 1.5, or another one that gives each image the same number of tokens; with image_size of
+            LLaVA-NeXT, Qwen2-VL, Qwen2.5-VL, Idefics3, SmolVLM.
         max_length: positions of the longest row, image tokens included. Where it is too short the prompt
             loses words after its first one, and an answer over half of the room its end; image tokens are never
             removed.
@@ -151,17 +193,20 @@ def image_text_collator(
             nothing about the batch. A number pads to the next multiple of it.
         chat: put prompts into the processor's chat template, images first. False takes them as they are, with one image
             token for each image.
+        image_size: height and width. Every image is fitted into this size, with a margin, before the processor sees
+            it: for processors that give images of different sizes different numbers of tokens. A public choice.
 
     Returns:
         A function of a list of samples. An image is a PIL image, an array or a path. The batch: input_ids,
         attention_mask and labels (B, T), int64, labels -100 where the position is not of the answer; pixel_values
-        (B, C, H, W), or (B, I, C, H, W) with I = max_images > 1, which `flatten_images` takes apart; absent with
-        max_images=0. The empty list gives a batch of no rows.
+        (B, C, H, W), or (B, I, C, H, W) with I = max_images > 1, and what else the processor says about images, with
+        samples on axis 0. The losses `image_text_loss` and `"vqa"` give them to the model as it takes them. Absent
+        with max_images=0. The empty list gives a batch of no rows.
 
     Raises:
         InvalidArgument: a max_length that has no room for the images and two more tokens; from the function also
             samples with other keys or too many images.
-        UnsupportedModel: the number of tokens of an image depends on the image.
+        UnsupportedModel: the number of tokens of an image depends on the image, and there is no image_size.
 
     Guarantees:
         tests/hf/vision_language/test_strategies.py: padding and blank images change no loss
@@ -181,7 +226,10 @@ def image_text_collator(
         whole("pad_to_multiple_of", pad_to_multiple_of, minimum=1)
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
         raise InvalidArgument("Expected a tokenizer with a padding token and an end token. Set tokenizer.pad_token.")
-    tokens, blank_CHW = _tokens_of_an_image(processor) if max_images else (0, torch.zeros(3, 1, 1))
+    if image_size is not None:
+        image_size = _checked_size(image_size)
+    image = _one_image(processor, image_size) if max_images else OneImage((), {}, False, ())
+    tokens = len(image.tokens)
     needed = max_images * tokens + 2
     if max_length < needed:
         raise fail(
@@ -189,20 +237,39 @@ def image_text_collator(
             "max_length", max_length,
         )  # fmt: skip
     return ImageTextCollator(
-        processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, tokens, blank_CHW
+        processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size, image
     )
 
 
-def flatten_images(pixel_values: Tensor) -> Tensor:
-    """(B, I, C, H, W) -> (B * I, C, H, W), the images of a sample next to each other; (B, C, H, W) as it is.
+def _checked_size(image_size: object) -> tuple[int, int]:
+    if not isinstance(image_size, (tuple, list)) or len(image_size) != 2:
+        raise fail("image_size to be (height, width)", "image_size", image_size)
+    height, width = (whole("image_size", size, minimum=1) for size in image_size)
+    return height, width
+
+
+def flatten_images(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch with its images as models take them: those of all samples on axis 0, next to those of the same sample.
 
     Args:
-        pixel_values: from an `ImageTextCollator`.
+        batch: with samples on axis 0 of all tensors. Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or
+            (B, I, 3); several images (B, I, C, H, W), or (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others,
+            and those with `pixel_attention_mask` (Idefics3), are left as they are.
 
-    >>> flatten_images(torch.zeros(4, 2, 3, 8, 8)).shape
+    >>> flatten_images({"pixel_values": torch.zeros(4, 2, 3, 8, 8)})["pixel_values"].shape
     torch.Size([8, 3, 8, 8])
     """
-    return pixel_values.flatten(0, 1) if pixel_values.dim() == 5 else pixel_values
+    result = dict(batch)
+    pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
+    if pixels is None or "pixel_attention_mask" in batch:
+        return result
+    several = grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3)
+    if several:
+        result["pixel_values"] = pixels.flatten(0, 1)
+    for name, value in (("image_grid_thw", grids), ("image_sizes", sizes)):
+        if value is not None and value.dim() == 3:
+            result[name] = value.flatten(0, 1)
+    return result
 
 
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:
@@ -213,17 +280,32 @@ def _images_of(sample: Mapping[str, Any]) -> list[Any]:
     return list(sample.get("images") or ())
 
 
-def _pixel_values(processor: Any, images: Sequence[Any]) -> Tensor:  # noqa: ANN401
-    opened = [_opened(image) for image in images]
-    pixels: Tensor = processor.image_processor(images=opened, return_tensors="pt")["pixel_values"]
-    return pixels
+def _processed(processor: Any, images: list[Any], nested: bool) -> dict[str, Tensor]:  # noqa: ANN401
+    """Tensors of images, the rows of all images on axis 0."""
+    found = processor.image_processor(images=images, return_tensors="pt")
+    return {
+        name: value[0] if nested else value
+        for name, value in found.items()
+        if isinstance(value, Tensor) and value.dim()
+    }
 
 
-def _opened(image: Any) -> Any:  # noqa: ANN401
-    if not isinstance(image, (str, Path)):
-        return image.convert("RGB") if hasattr(image, "convert") else image
-    with opened_image(image) as file:
-        return file.convert("RGB")
+def _opened(image: Any, size: tuple[int, int] | None) -> Any:  # noqa: ANN401
+    if isinstance(image, (str, Path)):
+        with opened_image(image) as file:
+            image = file.convert("RGB")
+    elif hasattr(image, "convert"):
+        image = image.convert("RGB")
+    return image if size is None else _fitted(image, size)
+
+
+def _fitted(image: Any, size: tuple[int, int]) -> Any:  # noqa: ANN401
+    """The image in a frame of this height and width, as large as it can be."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    picture = image if hasattr(image, "convert") else Image.fromarray(np.asarray(image)).convert("RGB")
+    return ImageOps.pad(picture, (size[1], size[0]))
 
 
 @contextmanager
@@ -269,23 +351,49 @@ def opened_image(path: Path | str) -> Iterator[Any]:
     raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")
 
 
-def _tokens_of_an_image(processor: Any) -> tuple[int, Tensor]:  # noqa: ANN401
-    """Number of tokens of an image, and the pixels of a blank one.
+def _one_image(processor: Any, size: tuple[int, int] | None) -> OneImage:  # noqa: ANN401
+    """Tokens and tensors of a blank image, which is grey: models take images of zeros for none.
 
     Raises:
-        UnsupportedModel: the number depends on the image.
+        UnsupportedModel: they depend on the image.
     """
     from PIL import Image
 
-    seen = []
-    for size in ((32, 32), (96, 32)):
-        image = Image.new("RGB", size)
-        out = processor(text=[processor.image_token], images=[image], return_tensors="pt")
-        count = int((out["input_ids"] == processor.image_token_id).sum())
-        seen.append((count, tuple(out["pixel_values"].shape)))
-    if seen[0] != seen[1] or len(seen[0][1]) != 4:
+    seen = [
+        _look(processor, [_opened(Image.new("RGB", shape, (128, 128, 128)), size)])
+        for shape in ((32, 32), (96, 32))
+    ]  # fmt: skip
+    shapes = [(len(tokens), {name: tuple(value.shape) for name, value in out.items()}) for tokens, out, _ in seen]
+    if shapes[0] != shapes[1] or not seen[0][0] or "pixel_values" not in seen[0][1]:
         raise UnsupportedModel(
-            f"Expected a processor that gives every image the same number of tokens and pixels, got {seen[0]} for a "
-            f"square and {seen[1]} for a wide one. Use the fixed size of LLaVA 1.5, or resize images to one size."
+            f"Expected a processor that gives every image the same number of tokens and pixels, got {shapes[0]} for a "
+            f"square and {shapes[1]} for a wide one. {_ONE_SIZE}"
         )
-    return seen[0][0], torch.zeros_like(out["pixel_values"][0])
+    tokens, tensors, marks = seen[0]
+    picture = _opened(Image.new("RGB", (32, 32), (128, 128, 128)), size)
+    both = _processed(processor, [picture, picture], False)["pixel_values"]
+    nested = len(both) == 1
+    return OneImage(tokens, {name: value[0] if nested else value for name, value in tensors.items()}, nested, marks)
+
+
+_ONE_SIZE = (
+    "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
+    "processor with a fixed size, as that of LLaVA 1.5."
+)
+
+
+def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str, Tensor], tuple[str, ...]]:  # noqa: ANN401
+    """Tokens of one image, its tensors, and the inputs that are 1 at image tokens."""
+    token, image_id = processor.image_token, processor.image_token_id
+    plain = list(processor.tokenizer(token)["input_ids"])
+    out = processor(text=[token], images=images, return_tensors="pt")
+    ids = out["input_ids"][0]
+    if plain.count(image_id) != 1:
+        return (), {}, ()
+    first = plain.index(image_id)
+    tokens = tuple(ids.tolist()[first : len(ids) - (len(plain) - 1 - first)])
+    marks = tuple(
+        name for name in ("token_type_ids", "mm_token_type_ids")
+        if name in out and torch.equal(torch.as_tensor(out[name])[0], (ids == image_id).to(torch.as_tensor(out[name]).dtype))
+    )  # fmt: skip
+    return tokens, _processed(processor, images, False), marks
