@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfunc.errors import UnsupportedModel
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED
 from dpfunc.types import Params
 
@@ -46,7 +46,8 @@ class Facts:
             before the tokens. counts_padding: True if the model numbers positions from the start of the padding.
         problem: "regression", "single_label_classification", "multi_label_classification", or None for what the labels
             say. decoder_inputs: labels (B, T) -> inputs of the decoder, None if not known. speech: of a CTC loss.
-        augmented: a model that masks its inputs at random when it is in training mode.
+        augmented: a model that masks its inputs at random when it is in training mode. blocks: True if which tokens
+            see later ones is in "token_type_ids".
     """
 
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -56,6 +57,7 @@ class Facts:
     decoder_inputs: Callable[[Tensor], Tensor] | None = None
     speech: Speech | None = None
     augmented: nn.Module | None = field(default=None, repr=False)
+    blocks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,12 @@ class Caller:
                 f"{type(self.facts.augmented).__name__} masks its inputs at random in training mode (SpecAugment), by "
                 "numpy's generator, which the key of the run does not drive: no step could be repeated, and no row "
                 "compared. Set model.config.apply_spec_augment = False, or mask in the collator with torch."
+            )
+        if self.facts.blocks and "token_type_ids" not in kwargs:
+            raise InvalidArgument(
+                "Expected 'token_type_ids' in the batch: which tokens of this model (PaliGemma) see later ones depends "
+                "on them, and without them on whether any record of the batch is padded. Its processor makes them: "
+                "processor(..., suffix=answers)."
             )
         mask_BT = kwargs.get("attention_mask")
         if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
@@ -94,8 +102,9 @@ def base_model(model: nn.Module) -> nn.Module:
 def facts_of(forward: AnyForward) -> Facts:
     """Facts about the model behind a forward function; the defaults for an ordinary function.
 
-    >>> facts_of(lambda params, x: x)
-    Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, problem=None, decoder_inputs=None, speech=None)
+    >>> facts_of(lambda params, x: x)  # doctest: +NORMALIZE_WHITESPACE
+    Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, problem=None, decoder_inputs=None,
+          speech=None, blocks=False)
     """
     if isinstance(forward, Caller):
         return forward.facts
@@ -114,6 +123,7 @@ def facts_of(forward: AnyForward) -> Facts:
         decoder_inputs=_decoder_inputs(base),
         speech=_speech(base),
         augmented=base if _augments(config) else None,
+        blocks=_has_blocks(config),
     )
 
 
@@ -129,6 +139,16 @@ def _augments(config: object) -> bool:
     """True if a configuration asks for SpecAugment, whose default in speech models is on."""
     names = ("mask_time_prob", "mask_feature_prob")
     return bool(getattr(config, "apply_spec_augment", False)) and any(getattr(config, name, 0) for name in names)
+
+
+def _has_blocks(config: object) -> bool:
+    """True if a language model without a causal flag is given causal masks by the vision-language model around it.
+
+    Transformers leaves a mask out where a batch has no padding, and relies on the flag: all tokens then see all others.
+    """
+    inner = getattr(config, "text_config", None)
+    reads_images = getattr(config, "vision_config", None) is not None
+    return reads_images and getattr(inner, "use_bidirectional_attention", None) is True
 
 
 def _speech(base: nn.Module) -> Speech | None:

@@ -17,6 +17,7 @@ from dpfunc._utils.validation import fail
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import losses
 from dpfunc.hf.facts import AnyForward, Caller, base_model, facts_of
+from dpfunc.hf.sentences import refusal, sentence_classes, sentence_similarity
 from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.types import LossFn, Params
 
@@ -184,6 +185,8 @@ TASKS: Mapping[str, SampleLoss] = MappingProxyType(
         "seq2seq": seq2seq,
         "question_answering": question_answering,
         "ctc": ctc,
+        "sentence_similarity": sentence_similarity,
+        "sentence_classes": sentence_classes,
         "vqa": vqa,
     }
 )
@@ -221,7 +224,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         The loss function. A batch is a mapping from names to tensors with the samples on axis 0, labels among them.
 
     Raises:
-        InvalidArgument: no such task, or something that is not callable.
+        InvalidArgument: no such task, or something that is not callable. UnsupportedModel: a module as a loss.
 
     Guarantees:
         equals the loop over single samples for each family of models
@@ -239,6 +242,8 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         if task not in TASKS:
             raise fail(f"task to be one of {', '.join(map(repr, TASKS))}", "task", task, "Or pass a function.")
         task = TASKS[task]
+    if isinstance(task, nn.Module):
+        raise refusal(task)
     if not callable(task):
         raise InvalidArgument(
             f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."

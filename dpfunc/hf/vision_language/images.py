@@ -392,8 +392,7 @@ def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str,
         return (), {}, ()
     first = plain.index(image_id)
     tokens = tuple(ids.tolist()[first : len(ids) - (len(plain) - 1 - first)])
-    marks = tuple(
-        name for name in ("token_type_ids", "mm_token_type_ids")
-        if name in out and torch.equal(torch.as_tensor(out[name])[0], (ids == image_id).to(torch.as_tensor(out[name]).dtype))
-    )  # fmt: skip
+    where = (ids == image_id).tolist()
+    types = {name: out[name] for name in ("token_type_ids", "mm_token_type_ids") if name in out}
+    marks = tuple(name for name, values in types.items() if torch.as_tensor(values[0]).bool().tolist() == where)
     return tokens, _processed(processor, images, False), marks
