@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from benchmarks.survey.multimodal import MROPE, VIT
-from benchmarks.survey.tiny import built
 from zoo.parity import roughen
 
+from benchmarks.survey.multimodal import MROPE, VIT
+from benchmarks.survey.tiny import built
 from dpfunc.hf.vision_language.tiny_llava import COLOURS as PAINTS
 from dpfunc.hf.vision_language.tiny_llava import draw
 
