@@ -122,7 +122,7 @@ def facts_of(forward: AnyForward) -> Facts:
         problem=getattr(config, "problem_type", None),
         decoder_inputs=_decoder_inputs(base),
         speech=_speech(base),
-        augmented=base if _augments(config) else None,
+        augmented=base if augments(config) else None,
         blocks=_has_blocks(config),
     )
 
@@ -135,8 +135,12 @@ def _soft_prompt(module: nn.Module) -> int:
     return int(config.num_virtual_tokens)
 
 
-def _augments(config: object) -> bool:
-    """True if a configuration asks for SpecAugment, whose default in speech models is on."""
+def augments(config: object) -> bool:
+    """True if a configuration asks for SpecAugment, whose default in speech models is on.
+
+    >>> augments(object())
+    False
+    """
     names = ("mask_time_prob", "mask_feature_prob")
     return bool(getattr(config, "apply_spec_augment", False)) and any(getattr(config, name, 0) for name in names)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,26 +11,11 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, one_of, shorten, whole
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.vision_language.one_image import ONE_SIZE, OneImage, one_image, processed
+from dpfunc.hf.vision_language.reading import opened
 
 IGNORED = -100
-MOST_PIXELS = 2**26  # 192 MiB in memory
 KEYS = ("prompt", "answer", "image", "images")
-
-
-@dataclass(frozen=True)
-class OneImage:
-    """Tokens and tensors of one image, of which every image has as many.
-
-    Args:
-        tokens: what stands for an image in a text. tensors: of a blank image, as the image processor gives them.
-        nested: the image processor makes one row of a list of images, (1, I, ...); otherwise a row of each, (I, ...).
-        marks: inputs of the model that are 1 at image tokens.
-    """
-
-    tokens: tuple[int, ...]
-    tensors: Mapping[str, Tensor]
-    nested: bool
-    marks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -139,30 +121,32 @@ class ImageTextCollator:
 
     def _tensors(self, images_of: list[list[Any]]) -> dict[str, Tensor]:
         """Tensors of all images of a sample one after another on axis 1."""
-        blank = dict(self.image.tensors)
         rows = []
         for images in images_of:
             real = [self._tensors_of(image) for image in images]
-            blanks = [blank] * (self.max_images - len(real))
+            blanks = [dict(self.image.tensors)] * (self.max_images - len(real))
             rows.append(real + blanks if self.padding_side == "right" else blanks + real)
         batch = {}
-        for name, one in blank.items():
-            row = torch.cat([one] * self.max_images)
-            stacked = torch.stack([torch.cat([each[name] for each in row]) for row in rows]) if rows else None
-            values = row.new_zeros((0, *row.shape)) if stacked is None else stacked
-            batch[name] = values[:, 0] if len(row) == 1 and not self.image.nested else values
+        for name, blank in self.image.tensors.items():
+            shape = (self.max_images * len(blank), *blank.shape[1:])
+            stacked = [torch.cat([each[name] for each in row]) for row in rows]
+            values = torch.stack(stacked) if rows else blank.new_zeros((0, *shape))
+            batch[name] = values[:, 0] if shape[0] == 1 and not self.image.nested else values
         return batch
 
     def _tensors_of(self, image: Any) -> dict[str, Tensor]:  # noqa: ANN401
         """Tensors of one image, with those of a blank one as the example."""
-        found = _processed(self.processor, [_opened(image, self.image_size)], self.image.nested)
+        found = processed(self.processor, [opened(image, self.image_size)])
+        tensors = {}
         for name, blank in self.image.tensors.items():
-            if found[name].shape != blank.shape:
+            value = found[name][0] if self.image.nested else found[name]
+            if value.shape != blank.shape:
                 raise UnsupportedModel(
                     f"Expected a processor that gives every image the same shape, got {name} of {tuple(blank.shape)} "
-                    f"and of {tuple(found[name].shape)}. {_ONE_SIZE}"
+                    f"and of {tuple(value.shape)}. {ONE_SIZE}"
                 )
-        return {name: found[name].to(blank.dtype) for name, blank in self.image.tensors.items()}
+            tensors[name] = value.to(blank.dtype)
+        return tensors
 
 
 def image_text_collator(
@@ -228,7 +212,7 @@ def image_text_collator(
         raise InvalidArgument("Expected a tokenizer with a padding token and an end token. Set tokenizer.pad_token.")
     if image_size is not None:
         image_size = _checked_size(image_size)
-    image = _one_image(processor, image_size) if max_images else OneImage((), {}, False, ())
+    image = one_image(processor, image_size) if max_images else OneImage((), {}, False, ())
     tokens = len(image.tokens)
     needed = max_images * tokens + 2
     if max_length < needed:
@@ -278,121 +262,3 @@ def _images_of(sample: Mapping[str, Any]) -> list[Any]:
     if sample.get("image") is not None:
         return [sample["image"]]
     return list(sample.get("images") or ())
-
-
-def _processed(processor: Any, images: list[Any], nested: bool) -> dict[str, Tensor]:  # noqa: ANN401
-    """Tensors of images, the rows of all images on axis 0."""
-    found = processor.image_processor(images=images, return_tensors="pt")
-    return {
-        name: value[0] if nested else value
-        for name, value in found.items()
-        if isinstance(value, Tensor) and value.dim()
-    }
-
-
-def _opened(image: Any, size: tuple[int, int] | None) -> Any:  # noqa: ANN401
-    if isinstance(image, (str, Path)):
-        with opened_image(image) as file:
-            image = file.convert("RGB")
-    elif hasattr(image, "convert"):
-        image = image.convert("RGB")
-    return image if size is None else _fitted(image, size)
-
-
-def _fitted(image: Any, size: tuple[int, int]) -> Any:  # noqa: ANN401
-    """The image in a frame of this height and width, as large as it can be."""
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    picture = image if hasattr(image, "convert") else Image.fromarray(np.asarray(image)).convert("RGB")
-    return ImageOps.pad(picture, (size[1], size[0]))
-
-
-@contextmanager
-def opened_image(path: Path | str) -> Iterator[Any]:
-    """Open an image file, of which only the header is read so far, if it has no more than `MOST_PIXELS`.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not
-            name the file, which can be private.
-
-    Guarantees:
-        tests/hf/vision_language/test_strategies.py::test_images_that_take_all_memory_are_refused.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as file:
-                if file.width * file.height > MOST_PIXELS:
-                    raise InvalidArgument(
-                        f"Expected an image of at most {MOST_PIXELS} pixels, got {file.width} x {file.height}. Make it "
-                        "smaller: the model sees far fewer."
-                    )
-                yield file
-    except InvalidArgument:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InvalidArgument(
-            f"Expected an image of at most {MOST_PIXELS} pixels, got one with more. Make it smaller."
-        ) from error
-    except UnidentifiedImageError:
-        reason = "it is of no format that is known"
-    except FileNotFoundError:
-        reason = "there is no such file"
-    except (OSError, ValueError, SyntaxError, EOFError):  # of PIL, about a damaged file
-        reason = "it is damaged"
-    else:
-        return
-    raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")
-
-
-def _one_image(processor: Any, size: tuple[int, int] | None) -> OneImage:  # noqa: ANN401
-    """Tokens and tensors of a blank image, which is grey: models take images of zeros for none.
-
-    Raises:
-        UnsupportedModel: they depend on the image.
-    """
-    from PIL import Image
-
-    seen = [
-        _look(processor, [_opened(Image.new("RGB", shape, (128, 128, 128)), size)])
-        for shape in ((32, 32), (96, 32))
-    ]  # fmt: skip
-    shapes = [(len(tokens), {name: tuple(value.shape) for name, value in out.items()}) for tokens, out, _ in seen]
-    if shapes[0] != shapes[1] or not seen[0][0] or "pixel_values" not in seen[0][1]:
-        raise UnsupportedModel(
-            f"Expected a processor that gives every image the same number of tokens and pixels, got {shapes[0]} for a "
-            f"square and {shapes[1]} for a wide one. {_ONE_SIZE}"
-        )
-    tokens, tensors, marks = seen[0]
-    picture = _opened(Image.new("RGB", (32, 32), (128, 128, 128)), size)
-    both = _processed(processor, [picture, picture], False)["pixel_values"]
-    nested = len(both) == 1
-    return OneImage(tokens, {name: value[0] if nested else value for name, value in tensors.items()}, nested, marks)
-
-
-_ONE_SIZE = (
-    "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
-    "processor with a fixed size, as that of LLaVA 1.5."
-)
-
-
-def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str, Tensor], tuple[str, ...]]:  # noqa: ANN401
-    """Tokens of one image, its tensors, and the inputs that are 1 at image tokens."""
-    token, image_id = processor.image_token, processor.image_token_id
-    plain = list(processor.tokenizer(token)["input_ids"])
-    out = processor(text=[token], images=images, return_tensors="pt")
-    ids = out["input_ids"][0]
-    if plain.count(image_id) != 1:
-        return (), {}, ()
-    first = plain.index(image_id)
-    tokens = tuple(ids.tolist()[first : len(ids) - (len(plain) - 1 - first)])
-    where = (ids == image_id).tolist()
-    types = {name: out[name] for name in ("token_type_ids", "mm_token_type_ids") if name in out}
-    marks = tuple(name for name, values in types.items() if torch.as_tensor(values[0]).bool().tolist() == where)
-    return tokens, _processed(processor, images, False), marks
