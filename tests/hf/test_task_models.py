@@ -159,6 +159,21 @@ def test_random_masks_of_speech_are_refused_in_training_mode():
     make_loss_fn(forward, "ctc")(params, batch)
 
 
+@pytest.mark.parametrize(("norm", "depends"), [("group", True), ("layer", False)])
+def test_group_norm_of_speech_sees_the_padding(norm, depends):
+    """As docs/padding.md says: how long the longest recording of a batch is changes the losses of the others."""
+    model, batch = build("Wav2Vec2, CTC")
+    if norm == "group":
+        config = type(model.config)(**{**model.config.to_dict(), "feat_extract_norm": "group"})
+        model = type(model)(config).eval()
+    forward, params = functionalize(model)
+    loss_fn = make_loss_fn(forward, "ctc")
+    longer = {
+        key: nn.functional.pad(value, (0, 80)) if value.shape[1] == 400 else value for key, value in batch.items()
+    }
+    assert torch.allclose(loss_fn(params, batch), loss_fn(params, longer), rtol=1e-5) != depends
+
+
 def test_a_model_without_lengths_of_frames_has_no_ctc_loss():
     model, batch = build("causal language model")
     forward, params = functionalize(model)
