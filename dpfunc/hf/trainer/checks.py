@@ -77,6 +77,13 @@ def _loss(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
             args.neftune_noise_alpha is not None, "neftune_noise_alpha",
             "It hooks noise into the embeddings. Leave it out: private gradients are noisy enough.",
         ),
+        *(
+            (
+                bool(getattr(args, name, False)), name,
+                "Packed records share rows, and a row is what is clipped and protected. Give each record a row.",
+            )
+            for name in ("packing", "padding_free")
+        ),
         (
             args.use_liger_kernel, "use_liger_kernel",
             "Its fused kernels have no per-sample gradients.",
