@@ -162,9 +162,9 @@ def short_way(
     steps = max(num_steps, found.num_steps // 4)
     return (
         f"learning_rate={args.learning_rate:g} over {num_steps} steps moves a parameter by at most about {way:.2g}; "
-        f"private training of this model needs about {wanted:.2g}, so it will hardly leave its start. Set learning_rate="
-        f"{wanted / steps:.2g} and max_steps={steps}, or PrivacyArguments(dp_recipe={strategy!r}), which sets batch "
-        f"size, steps and rate ({found.expected_batch_size}, {found.num_steps}, {found.learning_rate:.2g})."
+        f"private training of this model needs about {wanted:.2g}, so it will hardly leave its start. Set "
+        f"learning_rate={wanted / steps:.2g} and max_steps={steps}, or PrivacyArguments(dp_recipe={strategy!r}), which "
+        f"sets batch size, steps and rate ({found.expected_batch_size}, {found.num_steps}, {found.learning_rate:.2g})."
     )
 
 
