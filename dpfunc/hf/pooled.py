@@ -90,7 +90,7 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]
         ids = torch.tensor([[1, 2, 3, 0]], device=self.device).clamp(max=self.config.vocab_size - 1)
         mask = torch.tensor([[1, 1, 1, 0]], device=self.device)
         was_training = self.training
-        self.eval()
+        self.train(False)
         try:
             with torch.no_grad():
                 whole = self.pooled(ids, mask)

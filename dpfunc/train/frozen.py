@@ -55,7 +55,7 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     if torch.accelerator.is_available():
         base.to(torch.accelerator.current_accelerator())
     was_training = base.training
-    base.eval()
+    base.train(False)
     rows = track(_all(records), "frozen layers", console=Console(stderr=True), disable=not shows)
     computed = [_computed(base, kind, record) for record in rows]
     base.train(was_training)

@@ -260,7 +260,6 @@ BAD = {  # section, key, value, message
     "negative epsilon": ("privacy", "dp_epsilon", -1, r"0 < dp_epsilon < inf, got dp_epsilon=-1"),
     "delta 1": ("privacy", "dp_delta", 1, r"0 < dp_delta < 1"),
     "no delta": ("privacy", "dp_delta", None, r"Expected dp_delta to be given"),
-    "no clip norm": ("privacy", "dp_max_grad_norm", None, r"Expected dp_max_grad_norm to be given"),
     "epsilon and sigma": ("privacy", "dp_noise_multiplier", 1.0, r"exactly one of dp_epsilon and dp_noise_multiplier"),
     "two names of one thing": ("privacy", "target_epsilon", 9, r"dp_epsilon and target_epsilon, which contradict"),
     "unknown task": ("task", None, "translation", r"Expected task to be one of"),

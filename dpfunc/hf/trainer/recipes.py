@@ -88,7 +88,7 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
     source = torch.Generator().manual_seed(0)
     ids = torch.randint(int(vocabulary), (count, min(length, _positions(config))), generator=source)
     was_training = model.training
-    model.eval()
+    model.train(False)
     try:
         lengths = []
         for row_T in ids.to(head[0].device):
