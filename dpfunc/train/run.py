@@ -20,6 +20,7 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, suggestion
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
@@ -29,7 +30,7 @@ from dpfunc.rng import insecure_key
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import Records, collator, read_records
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
-from dpfunc.train.run_folder import ACCOUNTING, check_accounting, check_folder, write_job
+from dpfunc.train.run_folder import check_accounting, check_folder, write_job
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 MODEL = "model"

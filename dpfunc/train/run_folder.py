@@ -11,13 +11,15 @@ from typing import Any
 from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import shorten, unique_json
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer.files import JOURNAL, count_steps, is_whole, newest
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
 
-JOB_FILE, ACCOUNTING = "job.json", "privacy_accounting.json"
+JOB_FILE = "job.json"
 # A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
 FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
 
@@ -145,18 +147,18 @@ def interrupted(job: Job) -> str:
     journal = Path(job.output_dir) / JOURNAL
     steps, delta = count_steps(journal), job.privacy.dp_delta
     if delta is None or not job.privacy.dp_enabled:
-        said = "Interrupted. The twin without privacy spends nothing."
+        cost = "Interrupted. The twin without privacy spends nothing."
     elif not steps:
-        said = "Interrupted before the first step was released: nothing was spent."
+        cost = "Interrupted before the first step was released: nothing was spent."
     else:
         epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
         earlier = ", earlier runs not counted" if job.data.spent else ""
-        said = (
+        cost = (
             f"Interrupted. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
             f"{earlier}. A new run on these records counts them: --spent {journal}."
         )
     return (
-        f"{said} {'--resume goes on with this run.' if _has_checkpoint(job) else 'There is no checkpoint to resume.'}"
+        f"{cost} {'--resume goes on with this run.' if _has_checkpoint(job) else 'There is no checkpoint to resume.'}"
     )
 
 
@@ -174,9 +176,9 @@ def check_accounting(folder: Path, spent: Ledger | None) -> None:
     """
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken = journal_ledger(journal)
-    said = Ledger.from_json(json.dumps(json.loads(path.read_text())["ledger"]))
-    if said != (taken if spent is None else spent.compose(taken)):
+    counted = Record.from_json(path.read_bytes()).ledger
+    if counted != (taken if spent is None else spent.compose(taken)):
         raise CheckpointError(
-            f"Expected {path} to count the steps of {journal}, {taken}, got {said}. Another process has used this "
+            f"Expected {path} to count the steps of {journal}, {taken}, got {counted}. Another process has used this "
             f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."
         )
