@@ -21,7 +21,6 @@ from dpfunc.cli.output import describe, json_option, print_json, print_list, pri
 from dpfunc.errors import InvalidArgument
 
 ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
-BY_NAME = "by the method that the record names, else auto"
 METHODS = click.Choice(["auto", "tilted", "prv", "rdp"])
 path_argument = click.argument("path", type=click.Path(exists=True, path_type=Path))
 
@@ -119,8 +118,8 @@ def ledger() -> None:
 
 @ledger.command("show")
 @path_argument
-@click.option("--delta", "-d", type=float, help="Below 1 / number of records. A record has its own.")
-@click.option("--method", type=METHODS, help="Accountant. A record has its own epsilon; else auto.")
+@click.option("--delta", "-d", type=float, help="Delta, below 1 / number of records. A record has its own.")
+@click.option("--method", type=METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
 @json_option
 def show_ledger(path: Path, delta: float | None, method: str | None, as_json: bool) -> None:
     """Show the privacy cost of a run, and what it covers and does not.
@@ -206,7 +205,7 @@ def _print_events(spent: Ledger) -> None:
 @path_argument
 @click.option("--epsilon", "-e", type=float, help="Claim to check; by default that of the record.")
 @click.option("--delta", "-d", type=float, help="Delta of the claim; by default that of the record.")
-@click.option("--method", type=METHODS, help=f"Accountant; by default {BY_NAME}.")
+@click.option("--method", type=METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
 @json_option
 def check_ledger(path: Path, epsilon: float | None, delta: float | None, method: str | None, as_json: bool) -> None:
     """Compute epsilon again from the steps that were counted, and compare it with what is claimed.

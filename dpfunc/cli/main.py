@@ -18,14 +18,18 @@ from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 _adjacency_option = click.option(
-    "--adjacency", type=click.Choice(ADJACENCIES), default="add_remove", show_default=True, help="Neighbours."
+    "--adjacency",
+    type=click.Choice(ADJACENCIES),
+    default="add_remove",
+    show_default=True,
+    help="Which data sets are neighbours.",
 )
 _method_option = click.option(
     "--method",
     type=click.Choice(["auto", "tilted", "prv", "rdp"]),
     default="auto",
     show_default=True,
-    help="Accountant.",
+    help="How epsilon is computed.",
 )
 
 
@@ -46,7 +50,8 @@ def main() -> None:
     """Differential privacy accounting, and fine-tuning with differential privacy.
 
     Results are on stdout, errors and warnings on stderr. Exit codes: 0, done; 1, refused or interrupted, and the
-    message says why and whether anything was spent; 2, an option, argument or file name that does not exist.
+    message says why and whether anything was spent, or a claim that `ledger check` found wrong; 2, an option, argument
+    or file name that does not exist, or one that is missing.
     """
 
 
@@ -86,7 +91,7 @@ def _sampling_options(command: Any) -> Any:  # noqa: ANN401  (a decorator)
     for option in reversed(
         [
             click.option("--sampling-prob", "-q", type=float, help="Probability of a record to be in a batch."),
-            click.option("--dataset-size", "-n", type=int, help="Records; with --batch-size, instead of -q."),
+            click.option("--dataset-size", "-n", type=int, help="Number of records; with --batch-size, instead of -q."),
             click.option("--batch-size", "-b", type=float, help="Expected batch size."),
             click.option("--steps", "-t", type=int, help="Number of steps."),
             click.option("--epochs", type=float, help="Passes over the data, instead of --steps; rounded up to steps."),
@@ -98,8 +103,10 @@ def _sampling_options(command: Any) -> Any:  # noqa: ANN401  (a decorator)
 
 @main.command()
 @_sampling_options
-@click.option("--sigma", "-s", "noise_multiplier", type=float, required=True, help="Noise multiplier.")
-@click.option("--delta", "-d", type=float, required=True, help="Below 1 / number of records.")
+@click.option(
+    "--sigma", "-s", "noise_multiplier", type=float, required=True, help="Noise multiplier: noise / sensitivity."
+)
+@click.option("--delta", "-d", type=float, required=True, help="Delta, below 1 / number of records.")
 @_adjacency_option
 @_method_option
 @json_option
@@ -121,8 +128,8 @@ def epsilon(
 
 @main.command()
 @_sampling_options
-@click.option("--epsilon", "-e", "target", type=float, required=True, help="Budget.")
-@click.option("--delta", "-d", type=float, required=True, help="Below 1 / number of records.")
+@click.option("--epsilon", "-e", "target", type=float, required=True, help="Budget for epsilon.")
+@click.option("--delta", "-d", type=float, required=True, help="Delta, below 1 / number of records.")
 @_adjacency_option
 @_method_option
 @json_option
@@ -130,7 +137,7 @@ def sigma(
     sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
     epochs: float | None, target: float, delta: float, adjacency: Adjacency, method: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """The noise multiplier that a budget needs.
+    """Compute the noise multiplier that a budget needs.
 
     Example: dpfunc sigma -n 60000 -b 256 --epochs 60 --epsilon 3 --delta 1e-5
     """
@@ -155,16 +162,19 @@ def _warn_about_delta(delta: float, dataset_size: int | None) -> None:
 
 
 @main.command()
-@click.option("--dataset-size", "-n", type=int, required=True, help="Records.")
+@click.option("--dataset-size", "-n", type=int, required=True, help="Number of records.")
 @click.option("--batch-size", "-b", type=int, required=True, help="Expected batch size.")
 @click.option("--epochs", type=float, required=True, help="Passes over the data.")
-@click.option("--epsilon", "-e", "target_epsilon", type=float, required=True, help="Budget.")
-@click.option("--delta", "-d", type=float, help="By default min(1e-5, 1 / n^1.1).")
+@click.option("--epsilon", "-e", "target_epsilon", type=float, required=True, help="Budget for epsilon.")
+@click.option("--delta", "-d", type=float, help="Delta; by default min(1e-5, 1 / n^1.1).")
 @json_option
 def requirements(
     dataset_size: int, batch_size: int, epochs: float, target_epsilon: float, delta: float | None, as_json: bool
 ) -> None:
-    """Translate a budget into a training plan: steps, noise, batch size, and how to read epsilon and delta."""
+    """Turn a budget into a training plan: steps, noise, batch size, and what epsilon and delta mean.
+
+    Example: dpfunc requirements -n 60000 -b 256 --epochs 60 --epsilon 3
+    """
     need = accounting.privacy_requirements(
         dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, target_epsilon=target_epsilon, delta=delta
     )
