@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import email
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCAL = {".git", ".venv", ".cache", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "runs", "dist", "build",
          "__pycache__"}  # fmt: skip
 NOT_SHIPPED = {".ci", ".github", ".gitignore"}  # for the repository, not for its copies
+LINKS = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 WRITTEN = {"PKG-INFO", "setup.cfg"}  # by setuptools
 
 
@@ -94,6 +96,29 @@ def test_the_wheel_says_what_it_is(built):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     assert metadata.get_payload().startswith("# dpfunc")
+
+
+def test_the_package_page_has_no_relative_links(built):
+    """They lead nowhere on a page elsewhere: names of files, or absolute links where the address is known."""
+    with zipfile.ZipFile(built[1]) as file:
+        (about,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(file.read(about))
+    page = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert [link for link in LINKS.findall(page) if not re.match(r"https?://|#", link)] == []
+    assert "quick start with pip (`docs/quick_start.md`)" in page
+    package_page = runpy.run_path(str(ROOT / "setup.py"))["package_page"]
+    readme = (ROOT / "README.md").read_text()
+    absolute = package_page(readme, "https://example.org/dpfunc/v1")
+    links = LINKS.findall(absolute)
+    assert len(links) == len(LINKS.findall(readme)) > 20
+    assert all(link.startswith("https://example.org/dpfunc/v1/") for link in links)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    """The page turns them into addresses or names of files, which must be there."""
+    for link in LINKS.findall((ROOT / "README.md").read_text()):
+        assert (ROOT / link.split("#")[0]).exists(), link
 
 
 def test_the_wheel_runs_alone(built, tmp_path):
