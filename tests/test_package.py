@@ -190,3 +190,14 @@ def test_there_are_issue_forms():
 
 def test_the_types_are_found():
     assert (Path(dpfunc.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.slow
+def test_a_new_user_gets_through():
+    """Install, quick start, an own table, the loop of the README, reports, two processes; from the pages, word by word."""
+    result = subprocess.run([sys.executable, str(ROOT / "tools" / "stranger.py")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    parts = [line.split(" s  ")[1] for line in result.stdout.splitlines()]
+    assert len(parts) == 11
+    assert parts[0] == "build, and install into an empty environment"
+    assert parts[-1] == "two processes"
