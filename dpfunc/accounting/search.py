@@ -1,4 +1,4 @@
-"""Root finding for costs that are expensive to evaluate: secants in logarithms, safeguarded by bisection."""
+"""Roots and minima of functions of one number: secants and golden sections, without scipy, which is slow to import."""
 
 from __future__ import annotations
 
@@ -20,6 +20,55 @@ def secant(low: float, low_gap: float, high: float, high_gap: float) -> float:
     if max(abs(low_gap), abs(high_gap)) >= FLAT or low_gap == high_gap:
         return (low + high) / 2
     return low - low_gap * (high - low) / (high_gap - low_gap)
+
+
+def falling_root(function: Callable[[float], float], low: float, high: float, rtol: float) -> float:
+    """A value with function <= 0, at most `rtol` (relative) above one with function > 0; for a falling function.
+
+    Args:
+        function: finite. low, high: 0 <= low < high, with function(low) > 0 >= function(high).
+
+    >>> root = falling_root(lambda x: 2 - x * x, 0.0, 2.0, 1e-12)
+    >>> 2 <= root * root < 2 + 1e-11
+    True
+    """
+    at_low, at_high = function(low), function(high)
+    turn = 0
+    while high - low > rtol * high:
+        turn += 1
+        x = low + (high - low) * at_low / (at_low - at_high)
+        if turn % 3 == 0 or not low < x < high:
+            x = (low + high) / 2
+        if not low < x < high:  # neighbours in float64
+            break
+        value = function(x)
+        if value > 0:  # Illinois: the weight of an end that stays is halved
+            low, at_low, at_high = x, value, at_high / 2
+        else:
+            high, at_high, at_low = x, value, at_low / 2
+    return high
+
+
+def least(function: Callable[[float], float], low: float, high: float, width: float) -> tuple[float, float]:
+    """Where a function with one minimum is the least, within `width`, and its value there: golden sections.
+
+    >>> x, value = least(lambda x: (x - 1) ** 2, 0.0, 3.0, 1e-3)
+    >>> abs(x - 1) < 1e-3, value < 1e-6
+    (True, True)
+    """
+    share = (math.sqrt(5) - 1) / 2
+    left, right = high - share * (high - low), low + share * (high - low)
+    at_left, at_right = function(left), function(right)
+    while high - low > width:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - share * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + share * (high - low)
+            at_right = function(right)
+    return (left, at_left) if at_left <= at_right else (right, at_right)
 
 
 def smallest_real(cost: Callable[[float], float], target: float, fails: float, passes: float, rtol: float) -> float:

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpfunc.accounting.losses import Array, Direction, normal_masses
+from dpfunc.accounting.search import falling_root, least
 from dpfunc.errors import InvalidArgument
 
 Kind = tuple[float, float, int]
@@ -107,10 +108,10 @@ def within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
             if steps < 2**1000
             else "Expected fewer steps for method 'tilted'. Use method 'rdp'."
         )
-    least = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
-    if least < MIN_SIGMA:
+    smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
+    if smallest < MIN_SIGMA:
         raise TiltedUnavailable(
-            f"Expected noise multipliers >= {MIN_SIGMA:g} for method 'tilted', got {least:g}. Use method 'rdp'."
+            f"Expected noise multipliers >= {MIN_SIGMA:g} for method 'tilted', got {smallest:g}. Use method 'rdp'."
         )
     mu2 = gaussian_part(kinds)
     if not mu2 < 1e12:
@@ -132,7 +133,6 @@ def gaussian_part(kinds: Sequence[Kind]) -> float:
 
 def one_step_epsilon(q: float, s: float, direction: Direction, delta: float) -> float:
     """Epsilon of a single step, by its closed form, rounded up."""
-    from scipy.optimize import brentq
 
     def excess(epsilon: float) -> float:
         return one_step_delta(q, s, direction, epsilon) / delta - 1
@@ -142,7 +142,7 @@ def one_step_epsilon(q: float, s: float, direction: Direction, delta: float) -> 
     high = -math.log1p(-q) if direction == "add" else 1.0
     while excess(high) > 0:
         high *= 2
-    return float(brentq(excess, 0.0, high, xtol=1e-300, rtol=1e-12)) * (1 + 1e-8)
+    return falling_root(excess, 0.0, high, 1e-12) * (1 + 1e-8)
 
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
@@ -258,8 +258,8 @@ def best_tilt(base: Sampled, log_delta: float) -> float:
         t = math.exp(log_t)
         return (base.log_moment(t) - log_delta - log_t - math.log1p(t)) / t
 
-    log_t, least = minimum(epsilon)
-    return math.exp(log_t) if least > 0 else saddle(base, 0.0)
+    log_t, bound = minimum(epsilon)
+    return math.exp(log_t) if bound > 0 else saddle(base, 0.0)
 
 
 def saddle(base: Sampled, epsilon: float) -> float:
@@ -273,14 +273,10 @@ def saddle(base: Sampled, epsilon: float) -> float:
 
 
 def minimum(function: Callable[[float], float]) -> tuple[float, float]:
-    """The least value over log t, and where it is."""
-    from scipy.optimize import minimize_scalar
-
+    """Where a function of log t is the least, and its value there."""
     grid = np.arange(-14.0, 19.0, 3.0)
     best = int(np.argmin([function(point) for point in grid]))
-    bounds = (float(grid[max(0, best - 1)]), float(grid[min(len(grid) - 1, best + 1)]))
-    found = minimize_scalar(function, bounds=bounds, method="bounded", options={"xatol": 0.02})
-    return float(found.x), float(found.fun)
+    return least(function, float(grid[max(0, best - 1)]), float(grid[min(len(grid) - 1, best + 1)]), 0.02)
 
 
 def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
@@ -699,8 +695,6 @@ def waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]
 
 def least_epsilon(log_bound: Callable[[float], float], target: float, start: float, t: float, floor: float) -> float:
     """The least epsilon >= floor with `log_bound(epsilon) <= target`, up to 1e-10 of it, from above."""
-    from scipy.optimize import brentq
-
     if log_bound(floor) <= target:
         return floor
     low, high = floor, max(start, floor * (1 + 1e-9), 1e-300)
@@ -711,8 +705,8 @@ def least_epsilon(log_bound: Callable[[float], float], target: float, start: flo
         low, high = high, high + max(1.1 * min(gap, 1e3) / t, 1e-2 * high)
     else:
         raise TiltedUnavailable(f"Expected an epsilon below {high:g}, got none. Use method 'rdp'.")
-    root = brentq(lambda epsilon: min(log_bound(epsilon) - target, 1e6), low, high, xtol=1e-300, rtol=1e-11)
-    found, step = float(root), 1e-11
+    found = falling_root(lambda epsilon: min(max(log_bound(epsilon) - target, -1e6), 1e6), low, high, 1e-11)
+    step = 1e-11
     while log_bound(found) > target:  # to the safe side of the rounding
         found, step = found * (1 + step), 10 * step
     return found
