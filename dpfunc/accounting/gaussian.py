@@ -7,7 +7,7 @@ import math
 from dpfunc.accounting.search import falling_root
 from dpfunc.types import Event
 
-ROUND_UP = 1.0 + 1e-9  # the root finder and log_ndtr are good to about 1e-12
+_ROUND_UP = 1.0 + 1e-9  # the root finder and log_ndtr are good to about 1e-12
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -32,11 +32,11 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # the tail bound; delta(high) < delta
     target = math.log(delta)
     # below e^-1e6 of delta only the sign counts
-    root = falling_root(lambda epsilon: max(log_delta(epsilon, mu) - target, -1e6), 0.0, high, 1e-13)
-    return root * ROUND_UP
+    root = falling_root(lambda epsilon: max(_log_delta(epsilon, mu) - target, -1e6), 0.0, high, 1e-13)
+    return root * _ROUND_UP
 
 
-def log_delta(epsilon: float, mu: float) -> float:
+def _log_delta(epsilon: float, mu: float) -> float:
     """Logarithm of the delta of the Gaussian mechanism at `epsilon`."""
     from scipy.special import log_ndtr
 

@@ -12,20 +12,20 @@ from typing import Any
 from dpfunc._utils.validation import (
     apart,
     fail,
+    integer,
     non_negative,
     one_of,
     open_unit,
     positive,
     probability,
     unique_json,
-    whole,
 )
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency
 
 RECORD_FILE = "privacy_accounting.json"
-SCHEMA = "dpfunc.accounting/1"
+_SCHEMA = "dpfunc.accounting/1"
 
 NEIGHBOURS: dict[Adjacency, str] = {
     "add_remove": "data sets that differ by one unit, which is in one of them and not in the other",
@@ -124,7 +124,7 @@ class Record:
             **{name: _finite(getattr(self, name)) for name in ("epsilon", "epsilon_rdp")},
             "ledger": json.loads(self.ledger.to_json()),
         }
-        return json.dumps({"schema": SCHEMA, **values, "neighbours": NEIGHBOURS[self.adjacency]}, indent=1)
+        return json.dumps({"schema": _SCHEMA, **values, "neighbours": NEIGHBOURS[self.adjacency]}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
@@ -140,13 +140,13 @@ class Record:
             raise InvalidArgument(f"Expected the record of a run as JSON: {error}.") from error
         if not is_record(values):
             raise InvalidArgument(f"Expected the record of a run, as {RECORD_FILE} holds it, got other JSON.")
-        if values.get("schema") != SCHEMA:
-            raise fail(f"a record with schema {SCHEMA!r}", "schema", values.get("schema"), _OTHER_SCHEMA)
+        if values.get("schema") != _SCHEMA:
+            raise fail(f"a record with schema {_SCHEMA!r}", "schema", values.get("schema"), _OTHER_SCHEMA)
         given = set(values) - {"schema"}
         expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
         if given != expected:
             raise InvalidArgument(
-                f"Expected the fields of the schema {SCHEMA!r}, got a record "
+                f"Expected the fields of the schema {_SCHEMA!r}, got a record "
                 f"{apart(expected - given, given - expected)}. The file was changed: restore it."
             )
         for name in ("epsilon", "epsilon_rdp"):
@@ -248,10 +248,10 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "max_grad_norm": positive,
     "sampling_prob": probability,
     "expected_batch_size": positive,
-    "dataset_size": lambda name, value: whole(name, value, minimum=1),
+    "dataset_size": lambda name, value: integer(name, value, minimum=1),
     "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
-    "global_step": whole,
-    "num_steps": whole,
+    "global_step": integer,
+    "num_steps": integer,
     "epoch": non_negative,
     "versions": _versions,
     "not_covered": _texts,

@@ -20,13 +20,13 @@ from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
-ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
-METHODS = click.Choice(["auto", "tilted", "prv", "rdp"])
-path_argument = click.argument("path", type=click.Path(exists=True, path_type=Path))
+_ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
+_METHODS = click.Choice(["auto", "tilted", "prv", "rdp"])
+_path_argument = click.argument("path", type=click.Path(exists=True, path_type=Path))
 
 
 @dataclass(frozen=True)
-class Source:
+class _Source:
     """What the files of a run say about its cost.
 
     Args:
@@ -44,7 +44,7 @@ class Source:
     delta: float | None = None
 
 
-def read_source(path: Path) -> Source:
+def _read_source(path: Path) -> _Source:
     """Read a record, a ledger or a journal, or what there is of them in the folder of a run.
 
     Raises:
@@ -52,7 +52,7 @@ def read_source(path: Path) -> Source:
     """
     file = _file_of(path) if path.is_dir() else path
     if file.suffix == ".jsonl":
-        return Source(file, journal_ledger(file))
+        return _Source(file, journal_ledger(file))
     values = _json_of(file)
     if is_record(values):
         old = is_old_record(values)
@@ -63,10 +63,12 @@ def read_source(path: Path) -> Source:
             )
         record = None if old else Record.from_json(file.read_bytes())
         counted = Ledger.from_json(json.dumps(values["ledger"]))
-        return Source(file, counted, record, _uncounted(file.parent, counted), old, open_unit("delta", values["delta"]))
+        return _Source(
+            file, counted, record, _uncounted(file.parent, counted), old, open_unit("delta", values["delta"])
+        )
     # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
     if isinstance(values, dict) and str(values.get("schema")).startswith("dpfunc.ledger/"):
-        return Source(file, Ledger.from_json(file.read_bytes()))
+        return _Source(file, Ledger.from_json(file.read_bytes()))
     raise InvalidArgument(
         f"Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run "
         f"({RECORD_FILE}), got {str(path)!r}, which is none of them. The journal of a run of dpfunc train is "
@@ -117,9 +119,9 @@ def ledger() -> None:
 
 
 @ledger.command("show")
-@path_argument
+@_path_argument
 @click.option("--delta", "-d", type=float, help="Delta, below 1 / number of records. A record has its own.")
-@click.option("--method", type=METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
+@click.option("--method", type=_METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
 @json_option
 def show_ledger(path: Path, delta: float | None, method: str | None, as_json: bool) -> None:
     """Show the privacy cost of a run, and what it covers and does not.
@@ -128,7 +130,7 @@ def show_ledger(path: Path, delta: float | None, method: str | None, as_json: bo
 
     Example: dpfunc ledger show runs/mails
     """
-    source = read_source(path)
+    source = _read_source(path)
     _note(source)
     if source.record is not None and delta is None and method is None:
         _show_record(source.record, as_json)
@@ -144,7 +146,7 @@ def show_ledger(path: Path, delta: float | None, method: str | None, as_json: bo
     click.echo(str(guarantee))
 
 
-def _required_delta(source: Source) -> float:
+def _required_delta(source: _Source) -> float:
     if source.delta is not None:
         return source.delta
     raise click.UsageError(
@@ -153,7 +155,7 @@ def _required_delta(source: Source) -> float:
     )
 
 
-def _note(source: Source) -> None:
+def _note(source: _Source) -> None:
     """Say on stderr what a reader of the numbers must know first."""
     if source.record is not None and source.record.noise_key == GUESSABLE:
         click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
@@ -202,10 +204,10 @@ def _print_events(spent: Ledger) -> None:
 
 
 @ledger.command("check")
-@path_argument
+@_path_argument
 @click.option("--epsilon", "-e", type=float, help="Claim to check; by default that of the record.")
 @click.option("--delta", "-d", type=float, help="Delta of the claim; by default that of the record.")
-@click.option("--method", type=METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
+@click.option("--method", type=_METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
 @json_option
 def check_ledger(path: Path, epsilon: float | None, delta: float | None, method: str | None, as_json: bool) -> None:
     """Compute epsilon again from the steps that were counted, and compare it with what is claimed.
@@ -215,7 +217,7 @@ def check_ledger(path: Path, epsilon: float | None, delta: float | None, method:
 
     Example: dpfunc ledger check runs/mails
     """
-    source = read_source(path)
+    source = _read_source(path)
     record = source.record
     if epsilon is None and record is None:
         raise click.UsageError(
@@ -238,23 +240,23 @@ def check_ledger(path: Path, epsilon: float | None, delta: float | None, method:
         sys.exit(1)
 
 
-Row = tuple[str, bool, str]
+_Row = tuple[str, bool, str]
 """Name of a check, True if it agrees, and what was found."""
 
 
-def _compare(claim: float, found: accounting.Guarantee) -> Row:
+def _compare(claim: float, found: accounting.Guarantee) -> _Row:
     """Compare a claimed epsilon with the one that the counted steps cost."""
     computed = f"claimed {claim:.6g}, computed {found.epsilon:.6g} by {found.method} at delta {found.delta:g}"
-    if claim < found.epsilon * (1 - ROUNDING):
+    if claim < found.epsilon * (1 - _ROUNDING):
         return "epsilon", False, f"{computed}: the claim is too small"
-    if claim > found.epsilon * (1 + ROUNDING):
+    if claim > found.epsilon * (1 + _ROUNDING):
         return "epsilon", True, f"{computed}: the claim is an upper bound"
     return "epsilon", True, computed
 
 
-def _consistent(source: Source, claim: float, delta: float) -> list[Row]:
+def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
     """Compare the facts of a record with each other, and with the journal beside it."""
-    rows: list[Row] = []
+    rows: list[_Row] = []
     if source.uncounted is not None:
         found = f"{source.uncounted} of its steps are not counted" if source.uncounted else "all its steps are counted"
         rows.append(("journal", source.uncounted == 0, found))
@@ -268,11 +270,11 @@ def _consistent(source: Source, claim: float, delta: float) -> list[Row]:
         _sampling(record),
     ]
     if record.target_epsilon is not None:
-        rows.append(("budget", claim <= record.target_epsilon * (1 + ROUNDING), f"{record.target_epsilon:g}"))
+        rows.append(("budget", claim <= record.target_epsilon * (1 + _ROUNDING), f"{record.target_epsilon:g}"))
     return rows
 
 
-def _sampling(record: Record) -> Row:
+def _sampling(record: Record) -> _Row:
     """Compare the settings of the last step with the steps that were counted."""
     size, n, q, sigma = record.expected_batch_size, record.dataset_size, record.sampling_prob, record.noise_multiplier
     events = record.ledger.events

@@ -9,7 +9,7 @@ from typing import Any, cast
 import click
 
 from dpfunc import accounting
-from dpfunc._utils.validation import fail, sampling_prob_of, whole
+from dpfunc._utils.validation import fail, integer, sampling_prob_of
 from dpfunc.accounting import Ledger
 from dpfunc.cli.ledger import ledger
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
@@ -33,7 +33,7 @@ _method_option = click.option(
 )
 
 
-class Group(click.Group):
+class _Group(click.Group):
     """Command group that prints errors of dpfunc on stderr without a traceback; for exit codes see `main`."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's own)
@@ -44,7 +44,7 @@ class Group(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dpfunc")
 def main() -> None:
     """Differential privacy accounting, and fine-tuning with differential privacy.
@@ -83,7 +83,7 @@ def _sampling(
         if not (math.isfinite(exact) and exact > 0):
             raise fail("0 < epochs < inf", "epochs", epochs)
         steps = math.ceil(round(exact, 6))  # a part of a step is a step
-    return q, whole("steps", steps, minimum=1)
+    return q, integer("steps", steps, minimum=1)
 
 
 def _sampling_options(command: Any) -> Any:  # noqa: ANN401  (a decorator)
@@ -156,7 +156,7 @@ def _warn_about_delta(delta: float, dataset_size: int | None) -> None:
     if dataset_size is not None and delta * dataset_size >= 1:
         click.echo(
             f"Warning: delta={delta:g} is not below 1 / dataset_size = {1 / dataset_size:.3g}: publishing one random "
-            f"record whole would satisfy it. Choose e.g. {accounting.suggest_delta(dataset_size):.1g}.",
+            f"record in full would satisfy it. Choose e.g. {accounting.suggest_delta(dataset_size):.1g}.",
             err=True,
         )
 
@@ -193,10 +193,10 @@ def requirements(
         ("batch", "sampling prob", "steps", "noise multiplier", "noise / signal a step", "... over the run"),
         [tuple(str(v) if isinstance(v, int) else f"{v:.4g}" for v in dataclasses.astuple(c)) for c in need.choices],
     )
-    reading, ratio = accounting.read_epsilon(target_epsilon), accounting.read_delta(need.delta, dataset_size)
+    meaning, ratio = accounting.explain_epsilon(target_epsilon), accounting.explain_delta(need.delta, dataset_size)
     print_rows("How to read it", ("", "what it allows"), [
-        (f"epsilon {target_epsilon:g}", f"{reading.reading}: a belief of 1/2 becomes at most {reading.posterior:.3f}"),
-        (f"delta {need.delta:g}", ratio.reading),
+        (f"epsilon {target_epsilon:g}", f"{meaning.words}: a belief of 1/2 becomes at most {meaning.posterior:.3f}"),
+        (f"delta {need.delta:g}", ratio.words),
     ])  # fmt: skip
     print_list("To keep in mind:", need.guidance)
 

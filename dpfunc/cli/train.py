@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from dpfunc.train.config import Job
 
 # What torch says when another process is gone or does not answer.
-LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
+_LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
 # What the library calls a key of the file.
-KEYS = {
+_KEYS = {
     "expected_batch_size": "batch_size",
     "allow_large_delta=True": "dp_allow_large_delta: true",
     "delta=": "dp_delta=",
 }
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def _keys_of_the_file() -> Iterator[None]:
         yield
     except DPFuncError as error:
         text = str(error)
-        for word, key in KEYS.items():
+        for word, key in _KEYS.items():
             text = re.sub(rf"\b{word}", key, text)
         raise click.ClickException(text) from error
 
@@ -94,7 +94,7 @@ def _processes() -> Iterator[Ranks | None]:
     except DPFuncError:
         raise
     except RuntimeError as error:
-        if ranks is None or not any(words in str(error) for words in LOST):
+        if ranks is None or not any(words in str(error) for words in _LOST):
             raise
         raise click.ClickException(
             f"Process {ranks.rank} lost the others: one of them ended or did not answer in time; its own error says "
@@ -123,7 +123,7 @@ def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
-@click.argument("config", type=FILE)
+@click.argument("config", type=_FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
 @click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
@@ -201,7 +201,7 @@ def _report(as_json: bool) -> Iterator[_Report]:
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
 @click.option("--prompt", help="What each text continues; nothing by default.")
-@click.option("--prompts", type=FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
+@click.option("--prompts", type=_FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
 @click.option("--max-new-tokens", default=128, show_default=True, help="Longest text.")
 @click.option("--temperature", default=1.0, show_default=True, help="Below 1: likelier words.")

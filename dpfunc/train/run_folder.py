@@ -19,16 +19,16 @@ from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer.files import JOURNAL, count_steps, is_whole, newest
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
 
-JOB_FILE = "job.json"
+_JOB_FILE = "job.json"
 # A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
-FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
+_FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
 
 
 def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     """Keep the job in its folder, to recognise it when it is resumed."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
-    replace_file(folder / JOB_FILE, json.dumps(content, indent=1) + "\n")
+    replace_file(folder / _JOB_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def _read_job_file(folder: Path) -> tuple[dict[str, Any], int | None]:
@@ -37,7 +37,7 @@ def _read_job_file(folder: Path) -> tuple[dict[str, Any], int | None]:
     Raises:
         CheckpointError: damaged.
     """
-    path = folder / JOB_FILE
+    path = folder / _JOB_FILE
     try:
         match unique_json(path.read_bytes()):
             case {"job": dict() as job, "insecure_seed": (int() | None) as seed}:
@@ -57,9 +57,9 @@ def saved_job(folder: Path) -> tuple[Job, int | None]:
     Raises:
         CheckpointError: not a folder of `dpfunc train`.
     """
-    path = folder / JOB_FILE
+    path = folder / _JOB_FILE
     if not path.is_file():
-        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {JOB_FILE}.")
+        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
     values, seed = _read_job_file(folder)
     return job_from_dict(values), seed
 
@@ -99,7 +99,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     """Check that a folder holds a run of this very job, with a checkpoint to resume from."""
-    if not (folder / JOB_FILE).is_file():
+    if not (folder / _JOB_FILE).is_file():
         raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
     saved, seed = _read_job_file(folder)
     changed = _differences(saved, job_to_dict(job))
@@ -124,7 +124,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
         for name in sorted({*before, *after})
-        if name.rpartition(".")[2] not in FREE and before.get(name) != after.get(name)
+        if name.rpartition(".")[2] not in _FREE and before.get(name) != after.get(name)
     ]
 
 
