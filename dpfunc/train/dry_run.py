@@ -19,10 +19,10 @@ from dpfunc.train.recipe import recipe_lines
 from dpfunc.train.run import LOSSES, Prepared, prepare, training_arguments
 from dpfunc.types import LossFn, Params
 
-MIB = 2**20
-PROBED = 2  # samples of the measured batch
+_MIB = 2**20
+_PROBED = 2  # samples of the measured batch
 # Numbers of float32 that optimizers keep for each trained parameter; most of the others are of Adam's kind.
-OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
+_OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
 
 def dry_run(job: Job) -> list[str]:
@@ -79,7 +79,7 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     """An estimate of memory, and how it was made."""
     trained = prepared.num_trained
     held = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
-    states = OPTIMIZER_STATES.get(job.training.optimizer.split("_")[0], 2)
+    states = _OPTIMIZER_STATES.get(job.training.optimizer.split("_")[0], 2)
     parts = {
         "parameters": held,
         "gradients and noise": 2 * 4 * trained,
@@ -94,21 +94,21 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     physical = job.physical_batch_size
     device_type = next(model.parameters()).device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=job.training.bf16):
-        parts["activations"] = _saved_bytes(loss_fn, params, batch, model) * physical // PROBED
+        parts["activations"] = _saved_bytes(loss_fn, params, batch, model) * physical // _PROBED
         how = "activations: what one forward pass of 2 records at full length keeps for its backward pass"
         try:
             factors = explain(loss_fn, params, batch).num_bytes
         except DPFuncError:
             how += "; per-sample gradients: not estimated for this model"
         else:
-            parts["per-sample gradients"] = factors * physical // PROBED
+            parts["per-sample gradients"] = factors * physical // _PROBED
             how += "; per-sample gradients: what engines.explain counts for them"
     if job.training.gradient_checkpointing:
         how += "; gradient checkpointing, which is not counted, lowers the activations"
     total = sum(parts.values())
-    listed = ", ".join(f"{name} {value / MIB:.3g}" for name, value in parts.items())
+    listed = ", ".join(f"{name} {value / _MIB:.3g}" for name, value in parts.items())
     return [
-        f"memory: about {total / MIB:.3g} MiB ({listed})",
+        f"memory: about {total / _MIB:.3g} MiB ({listed})",
         f"  Estimated, both scaled to the physical batch. {how}. The framework itself comes on top.",
     ]
 
@@ -116,7 +116,7 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
 def _probe(job: Job, prepared: Prepared) -> dict[str, Tensor]:
     """A batch of two records at full length. Only its shapes count for what is printed."""
     collate = collator(job, prepared.processing, longest=True)
-    batch: dict[str, Tensor] = collate([prepared.records.train[0]] * PROBED)
+    batch: dict[str, Tensor] = collate([prepared.records.train[0]] * _PROBED)
     return batch
 
 

@@ -19,6 +19,7 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, suggestion
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.distributed.object_collectives import all_or_none
@@ -35,7 +36,7 @@ from dpfunc.train.frozen import CollateFrozen, compute_frozen
 from dpfunc.train.metrics import METRICS, classification, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.run_folder import ACCOUNTING, check_accounting, check_folder, recorded_job, write_job
+from dpfunc.train.run_folder import check_accounting, check_folder, recorded_job, write_job
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 MODEL = "model"

@@ -20,7 +20,9 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.format import Checkpoint
+from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.errors import BudgetExhausted, InvalidArgument
@@ -58,6 +60,8 @@ from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
 
 logger = logging.getLogger(__name__)
+
+LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
 class DPTrainer(Trainer):  # type: ignore[misc]
@@ -440,14 +444,19 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                     logs.update(metrics(self._accounting()))
         super().log(logs, start_time)
 
-    def _accounting(self, journal: Path | None = None) -> dict[str, Any]:
+    def _accounting(self, journal: Path | None = None) -> Record:
         if self._run is None:
             raise InvalidArgument("Expected a run under way, got none.")
         state = self._run.state
         if journal is not None:
             state = trainer_state.as_charged(state, self.plan, journal)
-        return trainer_state.accounting(
-            self.plan, state, state.step / self._steps_per_epoch(self.plan.sampler.dataset_size)
+        return make_record(
+            self._run.dp_step,
+            state,
+            unit="one record of the training data set",
+            public_bound=self.privacy.dp_dataset_size is not None,
+            epoch=state.step / self._steps_per_epoch(self.plan.sampler.dataset_size),
+            not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
