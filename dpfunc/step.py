@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfunc._utils.validation import fail, one_of, whole, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
-from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
+from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.distributed.collective_step import ManyProcesses
@@ -26,6 +26,7 @@ from dpfunc.distributed.reduce import full_norms
 from dpfunc.engines.auto import Decision, auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
+from dpfunc.engines.guards.parameters import check_named, check_params
 from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
@@ -149,21 +150,25 @@ class DPStep:
         state, rows = self._check(params, batch, state, mask_B)
         clipped, unreleased = self._clip(params, rows, state)
         released, noise_state = self._add_noise(clipped, state)
-        after = self._record(released, noise_state, state)
+        after = self._record(released, noise_state, state, params)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
     def _check(
         self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None
     ) -> tuple[StepState, Rows]:
-        """Find everything that can be wrong with a call before anything is computed or spent."""
+        """Find what can be wrong with a call before anything is computed or spent.
 
-        def check() -> Tensor:
-            check_params(params)
-            real_B = check_mask(mask_B, batch_size(batch), torch.device("cpu"))
+        That the numbers of params are finite is read together with the digest, before the release (`_record`).
+        """
+
+        def check() -> Tensor | None:
+            check_named(params)
+            size = batch_size(batch)
+            real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
             if state is not None:
                 check_state(state, self.plan, self._mark)
                 if self.verify_batch:
-                    self._check_draw(state, int(real_B.sum()))
+                    self._check_draw(state, size if real_B is None else int(real_B.sum()))
             return real_B
 
         step = state.step if isinstance(state, StepState) else None
@@ -175,7 +180,7 @@ class DPStep:
         rank = (self._processes.rank,) if self._processes.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
 
-        def clip(params: Params, batch: Batch, mask_B: Tensor) -> tuple[ClippedSum, Unreleased]:
+        def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
             return self.clipped_grad.compute(params, batch, mask_B, key)
 
         return self._processes.sum(clip, params, rows)
@@ -189,10 +194,10 @@ class DPStep:
         multiplier = schedule_at(plan.noise_multiplier, step)
         return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
 
-    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState) -> StepState:  # noqa: ANN401
+    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:  # noqa: ANN401
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         after = self._advance(state, noise_state)
-        digest = self._processes.digest(released)
+        digest = self._processes.digest(released, params)
 
         def write() -> None:
             check_repeated(state, digest)
