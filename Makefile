@@ -65,6 +65,8 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.scaling.accelerator
+	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.survey
 	$(BIN)/python -m benchmarks.targets
 

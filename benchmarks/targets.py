@@ -172,7 +172,7 @@ REASONS = {
         "are used again for equal calls; backward passes of which all derivatives are reviewed are not followed."
     ),
 }
-NOT_MEASURED = "JAX Privacy is not in the table: it could not be installed beside torch where this was measured."
+NOT_MEASURED = "JAX Privacy is not in the table: it was not installed where this was measured."
 
 
 def reports() -> dict[str, Any]:
