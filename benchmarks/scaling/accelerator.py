@@ -355,9 +355,9 @@ def check_table(found: dict[str, Any]) -> str:
 
 def assumptions(found: dict[str, Any]) -> str:
     """A sentence with what was not measured, and the load of the machine on which Python was."""
-    given, sizes = found["assumed"], next(iter(found["jobs"].values()))["sizes"]
+    given, work = found["assumed"], next(iter(found["jobs"].values()))["sizes"]
     return (
-        f"Assumed: {sizes['samples']} records of {sizes['positions']} tokens; {given['share']:.0%} of the data sheet of "
+        f"Assumed: {work['samples']} records of {work['positions']} tokens; {given['share']:.0%} of the data sheet of "
         f"the H100 ({given['half'] / 1e12:.0f} TFLOP/s in bfloat16, {given['single'] / 1e12:.0f} in float32, "
         f"{given['memory'] / 1e12:.2f} TB/s); {1e6 * given['launch']:.0f} us a launch; {given['threads']} threads of "
         f"the host, {given['link'] / 1e9:.0f} GB/s from it. Python was measured under a load of "
