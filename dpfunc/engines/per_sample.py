@@ -177,6 +177,8 @@ class Outer:
         )
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
         a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
+        if a_BTp.stride(0) < a_BTp.stride(1) and b_BTd.stride(0) < b_BTd.stride(1):  # (T, B, d) in memory
+            a_BTp, b_BTd = a_BTp.transpose(0, 1), b_BTd.transpose(0, 1)
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:

@@ -144,7 +144,7 @@ class Trace(DispatchMode):
                     "bank, a running mean, a cache): its records would reach the gradients of this one. Compute it "
                     "from the batch of this step, or from what was released."
                 )
-            if key not in self.untraced_memory:
+            if key not in self.untraced_memory and own.untyped_storage().nbytes():  # what is empty has no numbers
                 self.untraced_memory[key] = StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]
             return None
         if isinstance(entry[1], Constant) or not own.numel():
