@@ -17,12 +17,13 @@ from torch import Tensor
 from dpfunc._utils.dtensor import arrived, is_dtensor
 from dpfunc._utils.validation import one_of, shorten, whole
 from dpfunc.batches import batch_size
+from dpfunc.engines.closing import ClosedSums, ClosingGroups
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import accumulation_dtype, exact
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
+from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
 from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, SampleAxes
@@ -35,7 +36,7 @@ from dpfunc.engines.uses.tracked import Tracked, version
 from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, Engine, LossFn, Params
+from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params
 
 DEFAULT_BUDGET = 2**30
 
@@ -67,19 +68,31 @@ class FactorRecorder:
         decided: by parameters, operation and shape, whether gradients are formed.
         closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
+        weights: factors of clip groups, which are then closed during the backward pass. groups: the state of that.
     """
 
     budget: int
     trace: Trace | None = None
+    weights: GroupFactors | None = None
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
     decided: dict[tuple[object, ...], bool] = field(default_factory=dict)
     closed: bool = False
+    groups: ClosingGroups | None = None
+
+    def open(self, params: Params) -> None:
+        """Open the clip groups of these leaves, if groups are to be closed during the backward pass."""
+        if self.weights is not None:
+            self.groups = ClosingGroups.of(self.weights, params)
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
+        if self.groups is not None:
+            self.groups.expect(use)
+            take = partial(_take, self.groups, use, names, self.forms(use, output, saved))
+            return tapped(output, checked(self.trace, use, take), saved, [self.groups.anchor])
         if self.forms(use, output, saved):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
@@ -97,6 +110,8 @@ class FactorRecorder:
     def close(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not recorded."""
         self.closed = True
+        if self.groups is not None:
+            self.groups.begin()
 
     def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
@@ -117,12 +132,31 @@ class FactorRecorder:
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradient is the per-sample gradient."""
+        if self.groups is not None:
+            self.groups.late.add(tracked.name)
         if not self.closed:
             self.leaves.append(copies)
             self.readers.append(partial(read_copies, tracked, sample_axis, self.trace))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
-        """Do nothing: gradients of derived values are collected after the backward pass (`accumulate.collect`)."""
+        """Note that gradients of derived values are collected after the backward pass (`accumulate.collect`)."""
+        if self.groups is not None:
+            self.groups.late.update(tracked.name for tracked in sources)
+
+
+def _take(
+    groups: ClosingGroups, use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: tuple[Tensor, ...]
+) -> tuple[None]:
+    """Catch for groups that are closed: forms the gradients, or keeps their factors until the group is closed."""
+
+    def form() -> Grads:
+        grads = form_grads(use, names, grad, saved)
+        if not formed:
+            return grads
+        with unseen(), exact(grad.device), torch.no_grad():
+            return {argument: Dense(grads[argument].dense()) for argument in use.wanted}
+
+    return groups.take(use, form)
 
 
 def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
@@ -179,14 +213,21 @@ class Bookkeeping:
     memory_budget: int
     unproven: Literal["audit", "refuse"] = "refuse"
     _cache: DiscoveryCache = field(default_factory=DiscoveryCache, repr=False, compare=False)
+    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
 
-    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+    def closing(self, weights: GroupFactors) -> Bookkeeping:
+        """The same engine for one step, which sums each clip group as soon as its gradients are known."""
+        return replace(self, _weights=weights)
+
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | ClosedSums:
         """Compute the per-sample gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
-        result = self._cache.run_with_rediscovery(
+        result: PerSample | ClosedSums = self._cache.run_with_rediscovery(
             loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch)
         )
+        if isinstance(result, ClosedSums) and not result.is_finite():  # such a sample must be left out of all groups
+            return replace(self, _weights=None)(loss_fn, params, batch)
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result
@@ -211,8 +252,11 @@ class Bookkeeping:
             loss_fn, params, batch, CachedSampleAxes(known), recorder()
         )
 
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> PerSample:
-        return record_factors(loss_fn, params, batch, discovery, FactorRecorder(self.memory_budget, discovery.trace))
+    def _run(
+        self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder
+    ) -> PerSample | ClosedSums:
+        recorder = FactorRecorder(self.memory_budget, discovery.trace, self._weights)
+        return record_factors(loss_fn, params, batch, discovery, recorder)
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
@@ -254,10 +298,11 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
 
 def record_factors(
     loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes, recorder: FactorRecorder
-) -> PerSample:
+) -> PerSample | ClosedSums:
     """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+    recorder.open(leaves)
     tracker = Tracker(leaves, num_samples, sample_axes, recorder)
     if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
         with torch.enable_grad(), tracker:
@@ -277,18 +322,31 @@ def record_factors(
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
-def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample:
+def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample | ClosedSums:
     """Run the backward pass, and collect the recorded gradients."""
+    groups = recorder.groups
     watched = {**params, **tracker.sentinels}
-    inputs = (*recorder.leaves, *watched.values())
+    anchors = () if groups is None else (groups.anchor,)
+    inputs = (*recorder.leaves, *watched.values(), *anchors)
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
-    refuse_escaped(watched, caught[len(recorder.leaves) :])
+    refuse_escaped(watched, caught[len(recorder.leaves) : len(inputs) - len(anchors)])
+    uses: dict[int, list[PerSampleGrad]] = {} if groups is None else groups.kept
     if not torch.compiler.is_compiling():
-        check_depends(has_parameter_source() or any(grad is not None for grad in caught[: len(recorder.leaves)]))
-    uses: dict[int, list[PerSampleGrad]] = {}
+        found = any(grad is not None for grad in caught[: len(recorder.leaves)])
+        check_depends(has_parameter_source() or found or (groups is not None and bool(uses or groups.sums)))
     for reader, grad in zip(recorder.readers, caught, strict=False):
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)
     losses_B = arrived(losses_B.detach())
-    return PerSample(losses_B, collect(tracker, params, uses))
+    collected = collect(tracker, params, uses)
+    if groups is None:
+        return PerSample(losses_B, collected)
+    rest = {name: grad for name, grad in collected.items() if name not in groups.sums}
+    reopened = [name for name in groups.sums if not isinstance(collected[name], Zeros)]
+    if reopened:
+        raise UnsupportedModel(
+            f"The gradients of {shorten(reopened)} have a part that is known only after their clip groups were summed. "
+            'Use one group, or engine="loop".'
+        )
+    return ClosedSums(losses_B, PerSample(losses_B, rest), groups)

@@ -211,9 +211,7 @@ def walk(
     return walked
 
 
-def _declare(
-    results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]
-) -> None:
+def _declare(results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
     """Type the results of steps that the trace of this step does not see; see `declare_over_time`."""
     trace = current_trace()
     if trace is None:

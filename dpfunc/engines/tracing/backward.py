@@ -42,7 +42,7 @@ _DERIVATIVES = frozenset(
 """Nodes of torch whose gradients of a row are made of the gradients and saved numbers of that row, and of constants."""
 
 
-_REVIEWED: set[type] = {GradientTap._backward_cls}  # type: ignore[attr-defined]
+_REVIEWED: set[type] = {GradientTap._backward_cls}
 
 
 def reviewed(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -51,7 +51,7 @@ def reviewed(function: type[torch.autograd.Function]) -> type[torch.autograd.Fun
     The forward pass must type the numbers that it joins: where rows of different samples meet there, no backward pass
     is proven by it.
     """
-    _REVIEWED.add(function._backward_cls)  # type: ignore[attr-defined]
+    _REVIEWED.add(function._backward_cls)
     return function
 
 

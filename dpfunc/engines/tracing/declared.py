@@ -113,7 +113,9 @@ def declare_padded(trace: Trace, data_Nd: Tensor, sizes_T: Tensor, rows_TB: Tens
     return known
 
 
-def declare_over_time(trace: Trace, results: Sequence[Tensor], inputs: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
+def declare_over_time(
+    trace: Trace, results: Sequence[Tensor], inputs: Sequence[Tensor], fixed: Sequence[Tensor]
+) -> None:
     """Type what was computed unseen over the steps of a recurrent layer, where each row of a step goes on alone.
 
     Args:
