@@ -5,7 +5,6 @@ Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,7 @@ from dpfunc._utils.dtensor import arrived, is_dtensor
 from dpfunc._utils.validation import one_of, shorten, whole
 from dpfunc.batches import batch_size
 from dpfunc.engines.closing import ClosedSums, ClosingGroups
+from dpfunc.engines.cost import Choice
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.scope import backward_inside
@@ -65,7 +65,7 @@ class FactorRecorder:
     Args:
         budget: bytes that may still be formed. leaves: tensors whose gradients are asked for.
         readers: for each leaf, gradient -> {identity of the tracked tensor: its gradient by one use}.
-        decided: by parameters, operation and shape, whether gradients are formed.
+        chosen: by parameters, operation and shape, the form of gradients.
         closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
         weights: factors of clip groups, which are then closed during the backward pass. groups: the state of that.
@@ -76,7 +76,7 @@ class FactorRecorder:
     weights: GroupFactors | None = None
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
-    decided: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    chosen: dict[tuple[object, ...], Choice] = field(default_factory=dict)
     closed: bool = False
     groups: ClosingGroups | None = None
 
@@ -91,9 +91,9 @@ class FactorRecorder:
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if self.groups is not None:
             self.groups.expect(use)
-            take = partial(_take, self.groups, use, names, self.forms(use, output, saved))
+            take = partial(_take, self.groups, use, names, self.forms(use))
             return tapped(output, checked(self.trace, use, take), saved, [self.groups.anchor])
-        if self.forms(use, output, saved):
+        if self.forms(use):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
             readers = [partial(_read_dense, target) for target in use.targets.values()]
@@ -113,22 +113,14 @@ class FactorRecorder:
         if self.groups is not None:
             self.groups.begin()
 
-    def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
+    def forms(self, use: Use) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
-        key = (*use.wanted.values(), use.name, *use.output)
-        if key not in self.decided:  # checkpointing asks again, and needs the same answer
-            self.decided[key] = self._decide(use, output, saved)
-        return self.decided[key]
-
-    def _decide(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
-        if use.rule.form(use) != "dense":
-            return False
-        formed = 4 * use.num_samples * sum(math.prod(shape) for shape in use.shapes.values())
-        kept = sum(tensor.numel() * tensor.element_size() for tensor in (output, *saved))
-        if formed > self.budget and kept < formed:
-            return False
-        self.budget -= formed
-        return True
+        key = key_of(use)
+        if key not in self.chosen:  # checkpointing asks again, and needs the same answer
+            choice = self.chosen[key] = use.choose(self.budget, closes=self.groups is not None)
+            if choice.form == "formed" and self.groups is None:  # a closed group returns its memory
+                self.budget -= choice.num_bytes
+        return self.chosen[key].form == "formed"
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradient is the per-sample gradient."""
@@ -142,6 +134,11 @@ class FactorRecorder:
         """Note that gradients of derived values are collected after the backward pass (`accumulate.collect`)."""
         if self.groups is not None:
             self.groups.late.update(tracked.name for tracked in sources)
+
+
+def key_of(use: Use) -> tuple[object, ...]:
+    """Key of uses that get the same form."""
+    return (*use.wanted.values(), use.name, *use.output)
 
 
 def _take(

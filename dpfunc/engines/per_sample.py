@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpfunc.engines.cost import matrix
 from dpfunc.engines.guards.draws import Draw
 from dpfunc.engines.numerics import (
     LONG,
@@ -131,10 +132,9 @@ class Outer:
         Networks with Differential Privacy, section 3), loses its digits where the products cancel: then the first.
         """
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
-        positions, p, d = a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]
         eps = torch.finfo(a_BTp.dtype).eps
         reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
-        if positions * (p + d) >= p * d:
+        if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             sq_norms_B = self._formed(a_BTp, b_BTd)
         else:
             sq_norms_B = self._ghost(a_BTp, b_BTd)
