@@ -16,7 +16,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import arrived, is_dtensor
 from dpfunc._utils.validation import one_of, shorten, whole
 from dpfunc.batches import batch_size
-from dpfunc.engines.closing import ClosedSums, ClosingGroups
+from dpfunc.engines.closing import CaughtGrads, ClosedSums
 from dpfunc.engines.cost import Choice
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.modes import unseen
@@ -32,7 +32,7 @@ from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse
 from dpfunc.engines.uses.gradient_taps import Catch, leaf, pass_gradient, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source
 from dpfunc.engines.uses.sample_axis import SampleAxis
-from dpfunc.engines.uses.tracked import Tracked, version
+from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
@@ -63,12 +63,13 @@ class FactorRecorder:
     """Record of one forward pass: leaves, and how their gradients become per-sample gradients.
 
     Args:
-        budget: bytes that may still be formed. leaves: tensors whose gradients are asked for.
-        readers: for each leaf, gradient -> {identity of the tracked tensor: its gradient by one use}.
+        budget: bytes that may still be formed. leaves: tensors whose gradients are asked for: private copies, and
+            where dynamo traces those of all uses. readers: for each leaf, gradient -> {identity of the tracked tensor:
+            its gradient by one use}.
         chosen: by parameters, operation and shape, the form of gradients.
         closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
-        weights: factors of clip groups, which are then closed during the backward pass. groups: the state of that.
+        weights: factors of clip groups, which are then summed during the backward pass. caught: gradients so far.
     """
 
     budget: int
@@ -78,21 +79,20 @@ class FactorRecorder:
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
     chosen: dict[tuple[object, ...], Choice] = field(default_factory=dict)
     closed: bool = False
-    groups: ClosingGroups | None = None
+    caught: CaughtGrads | None = None
 
     def open(self, params: Params) -> None:
-        """Open the clip groups of these leaves, if groups are to be closed during the backward pass."""
-        if self.weights is not None:
-            self.groups = ClosingGroups.of(self.weights, params)
+        """Catch gradients during the backward pass of a step with these leaves; dynamo catches them after it."""
+        self.caught = CaughtGrads.of(self.weights, params)
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
-        if self.groups is not None:
-            self.groups.expect(use)
-            take = partial(_take, self.groups, use, names, self.forms(use))
-            return tapped(output, checked(self.trace, use, take), saved, [self.groups.anchor])
+        if self.caught is not None:
+            self.caught.expect(use)
+            take = partial(_take, self.caught, use, names, self.forms(use))
+            return tapped(output, checked(self.trace, use, take), saved, [self.caught.anchor])
         if self.forms(use):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
@@ -100,7 +100,7 @@ class FactorRecorder:
             result = tapped(output, checked(self.trace, use, partial(_formed, use, names)), saved, leaves)
         else:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
-            readers = [partial(_read_factors, use, names, saved, _versions(saved))]
+            readers = [partial(_read_factors, use, names, saved)]
             result = tapped(output, checked(self.trace, use, pass_gradient), [], leaves)
         if not self.closed:
             self.leaves += leaves
@@ -110,30 +110,30 @@ class FactorRecorder:
     def close(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not recorded."""
         self.closed = True
-        if self.groups is not None:
-            self.groups.begin()
+        if self.caught is not None:
+            self.caught.begin()
 
     def forms(self, use: Use) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
         key = key_of(use)
         if key not in self.chosen:  # checkpointing asks again, and needs the same answer
-            choice = self.chosen[key] = use.choose(self.budget, closes=self.groups is not None)
-            if choice.form == "formed" and self.groups is None:  # a closed group returns its memory
+            choice = self.chosen[key] = use.choose(self.budget, closes=self.weights is not None)
+            if choice.form == "formed" and self.weights is None:  # a closed group returns its memory
                 self.budget -= choice.num_bytes
         return self.chosen[key].form == "formed"
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradient is the per-sample gradient."""
-        if self.groups is not None:
-            self.groups.late.add(tracked.name)
+        if self.caught is not None:
+            self.caught.late.add(tracked.name)
         if not self.closed:
             self.leaves.append(copies)
             self.readers.append(partial(read_copies, tracked, sample_axis, self.trace))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """Note that gradients of derived values are collected after the backward pass (`accumulate.collect`)."""
-        if self.groups is not None:
-            self.groups.late.update(tracked.name for tracked in sources)
+        if self.caught is not None:
+            self.caught.late.update(tracked.name for tracked in sources)
 
 
 def key_of(use: Use) -> tuple[object, ...]:
@@ -142,9 +142,9 @@ def key_of(use: Use) -> tuple[object, ...]:
 
 
 def _take(
-    groups: ClosingGroups, use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: tuple[Tensor, ...]
+    caught: CaughtGrads, use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[None]:
-    """Catch for groups that are closed: forms the gradients, or keeps their factors until the group is closed."""
+    """Catch that forms the gradients, or keeps their factors."""
 
     def form() -> Grads:
         grads = form_grads(use, names, grad, saved)
@@ -153,22 +153,14 @@ def _take(
         with unseen(), exact(grad.device), torch.no_grad():
             return {argument: Dense(grads[argument].dense()) for argument in use.wanted}
 
-    return groups.take(use, form)
+    return caught.take(use, form)
 
 
 def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
     return {target: Dense(grad)}
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [version(tensor) for tensor in tensors]
-
-
-def _read_factors(
-    use: Use, names: Sequence[str], saved: Sequence[Tensor], versions: list[int], grad: Tensor
-) -> Mapping[int, PerSampleGrad]:
-    if _versions(saved) != versions:
-        raise use.refuse("an input was written into in place after it was used.")
+def _read_factors(use: Use, names: Sequence[str], saved: Sequence[Tensor], grad: Tensor) -> Mapping[int, PerSampleGrad]:
     grads = form_grads(use, names, grad, saved)
     return {target: grads[argument] for argument, target in use.targets.items()}
 
@@ -181,9 +173,9 @@ def checked(trace: Trace | None, use: Use, catch: Catch) -> Catch:
 def _checked(
     trace: Trace, use: Use, catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    trace.credited(
-        grad, use.sample_axis, f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}"
-    )
+    if not trace.settled:
+        what = f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}"
+        trace.credited(grad, use.sample_axis, what)
     try:
         return catch(grad, saved)
     except UnsupportedModel as error:
@@ -299,13 +291,13 @@ def record_factors(
     """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    recorder.open(leaves)
     tracker = Tracker(leaves, num_samples, sample_axes, recorder)
     if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
         with torch.enable_grad(), tracker:
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
             return _read(tracker, recorder, leaves, losses_B)
+    recorder.open(leaves)
     trace = recorder.trace or Trace(num_samples)
     with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
         losses_B = loss_fn(leaves, batch)
@@ -321,29 +313,29 @@ def record_factors(
 
 def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample | ClosedSums:
     """Run the backward pass, and collect the recorded gradients."""
-    groups = recorder.groups
+    own = recorder.caught
     watched = {**params, **tracker.sentinels}
-    anchors = () if groups is None else (groups.anchor,)
+    anchors = () if own is None else (own.anchor,)
     inputs = (*recorder.leaves, *watched.values(), *anchors)
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
     refuse_escaped(watched, caught[len(recorder.leaves) : len(inputs) - len(anchors)])
-    uses: dict[int, list[PerSampleGrad]] = {} if groups is None else groups.kept
-    if not torch.compiler.is_compiling():
+    uses: dict[int, list[PerSampleGrad]] = {} if own is None else own.kept
+    if own is not None:
         found = any(grad is not None for grad in caught[: len(recorder.leaves)])
-        check_depends(has_parameter_source() or found or (groups is not None and bool(uses or groups.sums)))
+        check_depends(has_parameter_source() or found or bool(uses or own.sums))
     for reader, grad in zip(recorder.readers, caught, strict=False):
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)
     losses_B = arrived(losses_B.detach())
     collected = collect(tracker, params, uses)
-    if groups is None:
+    if own is None or recorder.weights is None:
         return PerSample(losses_B, collected)
-    rest = {name: grad for name, grad in collected.items() if name not in groups.sums}
-    reopened = [name for name in groups.sums if not isinstance(collected[name], Zeros)]
+    rest = {name: grad for name, grad in collected.items() if name not in own.sums}
+    reopened = [name for name in own.sums if not isinstance(collected[name], Zeros)]
     if reopened:
         raise UnsupportedModel(
             f"The gradients of {shorten(reopened)} have a part that is known only after their clip groups were summed. "
             'Use one group, or engine="loop".'
         )
-    return ClosedSums(losses_B, PerSample(losses_B, rest), groups)
+    return ClosedSums(losses_B, PerSample(losses_B, rest), own, recorder.weights)

@@ -10,7 +10,7 @@ groups.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,19 +30,19 @@ _ROUNDING = 1e-5
 
 
 @dataclass
-class ClosingGroups:
-    """The groups of one step, which are open until the gradients of all their parameters are known.
+class CaughtGrads:
+    """Per-sample gradients that one backward pass has given so far, and the clip groups that they complete.
 
     Args:
-        weights: factors of a group. params: leaves by name. anchor: a leaf that makes autograd run the backward of
-            every use.
+        weights: factors of a group; None if no group is summed before the end. params: leaves by name. anchor: a leaf
+            that makes autograd run the backward of every use.
         missing: uses without a gradient so far, by the identity of the parameter. late: names of parameters some of
             whose gradients are known only after the backward pass.
         kept: identity -> gradients of open groups. sums, sq_norms, factors: of the closed ones, by name.
         differentiating: the forward pass is over: later uses are repeated by checkpointing.
     """
 
-    weights: GroupFactors
+    weights: GroupFactors | None
     params: Params
     anchor: Tensor
     missing: Counter[int] = field(default_factory=Counter)
@@ -56,14 +56,15 @@ class ClosingGroups:
     _names: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(weights: GroupFactors, params: Params) -> ClosingGroups:
-        """All groups of these parameters, open."""
+    def of(weights: GroupFactors | None, params: Params) -> CaughtGrads:
+        """Nothing so far: all groups of these parameters are open."""
         first = next(iter(params.values()))
-        groups = ClosingGroups(weights, params, leaf((), first.dtype, first.device))
-        for name, param in params.items():
-            groups._open.setdefault(weights.group_of[name], []).append(name)
-            groups._names[id(param)] = name
-        return groups
+        caught = CaughtGrads(weights, params, leaf((), first.dtype, first.device))
+        if weights is not None:
+            for name, param in params.items():
+                caught._open.setdefault(weights.group_of[name], []).append(name)
+                caught._names[id(param)] = name
+        return caught
 
     def expect(self, use: Use) -> None:
         """Count a use of the forward pass, whose gradients will come."""
@@ -90,25 +91,30 @@ class ClosingGroups:
                 raise use.refuse("its backward pass runs more often than its forward pass.")
             self.missing[target] -= 1
             self.kept.setdefault(target, []).append(grads[argument])
-        for group in {self.weights.group_of[self._names[t]] for t in use.targets.values() if t in self._names}:
-            names = self._open.get(group, ())
-            if names and not any(self.missing[id(self.params[name])] for name in names):
-                self._close(group)
+        if self.weights is not None:
+            self._close_groups(self.weights, use.targets.values())
         return (None,)
 
-    def _close(self, group: str) -> None:
-        grads = {name: self._gradient(name) for name in self._open.pop(group)}
+    def _close_groups(self, weights: GroupFactors, targets: Iterable[int]) -> None:
+        """Sum the groups of these parameters that have all their gradients now."""
+        for group in {weights.group_of[self._names[target]] for target in targets if target in self._names}:
+            names = self._open.get(group, ())
+            if names and not any(self.missing[id(self.params[name])] for name in names):
+                self._close(weights, group)
+
+    def _close(self, weights: GroupFactors, group: str) -> None:
+        grads = {name: self._gradient(weights, name) for name in self._open.pop(group)}
         with unseen(), exact(self.anchor.device), torch.no_grad():
             sq_norms = {name: grad.sq_norms() for name, grad in grads.items()}
-            factors_B = self.weights.factors(group, sq_norms)
+            factors_B = weights.factors(group, sq_norms)
             for name, grad in grads.items():
                 self.sums[name], self.factors[name] = grad.weighted_sum(factors_B), factors_B
         self.sq_norms.update(sq_norms)
 
-    def _gradient(self, name: str) -> PerSampleGrad:
+    def _gradient(self, weights: GroupFactors, name: str) -> PerSampleGrad:
         param = self.params[name]
         uses = self.kept.pop(id(param), [])
-        return add(uses) if uses else Zeros(self.weights.num_samples, param.detach())
+        return add(uses) if uses else Zeros(weights.num_samples, param.detach())
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,15 @@ class ClosedSums:
     """Losses and norms of B samples, sums of groups that were closed, and gradients of the others.
 
     Args:
-        losses_B: of each sample. rest: gradients of groups that are open. groups: the closed ones.
+        losses_B: of each sample. rest: gradients of groups that are open. caught: those of the closed ones. weights:
+            their factors.
         doubts, draws, untraced, coarse: see `PerSample`.
     """
 
     losses_B: Tensor
     rest: PerSample
-    groups: ClosingGroups = field(repr=False)
+    caught: CaughtGrads = field(repr=False)
+    weights: GroupFactors = field(repr=False)
     doubts: tuple[str, ...] = ()
     draws: tuple[Draw, ...] = ()
     untraced: bool = False
@@ -130,14 +138,14 @@ class ClosedSums:
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms of the gradients of each sample: name -> (B,)."""
-        norms = {**self.rest.sq_norms(), **self.groups.sq_norms}
-        return {name: norms[name] for name in self.groups.params}
+        norms = {**self.rest.sq_norms(), **self.caught.sq_norms}
+        return {name: norms[name] for name in self.caught.params}
 
     def is_finite(self) -> bool:
         """True if no sample has a group whose norm is not finite: it would contribute to other groups, and must not."""
         totals: dict[str, Tensor] = {}
         for name, value in self.sq_norms().items():
-            group = self.groups.weights.group_of[name]
+            group = self.weights.group_of[name]
             totals[group] = totals[group] + value if group in totals else value
         return bool(torch.isfinite(torch.stack(list(totals.values()))).all())
 
@@ -147,7 +155,7 @@ class ClosedSums:
         Raises:
             InvalidArgument: other factors than those that closed groups were summed with.
         """
-        for name, used_B in self.groups.factors.items():
+        for name, used_B in self.caught.factors.items():
             same = torch.allclose(used_B, factors[name], rtol=_ROUNDING, atol=0)
             if not same or not torch.equal(used_B == 0, factors[name] == 0):
                 raise InvalidArgument(
@@ -155,5 +163,5 @@ class ClosedSums:
                     "more than the norms of the group. Use a clip rule without by_group=True, or one group. Nothing "
                     "was released and nothing was spent."
                 )
-        sums = {**self.rest.weighted_sum({name: factors[name] for name in self.rest.grads}), **self.groups.sums}
-        return {name: sums[name] for name in self.groups.params}
+        sums = {**self.rest.weighted_sum({name: factors[name] for name in self.rest.grads}), **self.caught.sums}
+        return {name: sums[name] for name in self.caught.params}

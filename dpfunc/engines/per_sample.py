@@ -149,6 +149,8 @@ class Outer:
     @staticmethod
     def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
         size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
+        if size >= len(a_BTp):
+            return sq_sum((a_BTp.transpose(1, 2) @ b_BTd).flatten(1))
         pieces = [
             sq_sum((a.transpose(1, 2) @ b).flatten(1))
             for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
@@ -157,12 +159,14 @@ class Outer:
 
     @staticmethod
     def _ghost(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
+        if a_BTp.shape[1] == 1:  # |a|^2 |b|^2
+            return a_BTp.square().sum((1, 2)) * b_BTd.square().sum((1, 2))
         size = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2))
         pieces = [
             ((a @ a.transpose(1, 2)) * (b @ b.transpose(1, 2))).sum((1, 2))
             for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
         ]
-        return torch.cat(pieces)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""

@@ -73,9 +73,9 @@ def test_groups_are_closed_and_nothing_of_them_is_kept():
     case = build("mlp", size=4)
     result = closed(case)
     assert isinstance(result, ClosedSums)
-    assert set(result.groups.sums) == set(case.params)
+    assert set(result.caught.sums) == set(case.params)
     assert not result.rest.grads
-    assert not result.groups.kept
+    assert not result.caught.kept
 
 
 def test_one_group_is_closed_while_others_are_open():
@@ -119,7 +119,7 @@ def test_copies_are_known_after_the_backward_pass():
 
     params = {"w": torch.ones(2, 3), "b": torch.ones(2)}
     result = closed(Problem(loss_fn, params, torch.randn(4, 3)))
-    assert set(result.groups.sums) == {"w"}
+    assert set(result.caught.sums) == {"w"}
     assert set(result.rest.grads) == {"b"}
 
 
@@ -246,4 +246,4 @@ def test_checkpointed_layers():
     got, _ = clipped_grad(loss_fn, params, problem.batch, rule, engine=bookkeeping())
     for name in params:
         assert torch.allclose(got.sums[name], expected[name], atol=1e-10), name
-    assert set(closed(problem, num_samples=5).groups.sums) == set(params)
+    assert set(closed(problem, num_samples=5).caught.sums) == set(params)

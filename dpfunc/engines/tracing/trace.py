@@ -157,6 +157,14 @@ class Trace(DispatchMode):
             return Mixed(f"a view {tuple(tensor.shape)} across samples")
         return found
 
+    def depends_on_none(self, tensor: Tensor) -> bool:
+        """True if the type of a tensor is None. Quick where its memory has rows."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            known = self.entries.get(tensor.untyped_storage()._cdata)
+            if known is not None and not isinstance(known[1], Constant):
+                return not tensor.numel()
+        return self.type_of(tensor) is None
+
     def _is_constant(self, sparse: Tensor) -> bool:
         """True of a sparse tensor made here of constants: of others, the memory was made elsewhere, or is mixed."""
         positions, values = pieces_of(sparse)
