@@ -14,6 +14,7 @@ from dpfunc import engines
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf.facts import facts_of
+from dpfunc.hf.models import is_causal
 from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import insecure_key
@@ -104,6 +105,13 @@ def test_classes_of_sentences():
     case = Case(make_loss_fn(forward, "sentence_classes"), params, {**sentences(), "label": torch.tensor([0, 2, 1, 1])})
     assert engine_that_equals_the_loop(case) == "bookkeeping"
     assert "classifier.weight" in params
+    losses = case.loss_fn(params, case.batch)
+    for row in range(4):
+        features = [
+            {key: sentences()[f"{column}_{key}"][row : row + 1] for key in ("input_ids", "attention_mask")}
+            for column in ("premise", "hypothesis")
+        ]
+        torch.testing.assert_close(losses[row], forward.module(features, case.batch["label"][row : row + 1]))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +187,34 @@ def test_a_model_without_lengths_of_frames_has_no_ctc_loss():
     forward, params = functionalize(model)
     with pytest.raises(UnsupportedModel, match="how many frames"):
         make_loss_fn(forward, "ctc")(params, batch)
+
+
+def test_heads_of_both_kinds_are_refused():
+    """Flaubert's is trained on masked tokens, XLM's on masked or on next ones; both are called WithLMHeadModel."""
+    from benchmarks.survey.tiny import built
+
+    for name, kind in (("FlaubertWithLMHeadModel", "flaubert"), ("XLMWithLMHeadModel", "xlm")):
+        with pytest.raises(UnsupportedModel, match=f"{name} what the model is trained for"):
+            infer_task(built(name, kind))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("BertLMHeadModel", "bert"), ("RobertaForCausalLM", "roberta"),
+                                            ("ElectraForCausalLM", "electra")])  # fmt: skip
+def test_encoders_as_language_models_are_refused(name, kind):
+    """Each token sees the next one, so the loss would be that of a copy; a decoder of the same class is fine."""
+    from benchmarks.survey.tiny import built
+
+    with pytest.raises(UnsupportedModel, match="learn to copy.*is_decoder=True"):
+        infer_task(built(name, kind))
+    decoder = built(name, kind, is_decoder=True).eval()
+    assert infer_task(decoder) == "causal_lm"
+    assert is_causal(*functionalize(decoder), {"input_ids": torch.tensor([[5, 6, 7, 8]])})
+
+
+def test_answers_that_are_classes_are_no_positions():
+    loss_fn = make_loss_fn(lambda params, **inputs: None, "question_answering")
+    with pytest.raises(InvalidArgument, match=r"labels \(4, 3\).*sequence_classification"):
+        loss_fn({}, {"input_ids": torch.ones(4, 8), "labels": torch.zeros(4, 3)})
 
 
 def packed():
