@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
@@ -16,13 +15,13 @@ from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.guards.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
-from dpfunc.engines.guards.replicated import anywhere
+from dpfunc.engines.guards.replicated import on_any_rank
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
+from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
 
@@ -85,6 +84,11 @@ class Auto:
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
     )
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
+
+    def closing(self, weights: GroupFactors) -> Auto:
+        """The same engine for one step, which sums each clip group as soon as its gradients are known."""
+        return replace(self, _weights=weights)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients by the fast engine if the step is proven, else by one that computes rows alone."""
@@ -97,7 +101,7 @@ class Auto:
             return history.alone(loss_fn, params, batch)
         result, reason = self._attempt(loss_fn, params, batch, history)
         doubts = getattr(result, "doubts", ())
-        impossible, doubted = anywhere(torch.tensor([result is None, bool(doubts)]), params).tolist()
+        impossible, doubted = on_any_rank(params, result is None, bool(doubts))
         if result is not None and not impossible and not doubted:
             history.proved()
             self._decide(loss_fn, Decision("bookkeeping", "the trace of each step shows that rows stay apart"))
@@ -127,8 +131,11 @@ class Auto:
     def _run_fast(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
         if not self._engines:
             self._engines.append(self.fast())
+        fast = self._engines[0]
+        if self._weights is not None:
+            fast = fast.closing(self._weights)  # type: ignore[attr-defined]
         try:
-            return self._engines[0](loss_fn, params, batch), ""
+            return fast(loss_fn, params, batch), ""
         except (UnsupportedModel, RuntimeError) as error:
             return None, f"bookkeeping cannot: {str(error).splitlines()[0]}"
 
@@ -143,7 +150,7 @@ class Auto:
             result = vmap()(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
             name, reason = "loop", f"{reason}; vmap cannot: {str(error).splitlines()[0]}"
-        impossible = bool(anywhere(torch.tensor([result is None]), params))
+        (impossible,) = on_any_rank(params, result is None)
         if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
             name, result = "loop", loop()(loss_fn, params, batch)
         history.settle(vmap() if name == "vmap" else loop(), name, reason)

@@ -15,6 +15,7 @@ from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import collator
+from dpfunc.train.recipe import recipe_lines
 from dpfunc.train.run import LOSSES, Prepared, prepare, training_arguments
 from dpfunc.types import LossFn, Params
 
@@ -36,16 +37,18 @@ def dry_run(job: Job) -> list[str]:
     Guarantees:
         tests/cli/test_train.py::test_dry_run_writes_nothing.
     """
-    prepared = prepare(job)
-    training_arguments(job, prepared)
-    training, plan, n = job.training, prepared.plan, len(prepared.records.train)
+    missing, prepared = job.training.missing, prepare(job)
+    training_arguments(prepared)
+    job = prepared.job
+    plan, n = prepared.plan, len(prepared.records.train)
     total = sum(p.numel() for p in prepared.model.parameters())
-    q = training.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
+    q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
     return [
         f"records: {n} to train on, {len(prepared.records.evaluation)} to evaluate on, "
         f"{prepared.records.duplicates} exact duplicates left out",
+        *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
-        f"logical batch: {training.batch_size} expected, physical batch: {job.physical_batch_size}",
+        f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",
         f"sampling probability: {q:.4g}" + ("" if plan is None else f" ({type(plan.sampler).__name__})"),
         f"trained parameters: {prepared.num_trained:,} of {total:,} ({job.strategy})",
         *_budget_lines(job, prepared),
@@ -62,7 +65,8 @@ def _budget_lines(job: Job, prepared: Prepared) -> list[str]:
     spent = plan.guarantee()
     rdp = accounting.epsilon(plan.ledger(), plan.delta, "rdp").epsilon
     lines = [
-        f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} ({job.privacy.dp_clip})",
+        f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} "
+        f"({type(plan.clip).__name__.lower()})",
         f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, {plan.adjacency}",
     ]
     if prepared.spent is not None:

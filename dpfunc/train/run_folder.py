@@ -24,15 +24,22 @@ _JOB_FILE = "job.json"
 _FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
 
 
-def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
-    """Keep the job in its folder, to recognise it when it is resumed."""
+def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, insecure_seed: int | None) -> None:
+    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out.
+
+    Args:
+        job: as it was given. filled: with the values of its recipe. reasons: for these values.
+        folder: of the run. insecure_seed: see `run_job`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
+    content = {
+        "job": job_to_dict(job), "filled": job_to_dict(filled), "recipe": dict(reasons), "insecure_seed": insecure_seed,
+    }  # fmt: skip
     replace_file(folder / _JOB_FILE, json.dumps(content, indent=1) + "\n")
 
 
-def _read_job_file(folder: Path) -> tuple[dict[str, Any], int | None]:
-    """The job of a folder as JSON values, and its insecure seed.
+def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+    """The job of a folder as JSON values, the same with the values of its recipe, and its insecure seed.
 
     Raises:
         CheckpointError: damaged.
@@ -40,8 +47,8 @@ def _read_job_file(folder: Path) -> tuple[dict[str, Any], int | None]:
     path = folder / _JOB_FILE
     try:
         match unique_json(path.read_bytes()):
-            case {"job": dict() as job, "insecure_seed": (int() | None) as seed}:
-                return job, seed
+            case {"job": dict() as job, "filled": dict() as filled, "insecure_seed": (int() | None) as seed}:
+                return job, filled, seed
         problem = "it does not hold a job"
     except (OSError, ValueError) as error:
         problem = str(error)
@@ -60,8 +67,29 @@ def saved_job(folder: Path) -> tuple[Job, int | None]:
     path = folder / _JOB_FILE
     if not path.is_file():
         raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
-    values, seed = _read_job_file(folder)
-    return job_from_dict(values), seed
+    _, filled, seed = _read_job_file(folder)
+    return job_from_dict(filled), seed
+
+
+def recorded_job(job: Job) -> Job:
+    """The job of a run that is resumed, with the values that its recipe gave when it began.
+
+    A later version of the recipe does not change a run under way. What changes nothing that is trained is as in `job`.
+
+    Raises:
+        CheckpointError: damaged.
+
+    Guarantees:
+        tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values.
+    """
+    given = job_to_dict(job)
+    _, filled, _ = _read_job_file(Path(job.output_dir))
+    for section, values in given.items():
+        if isinstance(values, dict):
+            filled[section] = {**filled[section], **{key: value for key, value in values.items() if key in _FREE}}
+        elif section in _FREE:
+            filled[section] = values
+    return job_from_dict(filled)
 
 
 def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
@@ -101,7 +129,7 @@ def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     """Check that a folder holds a run of this very job, with a checkpoint to resume from."""
     if not (folder / _JOB_FILE).is_file():
         raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
-    saved, seed = _read_job_file(folder)
+    saved, _, seed = _read_job_file(folder)
     changed = _differences(saved, job_to_dict(job))
     if seed != insecure_seed:
         changed.append(f"--insecure-seed was {seed}, now {insecure_seed}")
