@@ -54,13 +54,14 @@ class Drawing:
         self._jobs: deque[tuple[str, Window, Tile]] = deque()
         self._largest = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._started: list[Future[None]] = []
+        self._started: list[Future[int]] = []
         for name, (part, dtype) in self.layout.items():
             shape = [stop - start for start, stop in (part.rows, part.cols)]
             self._noise[name] = np.empty(shape, NUMPY_DTYPES[dtype])
             for each in tiles(part):
                 self._jobs.append((name, part, each))
                 self._largest = max(self._largest, _needed(each))
+        self._tiles = len(self._jobs)
 
     def start(self, threads: int) -> None:
         """Begin to draw in so many threads more, and return at once."""
@@ -70,14 +71,18 @@ class Drawing:
             self._started += [self._pool.submit(self._draw) for _ in range(threads)]
 
     def finish(self, threads: int) -> dict[str, npt.NDArray[np.floating[Any]]]:
-        """The noise: name -> matrix. Draws what is left, in so many threads, this one included."""
+        """The noise: name -> matrix. Draws what is left, in so many threads, this one included.
+
+        Raises:
+            RuntimeError: not all tiles were drawn, so that there is memory without noise. Whatever a thread raises.
+        """
         try:
             self.start(min(threads, len(self._jobs)) - 1)
-            self._draw()
-            for thread in self._started:
-                thread.result()
+            drawn = self._draw() + sum(thread.result() for thread in self._started)
         finally:
             self.stop()
+        if drawn != self._tiles:
+            raise RuntimeError(f"Expected {self._tiles} tiles of noise, got {drawn}: the drawing was stopped.")
         return self._noise
 
     def stop(self) -> None:
@@ -86,15 +91,17 @@ class Drawing:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _draw(self) -> None:
-        room = Room.of(self._largest) if self._jobs else None
+    def _draw(self) -> int:
+        """Draw tiles until none is left; the number of those that this thread drew."""
+        room, drawn = Room.of(self._largest) if self._jobs else None, 0
         while True:
             try:
                 name, part, each = self._jobs.popleft()
             except IndexError:
-                return
+                return drawn
             values = tile(self.key, name, each.number, _needed(each), room)
             self._noise[name][each.of(part)] = values.reshape(-1, each.width)[each.inside]
+            drawn += 1
 
 
 def _needed(each: Tile) -> int:
