@@ -1,6 +1,6 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
 # make test   set up, then lint, types, doctests and tests
-# make docs   the site, in build/site
+# make docs   the site, in build/site; CI builds it too
 # make gpu    the tests and benchmarks that need a GPU, in at most ten minutes
 # make test-slow   the tests that take long: whole runs of examples and commands, vision models, compilers; CI runs both
 PYTHON ?= python3
