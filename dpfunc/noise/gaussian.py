@@ -16,7 +16,7 @@ from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.rng import Key
 from dpfunc.types import Allocation, ClippedSum, Params
 
-ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
+_ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 class Mechanism(NamedTuple):
@@ -35,7 +35,7 @@ class Mechanism(NamedTuple):
     add: Callable[[ClippedSum, Any, Key], tuple[dict[str, Tensor], Any]]
 
 
-def check_clipped(clipped: ClippedSum) -> None:
+def _check_clipped(clipped: ClippedSum) -> None:
     """A clipped sum that noise can be added to: typed, wide enough, and with a sensitivity for each of its groups.
 
     Raises:
@@ -88,9 +88,9 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
     >>> {group: round(std**2, 6) for group, std in noise_std(clipped, 2.0, "optimal").items()}
     {'a': 20.0, 'b': 5.0}
     """
-    check_clipped(clipped)
+    _check_clipped(clipped)
     multiplier = non_negative("noise_multiplier", noise_multiplier)
-    if one_of("allocation", allocation, ALLOCATIONS) == "uniform":
+    if one_of("allocation", allocation, _ALLOCATIONS) == "uniform":
         return dict.fromkeys(clipped.sensitivities, multiplier * clipped.sensitivity)
     sizes = dict.fromkeys(clipped.sensitivities, 0)
     for name, value in clipped.sums.items():
@@ -167,7 +167,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     ()
     """
     multiplier = non_negative("noise_multiplier", noise_multiplier)
-    one_of("allocation", allocation, ALLOCATIONS)
+    one_of("allocation", allocation, _ALLOCATIONS)
     one_of("source", source, SOURCES)
 
     def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:  # noqa: ANN401
