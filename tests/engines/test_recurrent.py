@@ -18,7 +18,9 @@ from zoo.parity import ENGINES, differences, truth_of, without_gradient
 from dpfunc import engines
 from dpfunc.engines import bookkeeping
 from dpfunc.engines.rules import COMPOSITES
-from dpfunc.engines.tracing.trace import Trace
+from dpfunc.engines.tracing.declared import declare_over_time
+from dpfunc.engines.tracing.rows import Mixed
+from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.rng import insecure_key, torch_seed
@@ -430,3 +432,21 @@ def test_a_layer_without_mixing_is_proven_by_its_forward_pass(monkeypatch):
     result = bookkeeping()(lambda p, x: forward(p, x)[0].square().sum((1, 2)), params, torch.randn(5, 6, 3))
     assert settled == [True]
     assert not result.doubts
+
+
+def test_results_of_the_steps_in_time_have_the_rows_of_all_inputs():
+    batch = torch.randn(5, 4, 3)
+    trace = Trace(5)
+    with following(trace, batch):
+        own, other, matrix = batch.transpose(0, 1) * 1, batch.roll(1, 0).transpose(0, 1) * 1, batch[0] * 1
+        inputs = {
+            "alone": ([own], []), "other": ([own, other], []), "matrix": ([own], [matrix]), "cell": ([own, own[0]], []),
+        }  # fmt: skip
+    found = {}
+    for name, (given, fixed) in inputs.items():
+        made = torch.empty(4, 5, 2), torch.empty(5, 2)
+        declare_over_time(trace, made, given, fixed)
+        found[name] = [trace.type_of(tensor) for tensor in made]
+    assert [kind.axis for kind in found["alone"]] == [kind.axis for kind in found["cell"]] == [1, 0]
+    assert not any(kind.doubt for name in ("alone", "cell") for kind in found[name])
+    assert all(isinstance(kind, Mixed) or kind.doubt for name in ("other", "matrix") for kind in found[name])
