@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, one_of, whole, wrong_type
+from dpfunc._utils.versions import Versions
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
@@ -52,6 +54,12 @@ ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "vmap": lambda unproven: vmap(),
     "loop": lambda unproven: loop(),
 }
+UNCHANGED = (
+    "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
+    "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
+    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). Said once."
+)
+logger = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -74,6 +82,7 @@ class DPStep:
     journal: Callable[[StepState], None] | None
     ranks: Ranks | None = None
     _stateless: list[str] = field(default_factory=list, repr=False, compare=False)  # runs of their own; one at most
+    _first: list[Versions | None] = field(default_factory=list, repr=False, compare=False)  # params of the first call
 
     @cached_property
     def _mark(self) -> str:
@@ -147,9 +156,12 @@ class DPStep:
     ) -> StepResult:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
         state, rows = self._check(params, batch, state, mask_B)
+        self._warn_of_unchanged(params)
         clipped, unreleased = self._clip(params, rows, state)
         released, noise_state = self._add_noise(clipped, state)
         after = self._record(released, noise_state, state)
+        if not self._first:
+            self._first.append(Versions.of(params))
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
     def _check(
@@ -169,6 +181,14 @@ class DPStep:
         step = state.step if isinstance(state, StepState) else None
         rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
         return self._run_of_its_own(params) if state is None else state, rows
+
+    def _warn_of_unchanged(self, params: Params) -> None:
+        """Warn, at the second call, if the first one changed nothing: the usual sign of an optimizer of other tensors."""
+        first = self._first[0] if self._first else None
+        if first is not None:
+            self._first[0] = None  # once
+            if first.still(params) and self._processes.writes:
+                logger.warning(UNCHANGED)
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.
