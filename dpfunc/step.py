@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dpfunc._utils.unchanged import Versions
 from dpfunc._utils.validation import fail, one_of, whole, wrong_type
-from dpfunc._utils.versions import Versions
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
@@ -183,7 +183,7 @@ class DPStep:
         return self._run_of_its_own(params) if state is None else state, rows
 
     def _warn_of_unchanged(self, params: Params) -> None:
-        """Warn, at the second call, if the first one changed nothing: the usual sign of an optimizer of other tensors."""
+        """Warn, at the second call, if the first one changed nothing: as an optimizer of other tensors does."""
         first = self._first[0] if self._first else None
         if first is not None:
             self._first[0] = None  # once

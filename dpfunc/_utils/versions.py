@@ -1,41 +1,51 @@
-"""Versions of tensors: whether something was written into them between two calls."""
+"""What not every version of torch has: checks, made before anything is spent."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import inspect
 
-from torch import Tensor
+import torch
+
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+
+TRIED = "2.13"
 
 
-@dataclass(frozen=True)
-class Versions:
-    """Tensors by name, without keeping them in memory, with the counters that torch raises at each write in place.
+def check_compile() -> None:
+    """Check that torch compiles a step whose loss is differentiated inside of it.
 
-    >>> import torch
-    >>> params = {"w": torch.zeros(2)}
-    >>> before = Versions.of(params)
-    >>> before.still(params), before.still({"w": torch.zeros(2)})
-    (True, False)
-    >>> before.still({"w": params["w"].add_(1.0)})
-    False
+    Raises:
+        InvalidArgument: an older torch, which does not, or compiles it wrong.
+
+    >>> check_compile()
     """
-
-    known: Mapping[str, tuple[weakref.ReferenceType[Tensor], int]]
-
-    @classmethod
-    def of(cls, params: Mapping[str, Tensor]) -> Versions:
-        """The present versions. Inference tensors have none, and are never unchanged."""
-        return cls({name: (weakref.ref(p), _version(p)) for name, p in params.items() if not p.is_inference()})
-
-    def still(self, params: Mapping[str, Tensor]) -> bool:
-        """True if these are the same tensors, and nothing was written into any of them. A copy is another tensor."""
-        return bool(params) and self.known.keys() == params.keys() and all(
-            self.known[name][0]() is p and self.known[name][1] == _version(p) for name, p in params.items()
-        )  # fmt: skip
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        raise InvalidArgument(
+            f"Expected compile=False with torch {torch.__version__}, which cannot compile the gradients of a step. "
+            f"Leave compile out, or install a newer torch ({TRIED} was tried)."
+        )
 
 
-def _version(tensor: Any) -> int:  # noqa: ANN401  (torch does not type its counter)
-    return int(tensor._version)
+def check_sharding() -> None:
+    """Check that torch lays out and saves tensors that are split over processes as dpfunc needs it.
+
+    Raises:
+        UnsupportedModel: an older torch, which would communicate where a step must not.
+
+    >>> check_sharding()
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    needed = ((distribute_tensor, "src_data_rank"), (fully_shard, "ignored_params"), (save, "no_dist"))
+    lacking = [
+        f"{function.__name__}({name}=...)" for function, name in needed
+        if name not in inspect.signature(function).parameters
+    ]  # fmt: skip
+    if lacking:
+        raise UnsupportedModel(
+            f"Expected a torch that has {', '.join(lacking)}, got torch {torch.__version__}. Sharded models and "
+            f"checkpoints need a newer one ({TRIED} was tried); dpfunc.distributed.data_parallel() does not. Nothing "
+            "was spent."
+        )
