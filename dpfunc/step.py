@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.unchanged import Versions
 from dpfunc._utils.validation import fail, one_of, whole, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
@@ -57,6 +59,12 @@ ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "vmap": lambda unproven: vmap(),
     "loop": lambda unproven: loop(),
 }
+UNCHANGED = (
+    "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
+    "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
+    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). Said once."
+)
+logger = logging.getLogger(__name__)
 
 # Noise of fewer numbers, some milliseconds, is not worth a thread.
 _AHEAD = 2**18
@@ -82,6 +90,7 @@ class DPStep:
     journal: Callable[[StepState], None] | None
     ranks: Ranks | None = None
     _stateless: list[str] = field(default_factory=list, repr=False, compare=False)  # runs of their own; one at most
+    _first: list[Versions | None] = field(default_factory=list, repr=False, compare=False)  # params of the first call
 
     @cached_property
     def _mark(self) -> str:
@@ -181,7 +190,16 @@ class DPStep:
 
         step = state.step if isinstance(state, StepState) else None
         rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
+        self._warn_of_unchanged(params)
         return self._run_of_its_own(params) if state is None else state, rows
+
+    def _warn_of_unchanged(self, params: Params) -> None:
+        """Warn, at the second call, if the first one changed nothing: as an optimizer of other tensors does."""
+        first = self._first[0] if self._first else None
+        if first is not None:
+            self._first[0] = None  # once
+            if first.still(params) and self._processes.writes:
+                logger.warning(UNCHANGED)
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.
@@ -228,6 +246,8 @@ class DPStep:
         mark_released(after, digest)
         if not state.drawn:
             self._stateless.append(fingerprint(state.key))
+        if not self._first:
+            self._first.append(Versions.of(params))
         return after
 
     def _described(self, state: StepState | None) -> str:
