@@ -234,32 +234,31 @@ class _Compiled:
     traced: Callable[[Params, Batch, Tensor], Sums] | None = None
 
     def __call__(self, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None, eager: Core) -> Sums:
-        """The clipped sums: compiled, after an eager step to compare with where something was compiled now."""
+        """The clipped sums: compiled, and eager as well to compare with where something was compiled now."""
         if self.reason:
             return eager(params, microbatch, mask_B, key)
         before, start = _graphs(), time.perf_counter()
         state = torch.default_generator.get_state()
         result = self._run(params, microbatch, mask_B)
-        if result is not None and _graphs() == before:
-            if not self.random:  # compiled code draws its own random numbers
-                self._audit(params, microbatch, key, result, time.perf_counter() - start)
+        new = result is None or _graphs() != before
+        if result is not None and not new and not self.random:
+            self._audit(params, microbatch, key, result, time.perf_counter() - start)
             return result
-        torch.default_generator.set_state(state)
+        if result is not None and not new and not self.audits.due(microbatch):
+            return result
+        torch.default_generator.set_state(state)  # the same random numbers again
         expected = eager(params, microbatch, mask_B, key)  # outside of what is forgiven: it may refuse the loss
         self.random = self.audits.drew
-        if result is None or (self.random and self.forgiving):
-            self._give_up(
-                self.reason or "it draws random numbers, so compiled steps cannot be compared with eager ones"
-            )
+        if result is None:
+            self._give_up()
             return expected
-        if self.random:
-            return result
         try:
             self._compare(params, microbatch, mask_B, result, expected)
         except UnsupportedModel as error:
-            if not self.forgiving:
+            if not (self.forgiving and new):  # earlier results of the same graph were released
                 raise
-            self._give_up(str(error).splitlines()[0], logging.WARNING)
+            self.reason = str(error)
+            self._give_up(logging.WARNING)
             return expected
         return result
 
@@ -290,12 +289,13 @@ class _Compiled:
             microbatch = tree_map(torch.detach, microbatch)
             return self.summed(params, engine(self.loss_fn, params, microbatch), mask_B)
 
-        # Sizes that the compiler leaves open would make the code depend on the order of the batches.
-        return torch.compile(core, fullgraph=True, dynamic=False)
+        # Sizes that the compiler leaves open would make the code depend on the order of the batches. Random numbers of
+        # its own could be compared with none.
+        return torch.compile(core, fullgraph=True, dynamic=False, options={"fallback_random": True})
 
-    def _give_up(self, reason: str, level: int = logging.INFO) -> None:
-        self.reason, self.traced = reason, None
-        _log.log(level, "not compiled: %s", reason)
+    def _give_up(self, level: int = logging.INFO) -> None:
+        self.traced = None
+        _log.log(level, "not compiled: %s", self.reason)
 
     def _audit(self, params: Params, microbatch: Batch, key: Key | None, result: Sums, seconds: float) -> None:
         with self.audits.drawn(key, microbatch, seconds=seconds) as chosen:
@@ -305,7 +305,7 @@ class _Compiled:
         """Check that losses, norms and sums are those of the eager step.
 
         Rows that differ by more than rounding are computed alone: at the kink of a ReLU, kernels that round differently
-        may decide differently, which `audit` recognises.
+        may decide differently, which `audit` recognises. Rows that draw random numbers must not differ.
 
         Raises:
             UnsupportedModel: they are not.
@@ -313,12 +313,16 @@ class _Compiled:
         credited = _credited(params, result, self.audits.coarse)
         tolerance = _tolerance(params, result, credited.coarse)
         differing = _differing(result, expected, tolerance)
+        if self.random and mask_B.device.type != "cpu":  # other generators are not set back
+            return
         try:
+            if self.random and differing:
+                raise UnsupportedModel("They draw random numbers, and compiled code may draw others.")
             audit(self.loss_fn, params, microbatch, credited, differing)
         except UnsupportedModel as error:
             raise UnsupportedModel(
                 "The compiled step gives other losses or norms of gradients than rows that are computed without "
-                f"compilation: {len(differing)} of {len(mask_B)} rows, a fault of the compiler. Use compile=False. "
+                f"compilation, in {len(differing)} of {len(mask_B)} rows: a fault of the compiler. Use compile=False. "
                 f"Nothing was released and nothing was spent. {error}"
             ) from error
         _check_sums(result, expected, mask_B, tolerance, self.bound, differing)

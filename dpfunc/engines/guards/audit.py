@@ -66,7 +66,7 @@ class Audits:
         self.drew = credited is not None and bool(credited.draws)
         self.coarse = credited is not None and credited.coarse
 
-    def due(self, batch: Batch, doubts: Sequence[str], untraced: bool = False, seconds: float = 0.0) -> int:
+    def due(self, batch: Batch, doubts: Sequence[str] = (), untraced: bool = False, seconds: float = 0.0) -> int:
         """Choose how many rows of this batch to compute alone: more for a step with doubts or untraced tensors.
 
         Args:
