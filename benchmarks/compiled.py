@@ -1,9 +1,11 @@
 """Compiled private steps, in one process: `python -m benchmarks.compiled --cases w1,w4`.
 
 Each round takes, in turn: a step without privacy; the clipped sum, eager; the same compiled for all rows at once; a
-private step (clipped sum, noise, ledger), eager; the same with `compile="auto"`, whose microbatches are an eighth of the
-batch; and the noise alone. Ratios are medians over the rounds of the ratio within a round; times are the best of the
-rounds, as the machine may have other work. `pays_after` is the number of steps that save the time of compilation.
+private step (clipped sum, noise, ledger), eager; the same with `compile="auto"`, in microbatches of about an eighth of
+the batch; and the noise alone. Ratios are medians over the rounds of the ratio within a round. Times are the best of
+the rounds, as the machine may have other work. `pays_after` is the number of steps that save the time of compilation.
+`rows_computed` is how many rows are computed for each one drawn, by size of the compiled microbatches: the mean over
+Poisson draws of this expected batch, whose last microbatch is padded.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from benchmarks.engines.contestants import plain
 from benchmarks.engines.timing import interleaved
 from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.compiled import EAGER_STEPS
+from dpfunc.compiled import EAGER_STEPS, rows_at_once
 
 RESULT = Path(__file__).parent / "results" / "compiled.json"
 RECORDS, STEPS = 100_000, 100_000
@@ -75,6 +77,7 @@ def measure(name: str, rounds: int, quick: bool, whole_batch: bool) -> dict[str,
         "compiled": compiled,
         "reason": found["auto step"].reason,
         "best_seconds": best,
+        "rows_computed": {rows: padding(size, rows) for rows in (size, max(1, size // 2), rows_at_once(size, None))},
         "ratio_to_plain": {label: ratio(values, times["plain"]) for label, values in times.items()},
         "ratio_to_eager_step": ratio(times["auto step"], times["eager step"]),
         "first_compiled_seconds": seconds,
@@ -97,6 +100,14 @@ def timed(step: Callable[[], Any]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
+
+
+def padding(expected: int, rows: int) -> float:
+    """Rows computed for each row drawn: `E[rows ceil(n / rows)] / E[n]` for n of a Poisson law."""
+    law = torch.distributions.Poisson(float(expected))
+    counts = torch.arange(4 * expected + 50, dtype=torch.float64)
+    weights = law.log_prob(counts).exp()
+    return float((weights * rows * (counts / rows).ceil()).sum() / expected)
 
 
 def ratio(values: list[float], base: list[float]) -> float:

@@ -38,6 +38,8 @@ Compile = bool | Literal["auto"]
 EAGER_STEPS = 2
 # Forward operations of a run below which compilation takes longer than it saves; measured, see decision 0019.
 _MIN_RUN_FLOPS = 3e13
+# The last microbatch is padded by half of its rows on average, which may be at most this share of the expected batch.
+_MAX_PADDING = 1 / 16
 # Compiled microbatches are this share of the expected batch, so that padding costs little, and at least some rows.
 _SHARE, _MIN_ROWS = 8, 4
 # Rows of numbers that long are taken for features, whose number is fixed, and not for sequences.
@@ -172,6 +174,11 @@ class Compiler:
             return 'of the engines, "auto" and "bookkeeping" are compiled'
         if size < 2:
             return "microbatches have one row"
+        if run is not None and (size - 1) / 2 > _MAX_PADDING * run.expected_rows:
+            return (
+                f"with microbatches of {size} rows the padding at the end of a batch, of {run.expected_rows:g} expected "
+                "rows, costs what compilation saves; larger batches or a smaller microbatch_size are compiled"
+            )
         return lacks_compile() or _off_the_ladder(batch) or self._too_little_work(params, batch, run)
 
     def _too_little_work(self, params: Params, batch: Batch, run: RunFacts | None) -> str:
