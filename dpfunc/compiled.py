@@ -176,8 +176,8 @@ class Compiler:
             return "microbatches have one row"
         if run is not None and (size - 1) / 2 > _MAX_PADDING * run.expected_rows:
             return (
-                f"with microbatches of {size} rows the padding at the end of a batch, of {run.expected_rows:g} expected "
-                "rows, costs what compilation saves; larger batches or a smaller microbatch_size are compiled"
+                f"{run.expected_rows:g} rows are expected, and padding a batch to microbatches of {size} costs what "
+                "compilation saves; larger batches or a smaller microbatch_size are compiled"
             )
         return lacks_compile() or _off_the_ladder(batch) or self._too_little_work(params, batch, run)
 
@@ -227,7 +227,8 @@ class _Compiled:
 
     Args:
         forgiving: what cannot be compiled is eager; else it is an error. bound: on the norm of a clipped gradient.
-        random: the step draws random numbers. reason: why microbatches of this shape are eager; empty if they are not.
+        random: the step draws random numbers. compared: one was compared. reason: why microbatches of this shape are
+            eager; empty if they are not.
     """
 
     loss_fn: LossFn
@@ -237,6 +238,7 @@ class _Compiled:
     summed: Summed
     bound: float
     random: bool = False
+    compared: bool = False
     reason: str = ""
     traced: Callable[[Params, Batch, Tensor], Sums] | None = None
 
@@ -247,7 +249,7 @@ class _Compiled:
         before, start = _graphs(), time.perf_counter()
         state = torch.default_generator.get_state()
         result = self._run(params, microbatch, mask_B)
-        new = result is None or _graphs() != before
+        new = result is None or _graphs() != before or not self.compared  # graphs may be those of another dp_step
         if result is not None and not new and not self.random:
             self._audit(params, microbatch, key, result, time.perf_counter() - start)
             return result
@@ -267,6 +269,7 @@ class _Compiled:
             self.reason = str(error)
             self._give_up(logging.WARNING)
             return expected
+        self.compared = True
         return result
 
     def _run(self, params: Params, microbatch: Batch, mask_B: Tensor) -> Sums | None:

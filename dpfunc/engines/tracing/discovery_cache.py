@@ -142,8 +142,14 @@ class DiscoveryCache:
         Raises:
             UnsupportedModel: it is not, or uses of a parameter have different sample axes.
         """
-        discovery = DiscoveryRecorder(AnyValuesTrace(_size(batch)), self.wrong.setdefault(loss_fn, set()))
-        refuse_unproven(engine._run(loss_fn, params, batch, discovery).doubts)
+        wrong = self.wrong.setdefault(loss_fn, set())
+        while True:
+            discovery = DiscoveryRecorder(AnyValuesTrace(_size(batch)), wrong)
+            try:
+                refuse_unproven(engine._run(loss_fn, params, batch, discovery).doubts)
+                break
+            except WrongGuess as error:
+                wrong.add(error.args[0])
         if discovery.unclear:
             names = sorted({key[0] for key in discovery.unclear})
             raise UnsupportedModel(
