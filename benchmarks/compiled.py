@@ -4,8 +4,8 @@ Each round takes, in turn: a step without privacy; the clipped sum, eager; the s
 private step (clipped sum, noise, ledger), eager; the same with `compile="auto"`, in microbatches of about an eighth of
 the batch; and the noise alone. Ratios are medians over the rounds of the ratio within a round. Times are the best of
 the rounds, as the machine may have other work. `pays_after` is the number of steps that save the time of compilation.
-`rows_computed` is how many rows are computed for each one drawn, by size of the compiled microbatches: the mean over
-Poisson draws of this expected batch, whose last microbatch is padded.
+`rows_computed` is how many rows are computed for each one drawn, by the expected batch and the size of the compiled
+microbatches: the mean over Poisson draws, whose last microbatch is padded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def measure(name: str, rounds: int, quick: bool, whole_batch: bool) -> dict[str,
         "compiled": compiled,
         "reason": found["auto step"].reason,
         "best_seconds": best,
-        "rows_computed": {rows: padding(size, rows) for rows in (size, max(1, size // 2), rows_at_once(size, None))},
         "ratio_to_plain": {label: ratio(values, times["plain"]) for label, values in times.items()},
         "ratio_to_eager_step": ratio(times["auto step"], times["eager step"]),
         "first_compiled_seconds": seconds,
@@ -137,12 +136,17 @@ def table(found: dict[str, Any]) -> Table:
 def main(cases: list[str], rounds: int, quick: bool, whole_batch: bool, out: Path) -> None:
     """Measure, print and write; cases that are in the file already and are not measured stay."""
     console = Console()
-    before = json.loads(out.read_text())["cases"] if out.exists() else {}
+    result = json.loads(out.read_text()) if out.exists() else {"quick": quick, "cases": {}}
+    result["rows_computed"] = {
+        expected: {rows: round(padding(expected, rows), 3) for rows in (expected, rows_at_once(expected, None))}
+        for expected in (16, 32, 64, 256)
+    }
     for name in cases:
-        before[name] = measure(name, rounds, quick, whole_batch)
-        result = {"machine": report.machine(torch.get_num_threads(), "cpu"), "quick": quick, "cases": before}
+        result["cases"][name] = measure(name, rounds, quick, whole_batch)
+        result["machine"] = report.machine(torch.get_num_threads(), "cpu")
         out.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(table(before))
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(table(result["cases"]))
 
 
 if __name__ == "__main__":
