@@ -22,6 +22,7 @@ from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
+from dpfunc.compiled import Compilation, Compile, RunFacts
 from dpfunc.distributed.collective_step import ManyProcesses
 from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.processes import OneProcess, Processes, Rows
@@ -206,8 +207,11 @@ class DPStep:
         rank = (self._processes.rank,) if self._processes.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
 
+        expected = self.plan.sampler.expected_batch_size(state.step) / (self.ranks.size if self.ranks else 1)
+        run = RunFacts(state.step, self.plan.num_steps, expected)
+
         def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
-            return self.clipped_grad.compute(params, batch, mask_B, key)
+            return self.clipped_grad.compute(params, batch, mask_B, key, run)
 
         return self._processes.sum(clip, params, rows)
 
@@ -254,8 +258,8 @@ class DPStep:
         """Describe the settings and the state that must be equal in all processes."""
         state, clipped = require_state(state), self.clipped_grad
         settings = (
-            self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
-            self.journal is None,
+            self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, clipped.compile,
+            self.verify_batch, self.journal is None,
         )  # fmt: skip
         place = (
             state.step,
@@ -274,6 +278,11 @@ class DPStep:
         """Engine that `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
         decide = getattr(self.clipped_grad.engine, "decision", None)
         return decide(self.clipped_grad.loss_fn) if decide else None
+
+    @property
+    def compilation(self) -> Compilation:
+        """How the last step was computed, compiled or not, and why."""
+        return self.clipped_grad.compilation
 
     def _run_of_its_own(self, params: Params) -> StepState:
         if self._stateless:
@@ -339,7 +348,7 @@ def make_dp_step(
     engine: str | Engine = "auto",
     unproven: Unproven | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     reduction: Literal["mean", "sum"] = "mean",
     noise_source: Literal["secure", "device"] = "secure",
     verify_batch: bool = True,
@@ -362,7 +371,10 @@ def make_dp_step(
             `"auto"`), `"audit"` takes it if at least 8 rows, and one in 8, agree with rows computed alone, `"refuse"`
             raises (the default of `"bookkeeping"` and `"ghost"`, which do not take `"vmap"`).
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
-        compile: compile the clipped sum with `torch.compile(fullgraph=True)`; needs microbatch_size.
+        compile: `"auto"` compiles the clipped sum with `torch.compile` from the third step on where that pays
+            (docs/engines.md), and logs why where it does not. True compiles from the first step on, or raises; needs
+            microbatch_size. `dp_step.compilation` is about the last step. Compiled steps round differently: a run that
+            is resumed needs the same setting.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
         noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.
         verify_batch: compare the size of each batch with the plan's draw of that step. With False the ledger has the
@@ -422,7 +434,7 @@ def make_dp_step(
             'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures may '
             "differ, and all must run the same microbatches."
         )
-    if ranks is not None and compile and not ranks.independent:
+    if ranks is not None and compile is True and not ranks.independent:
         raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
     prepared = make_clipped_grad(
         loss_fn,

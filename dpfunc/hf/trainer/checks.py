@@ -109,7 +109,7 @@ def _numerics(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
         (args.fp16, "fp16", "Loss scaling changes with the data, and its skipped steps too. Use bf16=True."),
         (
             args.torch_compile, "torch_compile",
-            "It compiles the model for batch gradients. Leave it out.",
+            "It compiles the model for batch gradients. Leave it out; PrivacyArguments has dp_compile.",
         ),
         (
             isinstance(options, Mapping) and bool(options.get("use_reentrant")), name,
