@@ -113,8 +113,8 @@ def facts_of(forward: AnyForward) -> Facts:
     """
     if isinstance(forward, Caller):
         return forward.facts
-    module = getattr(forward, "module", None)
-    if not isinstance(module, nn.Module):
+    module = getattr(forward, "module", getattr(getattr(forward, "__self__", None), "module", None))
+    if not isinstance(module, nn.Module):  # an adapter of `dpfunc.lora.attach` has it beside its method
         return Facts()
     base = base_model(module)
     config = getattr(base, "config", None)

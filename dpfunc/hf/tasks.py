@@ -89,6 +89,11 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
         problem = "regression"
     if problem is None and labels.is_floating_point():
         problem = "multi_label_classification"
+    if problem is None and labels.dim() == 2 and labels.shape == outputs_BC.shape:
+        raise InvalidArgument(
+            f"Expected classes (B,), or floats (B, C) for several labels a sample, got {labels.dtype} of "
+            f"{tuple(labels.shape)}. Make several labels labels.float(), or set config.problem_type."
+        )
     if problem == "regression":
         return losses.regression(outputs_BC, labels)
     if problem == "multi_label_classification":

@@ -8,6 +8,7 @@ from models import Case
 from task_models import IGNORED, MODELS, SoftmaxLoss, alone, build, sentence_model, sentences
 from torch import nn
 from trainer_cases import PRIVACY, training_arguments
+from zoo.language import gpt2
 from zoo.parity import differences, truth_of
 
 from dpfunc import engines
@@ -18,6 +19,7 @@ from dpfunc.hf.losses import causal_lm
 from dpfunc.hf.models import is_causal
 from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.lora import attach
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.users import group_by_person, mean_over_texts
 
@@ -155,7 +157,36 @@ def test_other_modules_are_no_losses():
         make_loss_fn(lambda params, x: x, nn.CrossEntropyLoss())
 
 
+@pytest.mark.parametrize("name", ["several labels, by configuration", "mBART", "Wav2Vec2, CTC", "T5"])
+def test_adapters_of_dpfunc_know_the_model(name):
+    """The facts on which a loss depends are those of the model inside; adapters start as the model itself."""
+    model, batch = build(name)
+    adapter = attach(model, insecure_key(0), targets=r"q_proj|v_proj|query|value|\.q$", rank=2, alpha=4)
+    assert facts_of(adapter.forward).problem == model.config.problem_type
+    forward, params = functionalize(model)
+    task = infer_task(model)
+    found = make_loss_fn(adapter.forward, task)(adapter.params, batch)
+    torch.testing.assert_close(found, make_loss_fn(forward, task)(params, batch))
+
+
 # What is refused, by name
+
+
+def test_adapters_of_dpfunc_skip_padding_on_the_left():
+    """GPT-2 numbers positions from the start of the padding, so they are given to it."""
+    adapter = attach(gpt2(), insecure_key(0), targets="c_attn", rank=2, alpha=4)
+    loss_fn = make_loss_fn(adapter.forward, "causal_lm")
+    batch = {"input_ids": torch.tensor([[0, 0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+    batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], IGNORED)
+    alone = {key: value[:, 2:] for key, value in batch.items()}
+    torch.testing.assert_close(loss_fn(adapter.params, batch), loss_fn(adapter.params, alone), rtol=1e-4, atol=1e-5)
+
+
+def test_whole_numbers_for_several_labels_are_refused():
+    model, batch = build("several labels")
+    forward, params = functionalize(model)
+    with pytest.raises(InvalidArgument, match=r"labels.float\(\)"):
+        make_loss_fn(forward, "sequence_classification")(params, {**batch, "labels": batch["labels"].long()})
 
 
 def test_random_masks_of_speech_are_refused_in_training_mode():

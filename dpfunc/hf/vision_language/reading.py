@@ -36,7 +36,14 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:  # noqa: ANN401
     import numpy as np
     from PIL import Image, ImageOps
 
-    picture = image if hasattr(image, "convert") else Image.fromarray(np.asarray(image)).convert("RGB")
+    if not hasattr(image, "convert"):
+        values = np.asarray(image)
+        if values.dtype != np.uint8 or values.ndim != 3 or values.shape[2] not in (3, 4):
+            raise InvalidArgument(
+                "Expected an image of whole numbers 0 to 255 with the colours on the last axis, to fit it into a size, "
+                f"got {values.dtype} of {values.shape}. Give PIL images, or files."
+            )
+    picture = image if hasattr(image, "convert") else Image.fromarray(values).convert("RGB")
     return ImageOps.pad(picture, (size[1], size[0]))
 
 

@@ -19,6 +19,7 @@ from dpfunc.hf.vision_language.images import flatten_images, image_text_collator
 from dpfunc.hf.vision_language.strategies import image_text_loss, prepare, strategy
 from dpfunc.hf.vision_language.submodules import language_layers
 from dpfunc.rng import insecure_key
+from dpfunc.sampling.users import group_by_person, mean_over_texts
 
 QWEN = ("Qwen2-VL", "Qwen2.5-VL")
 
@@ -111,6 +112,32 @@ def test_a_batch_without_a_mask_of_pixels(name):
 def test_sizes_that_are_none_are_refused(size):
     with pytest.raises(InvalidArgument, match="image_size"):
         image_text_collator(family("LLaVA-NeXT")[1], max_length=60, image_size=size)
+
+
+def test_arrays_are_fitted_or_refused():
+    _, collate = collator("LLaVA-NeXT", 1)
+    sample = samples("LLaVA-NeXT", (1,))[0]
+    pixels = torch.zeros(24, 30, 3, dtype=torch.uint8)
+    assert collate([{**sample, "images": [pixels.numpy()]}])["pixel_values"].shape == (1, 3, 3, 16, 16)
+    for wrong in (pixels.float(), pixels.permute(2, 0, 1), pixels[..., 0]):
+        with pytest.raises(InvalidArgument, match="colours on the last axis"):
+            collate([{**sample, "images": [wrong.numpy()]}])
+
+
+@pytest.mark.parametrize("name", ["SmolVLM", "LLaVA-NeXT"])
+def test_people_as_units(name):
+    """A person's records with their images in one row."""
+    model, collate = collator(name, 2)
+    projector = strategy(model, "projector")
+    people = group_by_person(["ann", "bob", "ann", "cid"], max_texts=2, key=insecure_key(0))
+    batch = collate(samples(name, (1, 2, 0, 2)))
+    case = Case(
+        make_loss_fn(projector.forward, mean_over_texts(image_text_loss)), projector.params, people.batch(batch)
+    )
+    auto_equals_loop(case)
+    each = make_loss_fn(projector.forward, image_text_loss)(projector.params, batch)
+    expected = torch.stack([(each[0] + each[2]) / 2, each[1], each[3]])
+    torch.testing.assert_close(case.loss_fn(case.params, case.batch), expected)
 
 
 def test_images_in_one_tensor_for_all_samples_are_refused():
