@@ -419,6 +419,18 @@ def test_a_run_that_is_resumed_anywhere_is_the_same_run(quick, cheap):
     check_resumed(squares_with(2), W, [numbers(count, count) for count in (8, 12, 7, 3)], [1, 3])
 
 
+def test_one_size_serves_all_draws_of_a_run(monkeypatch, cheap):
+    """The size of compiled microbatches follows from the expected batch, not from the drawn one."""
+    fake(monkeypatch, lambda core: core)
+    plan = dpfunc.Plan(sampling.Poisson(400, 0.1), FLAT, 1.0, 8, 1e-4)
+    dp_step = dpfunc.make_dp_step(linear, plan, compile="auto", verify_batch=False)
+    state = dp_step.init(W, dpfunc.secure_key())
+    for count in (40, 40, 40, 130, 3, 300):
+        state = dp_step(W, numbers(count), state).state
+    assert dp_step.compilation.compiled
+    assert len(dp_step.clipped_grad._compiler.cores) == 1
+
+
 @pytest.mark.slow
 def test_lengths_that_differ_are_compiled_by_the_ladder_in_any_order(quick, cheap):
     def loss_fn(params, batch):
