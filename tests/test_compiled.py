@@ -55,10 +55,24 @@ W = {"w": torch.tensor([1.0, -2.0, 0.5])}
 
 @pytest.mark.parametrize(
     ("expected", "largest", "size"),
-    [(256, None, 32), (16, None, 4), (2, None, 4), (1000, None, 128), (256, 20, 16), (256, 1, 1), (256, 3, 2)],
+    [
+        (256, None, 32),
+        (16, None, 4),
+        (2, None, 4),
+        (1000, None, 64),
+        (500, None, 32),
+        (256, 20, 16),
+        (256, 1, 1),
+        (256, 3, 2),
+    ],
 )
-def test_microbatches_are_a_power_of_two_near_an_eighth_of_the_batch(expected, largest, size):
+def test_microbatches_are_a_power_of_two_up_to_an_eighth_of_the_batch(expected, largest, size):
     assert rows_at_once(expected, largest) == size
+
+
+def test_microbatches_of_that_size_are_never_left_eager_for_their_padding():
+    for expected in range(24, 3000):
+        assert (rows_at_once(expected, None) - 1) / 2 <= compiled._MAX_PADDING * expected
 
 
 @pytest.mark.parametrize(
