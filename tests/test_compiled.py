@@ -116,7 +116,7 @@ def test_reasons_follow_from_public_facts():
     assert "first 2 steps" in reasons(numbers(4), step=1)
     assert not reasons(numbers(4), step=2)
     assert "1.9e+04 operations" in reasons(numbers(4), num_steps=100)
-    assert "padded" in reasons(numbers(4), size=8)
+    assert "padding" in reasons(numbers(4), size=8)
     assert not reasons(numbers(4), size=8, rows=64.0)
     assert "one row" in reasons(numbers(4), size=1)
     assert "engines" in Reasons(products, engines.vmap())(numbers(4))
