@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -28,7 +29,7 @@ from benchmarks.engines.__main__ import check_cases
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import plain
 from benchmarks.engines.timing import interleaved
-from dpfunc import clipping, sampling
+from dpfunc import clipping, compiled, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.compiled import EAGER_STEPS, rows_at_once
 
@@ -71,16 +72,15 @@ def measure(name: str, rounds: int, quick: bool, whole_batch: bool) -> dict[str,
     times = interleaved(steps, rounds)
     best = {label: min(values) for label, values in times.items()}
     gained = best["eager step"] - best["auto step"]
-    compiled = found["auto step"].compiled
     return {
         "batch": size,
-        "compiled": compiled,
+        "compiled": found["auto step"].compiled,
         "reason": found["auto step"].reason,
         "best_seconds": best,
         "ratio_to_plain": {label: ratio(values, times["plain"]) for label, values in times.items()},
         "ratio_to_eager_step": ratio(times["auto step"], times["eager step"]),
         "first_compiled_seconds": seconds,
-        "pays_after": round(seconds["auto step"] / gained) if compiled and gained > 0 else None,
+        "pays_after": round(seconds["auto step"] / gained) if found["auto step"].compiled and gained > 0 else None,
     }
 
 
@@ -142,7 +142,10 @@ def main(cases: list[str], rounds: int, quick: bool, whole_batch: bool, out: Pat
         for expected in (16, 32, 64, 256)
     }
     for name in cases:
-        result["cases"][name] = measure(name, rounds, quick, whole_batch)
+        with mock.patch.object(
+            compiled, "_MAX_PADDING", 1.0
+        ):  # the batches of these cases are small, and are not drawn
+            result["cases"][name] = measure(name, rounds, quick, whole_batch)
         result["machine"] = report.machine(torch.get_num_threads(), "cpu")
         out.write_text(json.dumps(result, indent=1) + "\n")
     out.write_text(json.dumps(result, indent=1) + "\n")

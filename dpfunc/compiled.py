@@ -37,7 +37,7 @@ Compile = bool | Literal["auto"]
 # Of "auto": these first steps of a run stay eager, whatever the process.
 EAGER_STEPS = 2
 # Forward operations of a run below which compilation takes longer than it saves; measured, see decision 0019.
-_MIN_RUN_FLOPS = 3e13
+_MIN_RUN_FLOPS = 1e14
 # The last microbatch is padded by half of its rows on average, which may be at most this share of the expected batch.
 _MAX_PADDING = 1 / 16
 # Compiled microbatches are this share of the expected batch, so that padding costs little, and at least some rows.
@@ -119,12 +119,12 @@ def check_setting(compile: Compile, microbatch_size: object) -> None:
 
 
 def rows_at_once(expected_rows: float, largest: int | None) -> int:
-    """Rows of a compiled microbatch: a power of two near an eighth of the expected batch, at most `largest`.
+    """Rows of a compiled microbatch: a power of two, at most an eighth of the expected batch and `largest`.
 
     >>> rows_at_once(256.0, None), rows_at_once(16.0, None), rows_at_once(256.0, 20)
     (32, 4, 16)
     """
-    wanted = 1 << round(math.log2(max(_MIN_ROWS, expected_rows / _SHARE)))
+    wanted = 1 << int(math.log2(max(_MIN_ROWS, expected_rows / _SHARE)))
     return wanted if largest is None else min(wanted, 1 << (largest.bit_length() - 1))
 
 

@@ -55,10 +55,24 @@ W = {"w": torch.tensor([1.0, -2.0, 0.5])}
 
 @pytest.mark.parametrize(
     ("expected", "largest", "size"),
-    [(256, None, 32), (16, None, 4), (2, None, 4), (1000, None, 128), (256, 20, 16), (256, 1, 1), (256, 3, 2)],
+    [
+        (256, None, 32),
+        (16, None, 4),
+        (2, None, 4),
+        (1000, None, 64),
+        (500, None, 32),
+        (256, 20, 16),
+        (256, 1, 1),
+        (256, 3, 2),
+    ],
 )
-def test_microbatches_are_a_power_of_two_near_an_eighth_of_the_batch(expected, largest, size):
+def test_microbatches_are_a_power_of_two_up_to_an_eighth_of_the_batch(expected, largest, size):
     assert rows_at_once(expected, largest) == size
+
+
+def test_microbatches_of_that_size_are_never_left_eager_for_their_padding():
+    for expected in range(24, 3000):
+        assert (rows_at_once(expected, None) - 1) / 2 <= compiled._MAX_PADDING * expected
 
 
 @pytest.mark.parametrize(
@@ -102,7 +116,7 @@ def test_reasons_follow_from_public_facts():
     assert "first 2 steps" in reasons(numbers(4), step=1)
     assert not reasons(numbers(4), step=2)
     assert "1.9e+04 operations" in reasons(numbers(4), num_steps=100)
-    assert "padded" in reasons(numbers(4), size=8)
+    assert "padding" in reasons(numbers(4), size=8)
     assert not reasons(numbers(4), size=8, rows=64.0)
     assert "one row" in reasons(numbers(4), size=1)
     assert "engines" in Reasons(products, engines.vmap())(numbers(4))
@@ -417,6 +431,18 @@ def cheap(monkeypatch):
 def test_a_run_that_is_resumed_anywhere_is_the_same_run(quick, cheap):
     """Batches of other sizes and lengths first, in the process that goes on; also before the steps that are compiled."""
     check_resumed(squares_with(2), W, [numbers(count, count) for count in (8, 12, 7, 3)], [1, 3])
+
+
+def test_one_size_serves_all_draws_of_a_run(monkeypatch, cheap):
+    """The size of compiled microbatches follows from the expected batch, not from the drawn one."""
+    fake(monkeypatch, lambda core: core)
+    plan = dpfunc.Plan(sampling.Poisson(400, 0.1), FLAT, 1.0, 8, 1e-4)
+    dp_step = dpfunc.make_dp_step(linear, plan, compile="auto", verify_batch=False)
+    state = dp_step.init(W, dpfunc.secure_key())
+    for count in (40, 40, 40, 130, 3, 300):
+        state = dp_step(W, numbers(count), state).state
+    assert dp_step.compilation.compiled
+    assert len(dp_step.clipped_grad._compiler.cores) == 1
 
 
 @pytest.mark.slow
