@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,16 +147,16 @@ def train(
     Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
     """
     job = _read_job(config, flags, no_dp)
-    with _report(as_json) as report, _keys_of_the_file(), _without_noise(), _processes() as ranks:
-        report.prints = ranks is None or ranks.writes
+    with _keys_of_the_file(), _without_noise(), _processes() as ranks, _report(as_json, ranks) as values:
+        say = partial(_say, values)
         if dry_run or job.privacy.dp_dry_run:
-            if report.prints:
-                _print_plan(job, resume, insecure_seed, report.say)
+            if ranks is None or ranks.writes:
+                _print_plan(job, resume, insecure_seed, say)
             return
         from dpfunc.train.run import run_job
 
         with _interruptible(job, ranks):
-            report.record = run_job(job, resume=resume, insecure_seed=insecure_seed, say=report.say)
+            values["record"] = run_job(job, resume=resume, insecure_seed=insecure_seed, say=say) or None
 
 
 def _print_plan(job: Job, resume: bool, insecure_seed: int | None, say: Callable[[str], None]) -> None:
@@ -171,31 +170,23 @@ def _print_plan(job: Job, resume: bool, insecure_seed: int | None, say: Callable
         say(line)
 
 
-@dataclass
-class _Report:
-    """Lines that a command prints, and the record of its run. One process of several prints."""
-
-    lines: list[str] = field(default_factory=list)
-    record: Mapping[str, Any] | None = None
-    prints: bool = True
-
-    def say(self, line: str) -> None:
-        """Print a line, on stderr where stdout is kept for JSON."""
-        self.lines.append(line)
-        click.echo(line)
-
-
 @contextmanager
-def _report(as_json: bool) -> Iterator[_Report]:
-    """Collect the report of a command. With `as_json`, stdout has nothing but one JSON value, after its end."""
-    report = _Report()
+def _report(as_json: bool, ranks: Ranks | None) -> Iterator[dict[str, Any]]:
+    """Yield the values to print as JSON: lines of a report, and the record of a run. Stdout has nothing else then."""
+    values: dict[str, Any] = {"report": [], "record": None}
     if not as_json:
-        yield report
+        yield values
         return
     with redirect_stdout(sys.stderr):  # also what the Trainer of Transformers prints
-        yield report
-    if report.prints:
-        print_json({"report": report.lines, "record": report.record or None})
+        yield values
+    if ranks is None or ranks.writes:
+        print_json(values)
+
+
+def _say(values: dict[str, Any], line: str) -> None:
+    """Print a line of a report, on stderr where stdout is kept for JSON, and keep it."""
+    values["report"].append(line)
+    click.echo(line)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
