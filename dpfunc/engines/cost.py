@@ -20,7 +20,7 @@ from typing import Literal
 
 from dpfunc.engines.numerics import SCRATCH
 
-Form = Literal["formed", "dropped", "ghost"]
+_Form = Literal["formed", "dropped", "ghost"]
 
 # Measured on two cores: 200 operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
 # Operations that a processor does while it writes a number to fresh memory and reads it twice.
@@ -44,7 +44,7 @@ class Choice:
             of the clip rule are known.
     """
 
-    form: Form
+    form: _Form
     operations: int
     num_bytes: int
 

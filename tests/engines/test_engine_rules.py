@@ -10,6 +10,7 @@ import torch
 from layers import LAYERS, build
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
+from dpfunc.engines.cost import Costs, summed
 from dpfunc.engines.rules import RULES
 
 # torch says once that "same" padding of even kernels copies the input
@@ -65,8 +66,10 @@ def test_an_engine_holds_for_other_sizes(engine, first, name):
 @pytest.mark.parametrize("formed", [True, False], ids=["formed", "factors"])
 def test_both_forms_are_the_same(formed, name, monkeypatch):
     """Whether gradients are formed at once or kept as factors is a matter of speed."""
+    costs = summed(1) if formed else Costs(product=0, ghost=0, numbers=1, factors=0)
+    assert (costs.choose(3).form == "formed") is formed
     for op, rule in RULES.items():
-        monkeypatch.setitem(RULES, op, replace(rule, form=lambda use: "dense" if formed else "factors"))
+        monkeypatch.setitem(RULES, op, replace(rule, costs=lambda use: costs))
     check(ENGINES["bookkeeping"](), name, torch.float64, 0, 3, LENGTH)
 
 
