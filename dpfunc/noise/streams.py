@@ -154,8 +154,13 @@ def drawn_ahead(key: Key, like: Mapping[str, Tensor], threads: int) -> Iterator[
 
 
 def free_cores(on_cpu: bool) -> int:
-    """Cores that are left while gradients are computed: by torch's threads, or by a GPU that one thread drives."""
-    return max(0, _cores() - (torch.get_num_threads() if on_cpu else 1))
+    """Cores that are left while gradients are computed: by torch's threads, or by a GPU that one thread drives.
+
+    The processes that torchrun has started on this machine share its cores.
+    """
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    mine = _cores() // max(1, int(processes) if processes.isdecimal() else 1)
+    return max(0, mine - (torch.get_num_threads() if on_cpu else 1))
 
 
 def _drawing(key: Key, like: Mapping[str, Tensor]) -> Drawing:

@@ -124,11 +124,16 @@ def test_memory_without_noise_is_never_given_out():
 
 
 def test_free_cores(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(streams, "_cores", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     assert (free_cores(on_cpu=True), free_cores(on_cpu=False)) == (2, 7)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     assert free_cores(on_cpu=True) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_cores(on_cpu=False) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert free_cores(on_cpu=False) == 0
 
 
 @pytest.fixture
