@@ -34,7 +34,7 @@ _HEAD_RANGE = (2.0, 25.0)  # no more and no less was measured
 _UNSEARCHED = "not measured here"
 _RULES: dict[Strategy, _Rule] = {
     "head": _Rule(0.5, 100, math.nan, 0.25, "measured on five data sets"),
-    "lora": _Rule(0.16, 40, 1e-3, 1.0, "measured on two data sets of texts"),
+    "lora": _Rule(0.16, 40, 1e-3, 1.0, "measured on two data sets of texts, in one layer"),
     "projector": _Rule(0.16, 40, 1e-3, 1.0, f"{_UNSEARCHED}: that of adapters"),
     "full": _Rule(0.1, 100, 3e-2, 1.0, "measured on three data sets"),
     "pretrained": _Rule(0.1, 100, 5e-4, 1.0, f"{_UNSEARCHED}: that of Li et al. 2022"),
