@@ -36,6 +36,7 @@ from dpfunc.hf.trainer.checks import (
     refuse_overrides,
     refuse_values,
 )
+from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
 from dpfunc.hf.trainer.run import (
     Loss,
     Run,
@@ -126,6 +127,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if privacy.dp_enabled:
             refuse_arguments(args)
             refuse_overrides(self, DPTrainer, Trainer)
+            for setting in without_effect(args):
+                logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             args = changed(args, one_draw_a_step(self.logical_batch_size))
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
@@ -141,8 +144,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own; of a private run on several processes one that wraps no model."""
         super().create_accelerator_and_postprocess()
-        if self.privacy.dp_enabled and self._ranks is not None:
-            self.accelerator: Any = processes.Replicas(self.accelerator)
+        if self.privacy.dp_enabled:
+            refuse_accelerator(self.accelerator)
+            if self._ranks is not None:
+                self.accelerator: Any = processes.Replicas(self.accelerator)
 
     # What a run is
 
