@@ -25,7 +25,8 @@ from rich.table import Table
 from torch import Tensor
 
 from dpfunc.noise import add_gaussian
-from dpfunc.noise.streams import TILE, secure_normal
+from dpfunc.noise.streams import secure_normal
+from dpfunc.noise.tiles import TILE
 from dpfunc.noise.ziggurat import words_for
 from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import ClippedSum

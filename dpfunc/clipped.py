@@ -14,16 +14,20 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.validation import one_of, shorten, whole
+from dpfunc._utils.validation import one_of, whole
 from dpfunc._utils.versions import check_compile
 from dpfunc.batches import batch_size, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
+from dpfunc.engines.guards.lockstep import in_lockstep
+from dpfunc.engines.guards.parameters import check_params
 from dpfunc.engines.guards.row_independence import tolerance_of
 from dpfunc.engines.loop import loop
+from dpfunc.engines.marks import ReadTogether
 from dpfunc.engines.microbatch import automatic_size
-from dpfunc.engines.numerics import accumulation_dtype, exact, to_accumulation_dtype
+from dpfunc.engines.numerics import accumulation_dtype, exact
+from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, torch_seed
@@ -49,36 +53,6 @@ Clipped = tuple[dict[str, Tensor], Tensor, Tensor]
 Core = Callable[[Params, Batch, Tensor, Key | None], Clipped]
 
 
-def check_params(params: Params) -> None:
-    """Check that params are a non-empty mapping of finite, floating tensors.
-
-    Raises:
-        InvalidArgument: naming the parameter.
-    """
-    if not isinstance(params, Mapping):
-        raise InvalidArgument(f"Expected params to be a mapping name -> tensor, got {type(params).__name__}.")
-    if not params:
-        raise InvalidArgument("Expected at least one parameter, got params={}. Nothing would be trained.")
-    for name, param in params.items():
-        if not isinstance(param, Tensor):
-            raise InvalidArgument(f"Expected params[{name!r}] to be a tensor, got {type(param).__name__}.")
-        if not param.is_floating_point():
-            raise InvalidArgument(
-                f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
-                "Leave it out of params: it cannot be trained by gradients."
-            )
-    sums = torch.stack([to_accumulation_dtype(local(param).detach().sum()).cpu() for param in params.values()])
-    if not bool(torch.isfinite(sums).all()):  # a sum is quick, and may overflow: then look closely
-        bad = [name for name, param in params.items() if not bool(torch.isfinite(local(param).detach()).all())]
-    else:
-        bad = []
-    if bad:
-        raise InvalidArgument(
-            f"Expected finite parameters, got NaN or inf in {shorten(bad)}. The run has diverged: lower the learning "
-            "rate and restart from the last checkpoint."
-        )
-
-
 @dataclass(frozen=True)
 class ClippedGrad:
     """A prepared computation of clipped sums; see `clipped_grad` for the arguments."""
@@ -91,6 +65,7 @@ class ClippedGrad:
     compile: bool
     full_norms: FullNorms | None = field(default=None, repr=False)
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
+    _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
     _cores: dict[tuple[str, ...], Core] = field(default_factory=dict, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
@@ -104,14 +79,14 @@ class ClippedGrad:
     def compute(
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
     ) -> tuple[ClippedSum, Unreleased]:
-        """The same, of parameters that were checked before."""
+        """The same, of parameters that were checked before, or are before a release."""
         if self.full_norms is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
             )
         num_samples = batch_size(batch)
-        mask_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
+        given_B, mask_B = mask_B, check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
         size = self._size(params, batch, num_samples)
@@ -133,7 +108,7 @@ class ClippedGrad:
         if not seen:
             total = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
         clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
-        return clipped, self._unreleased(seen, mask_B, len(parts.group_names))
+        return clipped, self._unreleased(seen, given_B, len(parts.group_names))
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         if self.microbatch_size is None or not num_samples:
@@ -150,13 +125,18 @@ class ClippedGrad:
 
     def _core(self, params: Params, batch: Batch, parts: Partition, bounds: tuple[float, ...]) -> Core:
         def summed(per_sample: PerSampleGrads, mask_B: Tensor, check: Callable[..., None] | None) -> Clipped:
-            with exact(mask_B.device):
+            def compute() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
                 sq_norms = per_sample.sq_norms()
-                if check is not None:
-                    check(sq_norms)
                 norms_BG = parts.norms(self.full_norms(params, sq_norms) if self.full_norms else sq_norms)
                 factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
-                sums = per_sample.weighted_sum(parts.spread(factors_BG))
+                return sq_norms, per_sample.weighted_sum(parts.spread(factors_BG)), norms_BG
+
+            # Others can take their sums once only; processes in lockstep must read the same marks.
+            repeatable = check is not None and isinstance(per_sample, PerSample) and not in_lockstep()
+            with exact(mask_B.device):
+                sq_norms, sums, norms_BG = self._read_together(compute) if repeatable else compute()
+                if check is not None:
+                    check(sq_norms)
             return sums, per_sample.losses_B, norms_BG
 
         def eager(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
@@ -211,11 +191,11 @@ class ClippedGrad:
         """
         return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
 
-    def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor, num_groups: int) -> Unreleased:
+    def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor | None, num_groups: int) -> Unreleased:
         if not seen:
             return Unreleased(torch.zeros(0), torch.zeros(0, num_groups))
         losses_B, norms_BG = (torch.cat(pieces) for pieces in zip(*seen, strict=True))
-        return Unreleased(losses_B[mask_B], norms_BG[mask_B])
+        return Unreleased(losses_B, norms_BG) if mask_B is None else Unreleased(losses_B[mask_B], norms_BG[mask_B])
 
 
 def _no_samples(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:

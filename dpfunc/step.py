@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -12,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import fail, one_of, whole, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
-from dpfunc.clipped import ClippedGrad, check_mask, check_params, make_clipped_grad
+from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.distributed.collective_step import ManyProcesses
@@ -26,11 +28,14 @@ from dpfunc.distributed.reduce import full_norms
 from dpfunc.engines.auto import Decision, auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
+from dpfunc.engines.guards.parameters import check_named, check_params
 from dpfunc.engines.loop import loop
+from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
+from dpfunc.noise.streams import drawn_ahead, free_cores
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import (
@@ -52,6 +57,9 @@ ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "vmap": lambda unproven: vmap(),
     "loop": lambda unproven: loop(),
 }
+
+# Noise of fewer numbers, some milliseconds, is not worth a thread.
+_AHEAD = 2**18
 
 
 class StepResult(NamedTuple):
@@ -147,23 +155,28 @@ class DPStep:
     ) -> StepResult:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
         state, rows = self._check(params, batch, state, mask_B)
-        clipped, unreleased = self._clip(params, rows, state)
-        released, noise_state = self._add_noise(clipped, state)
-        after = self._record(released, noise_state, state)
+        with self._noise_ahead(params, state):
+            clipped, unreleased = self._clip(params, rows, state)
+            released, noise_state = self._add_noise(clipped, state)
+        after = self._record(released, noise_state, state, params)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
     def _check(
         self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None
     ) -> tuple[StepState, Rows]:
-        """Find everything that can be wrong with a call before anything is computed or spent."""
+        """Find what can be wrong with a call before anything is computed or spent.
 
-        def check() -> Tensor:
-            check_params(params)
-            real_B = check_mask(mask_B, batch_size(batch), torch.device("cpu"))
+        That the numbers of params are finite is read together with the digest, before the release (`_record`).
+        """
+
+        def check() -> Tensor | None:
+            check_named(params)
+            size = batch_size(batch)
+            real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
             if state is not None:
                 check_state(state, self.plan, self._mark)
                 if self.verify_batch:
-                    self._check_draw(state, int(real_B.sum()))
+                    self._check_draw(state, size if real_B is None else int(real_B.sum()))
             return real_B
 
         step = state.step if isinstance(state, StepState) else None
@@ -175,24 +188,36 @@ class DPStep:
         rank = (self._processes.rank,) if self._processes.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
 
-        def clip(params: Params, batch: Batch, mask_B: Tensor) -> tuple[ClippedSum, Unreleased]:
+        def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
             return self.clipped_grad.compute(params, batch, mask_B, key)
 
         return self._processes.sum(clip, params, rows)
 
+    def _noise_ahead(self, params: Params, state: StepState) -> AbstractContextManager[None]:
+        """Inside, free cores draw the noise of this step: with its key, and for this step only."""
+        like = {n: torch.empty(p.shape, dtype=accumulation_dtype(p.dtype), device="meta") for n, p in params.items()}
+        parts = any(is_dtensor(param) for param in params.values())
+        worthwhile = sum(leaf.numel() for leaf in like.values()) >= _AHEAD
+        if self.noise_source != "secure" or parts or not worthwhile:
+            return nullcontext()
+        threads = free_cores(all(param.is_cpu for param in params.values()))
+        return drawn_ahead(self._release_key(state), like, threads)
+
+    def _release_key(self, state: StepState) -> Key:
+        return fold_in(fold_in(state.key, "step", state.step), "release")
+
     def _add_noise(self, clipped: ClippedSum, state: StepState) -> tuple[dict[str, Tensor], Any]:
-        key = fold_in(fold_in(state.key, "step", state.step), "release")
-        return self._mechanism(state.step).add(clipped, state.noise_state, key)
+        return self._mechanism(state.step).add(clipped, state.noise_state, self._release_key(state))
 
     def _mechanism(self, step: int) -> Mechanism:
         plan = self.plan
         multiplier = schedule_at(plan.noise_multiplier, step)
         return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
 
-    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState) -> StepState:  # noqa: ANN401
+    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:  # noqa: ANN401
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         after = self._advance(state, noise_state)
-        digest = self._processes.digest(released)
+        digest = self._processes.digest(released, params)
 
         def write() -> None:
             check_repeated(state, digest)

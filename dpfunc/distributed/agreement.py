@@ -93,6 +93,15 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     >>> checksum([("w", torch.ones(3))]) == checksum([("w", torch.tensor([1, 1, 1 + 2**-23]))])
     False
     """
+    return checksum_and_marks(tensors, ())[0]
+
+
+def checksum_and_marks(tensors: Iterable[tuple[str, Tensor]], marks: Iterable[Tensor]) -> tuple[int, list[bool]]:
+    """The digest of `checksum`, and marks (0-d, bool), in one read from the device.
+
+    >>> checksum_and_marks([], [torch.tensor(True)])[1]
+    [True]
+    """
     descriptions, sums = [], []
     for name, tensor in tensors:
         part = local(tensor).detach().contiguous()
@@ -101,8 +110,9 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
         words = len(flat) // _WORD * _WORD
         head = flat[:words] if flat.storage_offset() % _WORD == 0 else flat[:words].clone()
         sums += [_hash_words(head.view(torch.int64)), flat[words:].sum()]
-    values = torch.stack(sums).tolist() if sums else []
-    return digest(f"{descriptions}{values}")
+    known = [mark.to(sums[0] if sums else torch.int64) for mark in marks]
+    values = torch.stack(sums + known).tolist() if sums or known else []
+    return digest(f"{descriptions}{values[: len(sums)]}"), [bool(value) for value in values[len(sums) :]]
 
 
 def _hash_words(words: Tensor) -> Tensor:

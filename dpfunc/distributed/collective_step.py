@@ -21,6 +21,7 @@ from dpfunc.distributed.processes import Clip, Rows
 from dpfunc.distributed.ranks import Ranks, all_or_raise
 from dpfunc.distributed.reduce import check_placements, gathered, sum_over
 from dpfunc.engines.guards.lockstep import process_context
+from dpfunc.engines.guards.parameters import check_finite
 from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
@@ -43,7 +44,7 @@ class ManyProcesses:
         return self.ranks.writes
 
     def check(
-        self, check: Callable[[], Tensor], run: Callable[[], str], step: int | None, params: Params, batch: Batch
+        self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
     ) -> Rows:
         """All processes pass their own checks and agree with each other.
 
@@ -56,6 +57,7 @@ class ManyProcesses:
         own, largest, mask_B = RankSummary(step, 0, 1, 0, 0, 0, 0, 0), 0, None
         try:
             mask_B = check()
+            check_finite(params)
             check_placements(params, self.ranks)
             _dummy_of(batch, self.ranks)
             own = summarize(step=step, batch=batch, params=params, run=run(), ranks=self.ranks)
@@ -84,7 +86,7 @@ class ManyProcesses:
         clipped, unreleased = done
         return ClippedSum(sum_over(ranks, clipped.sums, params), clipped.group_of, clipped.sensitivities), unreleased
 
-    def digest(self, released: Params) -> str:
+    def digest(self, released: Params, params: Params) -> str:
         """A digest of what the step releases, the parts of all processes included."""
         return digest_of_all(released, self.ranks)
 
@@ -101,7 +103,7 @@ class ManyProcesses:
         all_or_raise(write, self.ranks, StepAborted(unwritten))
 
 
-def _padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batch, Tensor]:
+def _padded(batch: Batch, mask_B: Tensor | None, size: int, ranks: Ranks) -> tuple[Batch, Tensor | None]:
     """The batch with rows of weight zero up to the size that all processes run.
 
     The rows repeat the first one; a process without records runs the public dummy row.
@@ -111,7 +113,8 @@ def _padded(batch: Batch, mask_B: Tensor, size: int, ranks: Ranks) -> tuple[Batc
         return batch, mask_B
     if not batch_size(batch):
         batch = _dummy_of(batch, ranks)
-    return pad_rows(batch, size), torch.cat([mask_B, mask_B.new_zeros(missing)])
+    real_B = torch.ones(size - missing, dtype=torch.bool) if mask_B is None else mask_B
+    return pad_rows(batch, size), torch.cat([real_B, real_B.new_zeros(missing)])
 
 
 def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:

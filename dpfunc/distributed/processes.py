@@ -10,19 +10,21 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dpfunc.distributed.agreement import checksum, in_hex
+from dpfunc.batches import batch_size
+from dpfunc.distributed.agreement import checksum_and_marks, in_hex
 from dpfunc.engines.guards.lockstep import process_context
+from dpfunc.engines.guards.parameters import refuse_not_finite, suspicious
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
-Clip = Callable[[Params, Batch, Tensor], tuple[ClippedSum, Unreleased]]
-"""Parameters, rows and the mask of real rows -> the clipped sum of these rows."""
+Clip = Callable[[Params, Batch, Tensor | None], tuple[ClippedSum, Unreleased]]
+"""Parameters, rows and the mask of real rows (None: all) -> the clipped sum of these rows."""
 
 
 class Rows(NamedTuple):
-    """The rows of this process, the mask of the real ones, and the largest number of rows that any process has."""
+    """The rows of this process, the mask of the real ones (None: all), the largest number of rows of any process."""
 
     batch: Batch
-    mask_B: Tensor
+    mask_B: Tensor | None
     size: int
 
 
@@ -40,13 +42,13 @@ class Processes(Protocol):
         ...
 
     def check(
-        self, check: Callable[[], Tensor], run: Callable[[], str], step: int | None, params: Params, batch: Batch
+        self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
     ) -> Rows:
         """Check that each process can take the step, and that all mean the same one.
 
         Args:
-            check: the checks of this process; returns the mask of real rows. run: description of everything that must
-                be equal in all processes. step: its number; None for a call without a state.
+            check: the checks of this process; returns the mask of real rows, None for all. run: description of
+                everything that must be equal in all processes. step: its number; None for a call without a state.
             params, batch: of this process.
         """
         ...
@@ -55,8 +57,15 @@ class Processes(Protocol):
         """The clipped sum over the rows of all processes."""
         ...
 
-    def digest(self, released: Params) -> str:
-        """A digest of all that the step releases."""
+    def digest(self, released: Params, params: Params) -> str:
+        """A digest of all that the step releases, which nobody has seen yet.
+
+        Args:
+            released: name -> noisy sum. params: of the step.
+
+        Raises:
+            InvalidArgument: parameters with NaN or inf, if `check` did not look at their numbers.
+        """
         ...
 
     def confirm(self, write: Callable[[], None]) -> None:
@@ -71,17 +80,19 @@ class OneProcess:
     writes = True
 
     def check(
-        self, check: Callable[[], Tensor], run: Callable[[], str], step: int | None, params: Params, batch: Batch
+        self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
     ) -> Rows:
-        mask_B = check()
-        return Rows(batch, mask_B, len(mask_B))
+        return Rows(batch, check(), batch_size(batch))
 
     def sum(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         with process_context(None, independent=True):
             return clip(params, rows.batch, rows.mask_B)
 
-    def digest(self, released: Params) -> str:
-        return in_hex(checksum(released.items()))
+    def digest(self, released: Params, params: Params) -> str:
+        checksum, (look,) = checksum_and_marks(released.items(), [suspicious(params)])
+        if look:
+            refuse_not_finite(params)
+        return in_hex(checksum)
 
     def confirm(self, write: Callable[[], None]) -> None:
         write()

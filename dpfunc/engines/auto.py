@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 
-import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
@@ -16,7 +15,7 @@ from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.guards.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
-from dpfunc.engines.guards.replicated import anywhere
+from dpfunc.engines.guards.replicated import on_any_rank
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven, refuse_unproven
@@ -97,7 +96,7 @@ class Auto:
             return history.alone(loss_fn, params, batch)
         result, reason = self._attempt(loss_fn, params, batch, history)
         doubts = getattr(result, "doubts", ())
-        impossible, doubted = anywhere(torch.tensor([result is None, bool(doubts)]), params).tolist()
+        impossible, doubted = on_any_rank(params, result is None, bool(doubts))
         if result is not None and not impossible and not doubted:
             history.proved()
             self._decide(loss_fn, Decision("bookkeeping", "the trace of each step shows that rows stay apart"))
@@ -143,7 +142,7 @@ class Auto:
             result = vmap()(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
             name, reason = "loop", f"{reason}; vmap cannot: {str(error).splitlines()[0]}"
-        impossible = bool(anywhere(torch.tensor([result is None]), params))
+        (impossible,) = on_any_rank(params, result is None)
         if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
             name, result = "loop", loop()(loss_fn, params, batch)
         history.settle(vmap() if name == "vmap" else loop(), name, reason)

@@ -11,7 +11,7 @@ from dpfunc._utils.dtensor import local
 from dpfunc.batches import batch_size, rows
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
-from dpfunc.engines.guards.lockstep import any_process, refused_by_all
+from dpfunc.engines.guards.lockstep import on_any_process, refused_by_all
 from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
@@ -69,7 +69,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
         check_replicated(losses_B, grads_B, params, recorder.meshes)
         result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
-        if bool(any_process(torch.tensor([bool(reads) or was_kept(loss_fn)]))):
+        if on_any_process(bool(reads) or was_kept(loss_fn)):
             with refused_by_all():
                 refuse_kept(loss_fn, before, next(iter(reads), ""))
             if num_samples > 1 and not draws:

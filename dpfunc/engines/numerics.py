@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from dpfunc.engines.marks import any_set
+
 # Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
 _PIECE = 2**12
 # Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
@@ -60,7 +62,7 @@ def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         zeroed = (torch.where(kept_B.reshape(-1, *(1,) * (t.ndim - 1)), t, torch.zeros_like(t)) for t in tensors)
         return (factors_B, *zeroed)
-    if bool(kept_B.all()):
+    if not any_set(~kept_B):
         return (factors_B, *tensors)
     return (factors_B[kept_B], *(tensor[kept_B] for tensor in tensors))
 
@@ -101,4 +103,4 @@ def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> 
         return None
     if not cancels:
         measure()
-    return cancels[0] if bool(cancels[0].any()) else None
+    return cancels[0] if any_set(cancels[0]) else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.guards.draws import Draw
+from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
     ROUNDINGS,
@@ -142,7 +143,7 @@ class Outer:
             if torch.compiler.is_compiling():
                 safe_B = sq_norms_B.clamp(min=0.0) + ROUNDINGS * eps * reach_B.square()
                 sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
-            elif bool(doubtful_B.any()):
+            elif any_set(doubtful_B):
                 sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._formed(a_BTp[doubtful_B], b_BTd[doubtful_B]))
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
 

@@ -1,18 +1,18 @@
-"""Standard normal noise from stateless keys.
+"""Standard normal noise from stateless keys, drawn tile by tile (`noise.tiles`): by threads, or on a GPU.
 
-A leaf is seen as a matrix (shape[0], everything else) and cut into tiles of at most 2**16 numbers, 256 columns wide
-where it has as many. Tile i comes from the key folded with the leaf's name and i, so it depends on nothing else: not on
-the other leaves, the microbatches, the number of threads or processes, and an owner of some rows or columns draws only
-the tiles that they touch.
+Noise is a function of its key and of the shapes, so it may be drawn before the sum that it is for is known: by cores
+that are free while gradients are computed.
 """
 
 from __future__ import annotations
 
-import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,74 +22,141 @@ from torch import Tensor
 from dpfunc._utils.dtensor import Window, local, window
 from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument
-from dpfunc.noise.ziggurat import Scratch, normals, scratch, words_for
-from dpfunc.rng import Key, fold_in, stream
+from dpfunc.noise.tiles import Room, Tile, tile, tiles
+from dpfunc.rng import Key, fold_in
 
-TILE = 2**16
-TILE_COLS = 2**8
 MAX_THREADS = 16
+# Tiles of a GPU: each is a generator, a launch and a copy, whatever its size.
+DEVICE_TILE, DEVICE_TILE_COLS = 2**22, 2**11
 NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 Source = Literal["secure", "device"]
 SOURCES: tuple[Source, ...] = ("secure", "device")
 
 
-def tile(key: Key, name: str, number: int, size: int = TILE, room: Scratch | None = None) -> npt.NDArray[np.float64]:
-    """The first `size` numbers of one tile of a leaf: float64 standard normals, tails as far as float64 goes.
+class Drawing:
+    """Noise of one release while it is drawn, by as many threads as were started; no number depends on them.
 
     Args:
-        key: of one release. name: of the leaf. number: of the tile, from 0. size: 0 <= size <= 2**16. room: memory to
-            work in, where the numbers stay until it is used again; default: new memory.
+        key: used for this purpose only. like: name -> tensor of float32 or float64; only shapes and dtypes count.
 
-    Guarantees:
-        tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
-        tiles, leaves and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
+    Raises:
+        InvalidArgument: a narrower dtype.
 
     >>> from dpfunc.rng import insecure_key
-    >>> bool((tile(insecure_key(0), "w", 3, 10) == tile(insecure_key(0), "w", 3)[:10]).all())
+    >>> Drawing(insecure_key(0), {"w": torch.zeros(2, 3)}).finish(threads=2)["w"].shape
+    (2, 3)
+    """
+
+    def __init__(self, key: Key, like: Mapping[str, Tensor]) -> None:
+        self.key = key
+        self.layout = _layout(like)
+        self._noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
+        self._jobs: deque[tuple[str, Window, Tile]] = deque()
+        self._largest = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._started: list[Future[None]] = []
+        for name, (part, dtype) in self.layout.items():
+            shape = [stop - start for start, stop in (part.rows, part.cols)]
+            self._noise[name] = np.empty(shape, NUMPY_DTYPES[dtype])
+            for each in tiles(part):
+                self._jobs.append((name, part, each))
+                self._largest = max(self._largest, _needed(each))
+
+    def start(self, threads: int) -> None:
+        """Begin to draw in so many threads more, and return at once."""
+        threads = min(threads, len(self._jobs))
+        if threads > 0:
+            self._pool = self._pool or ThreadPoolExecutor(2 * MAX_THREADS, thread_name_prefix="noise")
+            self._started += [self._pool.submit(self._draw) for _ in range(threads)]
+
+    def finish(self, threads: int) -> dict[str, npt.NDArray[np.floating[Any]]]:
+        """The noise: name -> matrix. Draws what is left, in so many threads, this one included."""
+        try:
+            self.start(min(threads, len(self._jobs)) - 1)
+            self._draw()
+            for thread in self._started:
+                thread.result()
+        finally:
+            self.stop()
+        return self._noise
+
+    def stop(self) -> None:
+        """Draw no further tile, and wait for the threads."""
+        self._jobs.clear()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _draw(self) -> None:
+        room = Room.of(self._largest) if self._jobs else None
+        while True:
+            try:
+                name, part, each = self._jobs.popleft()
+            except IndexError:
+                return
+            values = tile(self.key, name, each.number, _needed(each), room)
+            self._noise[name][each.of(part)] = values.reshape(-1, each.width)[each.inside]
+
+
+def _needed(each: Tile) -> int:
+    """Numbers of a tile up to the last wanted row."""
+    return (each.rows[1] - each.first_row) * each.width
+
+
+def _layout(like: Mapping[str, Tensor]) -> dict[str, tuple[Window, torch.dtype]]:
+    for name, leaf in like.items():
+        if leaf.dtype not in NUMPY_DTYPES:
+            raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
+    return {name: (window(leaf, name), leaf.dtype) for name, leaf in like.items()}
+
+
+_ahead: ContextVar[list[Drawing]] = ContextVar("dpfunc_noise_ahead")
+
+
+@contextmanager
+def drawn_ahead(key: Key, like: Mapping[str, Tensor], threads: int) -> Iterator[None]:
+    """Draw, in threads, the noise that `secure_normal` is asked for inside with the same key and shapes.
+
+    The numbers are those that it would draw itself. They are given out once; what was not asked for when the block is
+    left, by an error or otherwise, is gone with it.
+
+    Args:
+        key, like: as for `secure_normal`. threads: cores that are free meanwhile; 0 draws nothing ahead.
+
+    Guarantees:
+        tests/noise/test_ahead.py: the same bits (test_the_same_numbers), no number is left for a later release
+        (test_an_error_leaves_nothing).
+
+    >>> from dpfunc.rng import insecure_key
+    >>> like = {"w": torch.zeros(2, 3)}
+    >>> with drawn_ahead(insecure_key(0), like, threads=1):
+    ...     noise = secure_normal(insecure_key(0), like)
+    >>> torch.equal(noise["w"], secure_normal(insecure_key(0), like)["w"])
     True
     """
-    words = stream(fold_in(key, "normal", name, number)).bit_generator.random_raw
-    return normals(words, size, room)
-
-
-class Tile(NamedTuple):
-    """A tile and the part of it that is wanted, as rows and columns of the matrix.
-
-    Its numbers fill `height` rows of `width`.
-
-    >>> [cut.number for cut in tiles(Window(512, 512, (0, 512), (0, 256)))]
-    [0, 2]
-    """
-
-    number: int
-    first_row: int
-    first_col: int
-    height: int
-    width: int
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-
-    @property
-    def inside(self) -> tuple[slice, slice]:
-        """Slices of the wanted rows and columns, counted from the corner of the tile."""
-        first, col = self.first_row, self.first_col
-        return slice(self.rows[0] - first, self.rows[1] - first), slice(self.cols[0] - col, self.cols[1] - col)
-
-
-def tiles(part: Window) -> Iterator[Tile]:
-    """The tiles that a part of a matrix touches; they are numbered row by row."""
-    wide = max(min(TILE_COLS, part.num_cols), 1)
-    high = TILE // wide
-    in_a_row = math.ceil(part.num_cols / wide)
-    if part.rows[0] >= part.rows[1] or part.cols[0] >= part.cols[1]:
+    if threads < 1:
+        yield
         return
-    for i in range(part.rows[0] // high, math.ceil(part.rows[1] / high)):
-        for j in range(part.cols[0] // wide, math.ceil(part.cols[1] / wide)):
-            row, col = i * high, j * wide
-            width = min(wide, part.num_cols - col)
-            rows = max(row, part.rows[0]), min(row + high, part.rows[1])
-            cols = max(col, part.cols[0]), min(col + width, part.cols[1])
-            yield Tile(i * in_a_row + j, row, col, min(high, part.num_rows - row), width, rows, cols)
+    drawing = Drawing(key, like)
+    token = _ahead.set([drawing])
+    try:
+        drawing.start(threads)
+        yield
+    finally:
+        _ahead.reset(token)
+        drawing.stop()
+
+
+def free_cores(on_cpu: bool) -> int:
+    """Cores that are left while gradients are computed: by torch's threads, or by a GPU that one thread drives."""
+    return max(0, _cores() - (torch.get_num_threads() if on_cpu else 1))
+
+
+def _drawing(key: Key, like: Mapping[str, Tensor]) -> Drawing:
+    """The noise that was begun ahead, if it is this, else one that is begun now."""
+    waiting = _ahead.get([])
+    if waiting and waiting[0].key == key and waiting[0].layout == _layout(like):
+        return waiting.pop()
+    return Drawing(key, like)
 
 
 def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = None) -> dict[str, Tensor]:
@@ -105,29 +172,7 @@ def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = No
     >>> secure_normal(insecure_key(0), {"w": torch.zeros(2, 3)})["w"].shape
     torch.Size([2, 3])
     """
-    noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
-    jobs: list[tuple[str, Window, Tile]] = []
-    for name, leaf in like.items():
-        if leaf.dtype not in NUMPY_DTYPES:
-            raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
-        part = window(leaf, name)
-        noise[name] = np.empty([stop - start for start, stop in (part.rows, part.cols)], NUMPY_DTYPES[leaf.dtype])
-        jobs += [(name, part, cut) for cut in tiles(part)]
-
-    def draw(some: list[tuple[str, Window, Tile]]) -> None:
-        sizes = [(cut.rows[1] - cut.first_row) * cut.width for _, _, cut in some]
-        room = scratch(words_for(max(sizes, default=0)))
-        for (name, part, cut), size in zip(some, sizes, strict=True):
-            values = tile(key, name, cut.number, size, room)
-            rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
-            noise[name][rows, cols] = values.reshape(-1, cut.width)[cut.inside]
-
-    workers = min(threads or _cores(), max(len(jobs), 1))
-    if workers == 1:
-        draw(jobs)
-    else:  # numpy computes without the interpreter lock
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(draw, (jobs[first::workers] for first in range(workers))))
+    noise = _drawing(key, like).finish(threads or _cores())
     return {name: torch.from_numpy(noise[name]).reshape(local(leaf).shape) for name, leaf in like.items()}
 
 
@@ -139,7 +184,8 @@ def _cores() -> int:
 def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
     """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key for each tile.
 
-    Drawn in float64: float32 normals are cut off, at 5.77 sigma on the CPU and below 7 on CUDA.
+    Drawn in float64: float32 normals are cut off, at 5.77 sigma on the CPU and below 7 on CUDA. Tiles are large here,
+    2**22 numbers, so that most leaves are one launch.
 
     >>> from dpfunc.rng import insecure_key
     >>> philox_normal(insecure_key(0), "w", torch.zeros(2, 3)).shape
@@ -148,13 +194,12 @@ def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
     part, held = window(leaf, name), local(leaf)
     noise = torch.empty(part.rows[1] - part.rows[0], part.cols[1] - part.cols[0], dtype=held.dtype, device=held.device)
     generator = torch.Generator(held.device)
-    for cut in tiles(part):
-        secret = fold_in(key, "normal", name, cut.number).secret
+    for each in tiles(part, DEVICE_TILE, DEVICE_TILE_COLS):
+        secret = fold_in(key, "normal", name, each.number).secret
         generator.manual_seed(int.from_bytes(secret[:8], "little", signed=True))
-        size = (cut.height, cut.width)  # whole tiles: torch's numbers depend on how many are asked for
+        size = (each.height, each.width)  # whole tiles: torch's numbers depend on how many are asked for
         values = torch.randn(size, generator=generator, dtype=torch.float64, device=held.device)
-        rows, cols = (slice(a - o, b - o) for (a, b), (o, _) in ((cut.rows, part.rows), (cut.cols, part.cols)))
-        noise[rows, cols] = values[cut.inside].to(held.dtype)
+        noise[each.of(part)] = values[each.inside].to(held.dtype)
     return noise.reshape(held.shape)
 
 

@@ -14,7 +14,8 @@ from scipy import stats
 from dpfunc._utils.dtensor import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import streams
-from dpfunc.noise.streams import TILE, TILE_COLS, philox_normal, secure_normal, standard_normal, tile
+from dpfunc.noise.streams import philox_normal, secure_normal, standard_normal
+from dpfunc.noise.tiles import TILE, TILE_COLS, tile, tiles
 from dpfunc.rng import fold_in, insecure_key
 
 KEY = insecure_key(0)
@@ -135,10 +136,10 @@ def test_a_part_is_a_part_of_the_whole(shape, cuts, dtype):
 def test_no_more_is_drawn_than_touched():
     """A half of the columns, or of the rows, is half of the tiles."""
     size = 4 * TILE_COLS
-    whole = list(streams.tiles(Window(size, size, (0, size), (0, size))))
+    whole = list(tiles(Window(size, size, (0, size), (0, size))))
     assert len({cut.number for cut in whole}) == len(whole) == size**2 // TILE
     for half in (Window(size, size, (0, size // 2), (0, size)), Window(size, size, (0, size), (0, size // 2))):
-        assert 2 * len(list(streams.tiles(half))) == len(whole)
+        assert 2 * len(list(tiles(half))) == len(whole)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])

@@ -17,7 +17,7 @@ from randomgen import UserBitGenerator
 from scipy import stats
 
 from dpfunc.noise import ziggurat
-from dpfunc.noise.streams import TILE, tile
+from dpfunc.noise.tiles import TILE, Room, tile
 from dpfunc.noise.ziggurat import CERTAIN, EDGES, HEIGHTS, LAYERS, STEPS, TAIL, normals, scratch, words_for
 from dpfunc.rng import fold_in, insecure_key, stream
 
@@ -103,9 +103,9 @@ def test_numpy_agrees_where_words_end(last, before):
 
 def test_scratch_memory_does_not_matter():
     """Used again, too small, or none: the numbers are the same."""
-    room = scratch(words_for(TILE))
+    room = Room.of(TILE)
     expected = [tile(KEY, "w", number) for number in range(3)]
-    for memory in (room, scratch(10), None):
+    for memory in (room, Room.of(10), None):
         assert all(np.array_equal(tile(KEY, "w", i, TILE, memory), expected[i]) for i in range(3))
     assert np.array_equal(tile(KEY, "w", 1, 10, room), expected[1][:10])
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows, signature
 from dpfunc.engines.guards.draws import Draw, OtherDraws, replayed
-from dpfunc.engines.guards.lockstep import any_process, in_lockstep
+from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process
 from dpfunc.engines.guards.replicated import anywhere
 from dpfunc.engines.guards.row_independence import COARSE, rounded_params, tolerance_of
 from dpfunc.engines.loop import loop
@@ -71,7 +71,7 @@ class Audits:
         """
         count = batch_size(batch)
         self.saved += TIME_SHARE * seconds
-        if bool(any_process(torch.tensor([bool(doubts)]))):  # all processes compute the same number of rows
+        if on_any_process(bool(doubts)):  # all processes compute the same number of rows
             return min(count, max(_UNPROVEN_ROWS, -(-count // _UNPROVEN_IN)))
         size = (count, *signature(batch))
         untraced, new = (untraced and not in_lockstep(), size not in self.sizes and not in_lockstep())

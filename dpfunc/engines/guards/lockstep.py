@@ -85,6 +85,15 @@ def any_process(flags: Tensor) -> Tensor:
     return (counts > 0).to(flags.device)
 
 
+def on_any_process(flag: bool) -> bool:
+    """The same for one flag of the host, which nothing reads from a device unless processes run in lockstep.
+
+    >>> on_any_process(True)
+    True
+    """
+    return bool(any_process(torch.tensor([flag]))) if in_lockstep() else flag
+
+
 @contextmanager
 def refused_by_all() -> Iterator[None]:
     """Inside, a refusal by one process becomes a refusal by all. Nothing inside may communicate.
@@ -97,7 +106,7 @@ def refused_by_all() -> Iterator[None]:
         yield
     except UnsupportedModel as refused:
         error = refused
-    anywhere = bool(any_process(torch.tensor([error is not None])))
+    anywhere = on_any_process(error is not None)
     if error is not None:
         raise error
     if anywhere:

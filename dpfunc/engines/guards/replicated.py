@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.lockstep import any_process
+from dpfunc.engines.guards.lockstep import any_process, in_lockstep
 from dpfunc.engines.guards.row_independence import COARSE, TOLERANCES
 from dpfunc.engines.numerics import lengths
 from dpfunc.errors import UnsupportedModel
@@ -35,6 +35,17 @@ def anywhere(flags: Tensor, params: Params) -> Tensor:
         for dim in range(mesh.ndim):
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return any_process(counts > 0)
+
+
+def on_any_rank(params: Params, *flags: bool) -> list[bool]:
+    """The same for flags of the host, which nothing reads from a device unless a model is split or in lockstep.
+
+    >>> on_any_rank({"w": torch.zeros(1)}, True, False)
+    [True, False]
+    """
+    if not in_lockstep() and not any(is_dtensor(param) for param in params.values()):
+        return list(flags)
+    return [bool(flag) for flag in anywhere(torch.tensor(flags), params).tolist()]
 
 
 def check_replicated(

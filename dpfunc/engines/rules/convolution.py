@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     ROUNDINGS,
     SCRATCH,
@@ -204,7 +205,7 @@ class Convolved:
         doubtful_B = ~(rounding_B <= TOLERATED * sq_norms_B)
         if torch.compiler.is_compiling():
             return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B
-        if bool(doubtful_B.any()):
+        if any_set(doubtful_B):
             formed = [
                 sq_sum(self._formed(g, x).flatten(1))
                 for g, x in self._pieces(g_BmP[doubtful_B], x_BmC[doubtful_B], math.prod(self.args.shape))

@@ -1,0 +1,78 @@
+"""Checks of trainable parameters: their kind, which needs no number of them, and that all numbers are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.dtensor import local
+from dpfunc._utils.validation import shorten
+from dpfunc.engines.numerics import to_accumulation_dtype
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Params
+
+
+def check_named(params: Params) -> None:
+    """Check that params are a non-empty mapping of floating tensors.
+
+    Raises:
+        InvalidArgument: naming the parameter.
+    """
+    if not isinstance(params, Mapping):
+        raise InvalidArgument(f"Expected params to be a mapping name -> tensor, got {type(params).__name__}.")
+    if not params:
+        raise InvalidArgument("Expected at least one parameter, got params={}. Nothing would be trained.")
+    for name, param in params.items():
+        if not isinstance(param, Tensor):
+            raise InvalidArgument(f"Expected params[{name!r}] to be a tensor, got {type(param).__name__}.")
+        if not param.is_floating_point():
+            raise InvalidArgument(
+                f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
+                "Leave it out of params: it cannot be trained by gradients."
+            )
+
+
+def suspicious(params: Params) -> Tensor:
+    """A mark (0-d, bool) that is set if a number is not finite, or a sum overflows: then look closely.
+
+    >>> suspicious({"w": torch.tensor([1.0, float("nan")])})
+    tensor(True)
+    """
+    sums = [to_accumulation_dtype(local(param).detach().sum()) for param in params.values()]
+    return ~torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all()
+
+
+def refuse_not_finite(params: Params) -> None:
+    """Look at each number.
+
+    Raises:
+        InvalidArgument: naming the parameters that have NaN or inf.
+    """
+    bad = [name for name, param in params.items() if not bool(torch.isfinite(local(param).detach()).all())]
+    if bad:
+        raise InvalidArgument(
+            f"Expected finite parameters, got NaN or inf in {shorten(bad)}. The run has diverged: lower the learning "
+            "rate and restart from the last checkpoint."
+        )
+
+
+def check_finite(params: Params) -> None:
+    """Check that all numbers are finite. Reads one mark from the device.
+
+    Raises:
+        InvalidArgument: naming the parameters that are not.
+    """
+    if bool(suspicious(params)):
+        refuse_not_finite(params)
+
+
+def check_params(params: Params) -> None:
+    """Check that params are a non-empty mapping of finite, floating tensors.
+
+    Raises:
+        InvalidArgument: naming the parameter.
+    """
+    check_named(params)
+    check_finite(params)

@@ -1,0 +1,188 @@
+"""How often the host reads numbers from the device in a step: each read waits for all that was launched before.
+
+CPU tensors stand for those of a device: every read by Python is counted, and every operation whose shape depends on
+numbers. In a step after the first, in which no row is audited, it is at most two: one for all marks by which the host
+decides what is computed next (`engines.marks`), one for the digest of what is released. A step with audited rows reads
+what it compares.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dpfunc
+from dpfunc.checkpoint import Journal
+from dpfunc.engines.marks import ReadTogether, any_set
+from dpfunc.errors import InvalidArgument
+
+B, T, WIDTH = 16, 5, 8
+READING_METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__iter__")
+READING_OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+
+
+class Reads(TorchDispatchMode):
+    """Count of reads, by name; a method and the operation that it runs count once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.inside = Counter(), False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        masks = [*args[1]] if name in ("index", "index_put", "index_put_") else []
+        by_mask = any(isinstance(mask, torch.Tensor) and mask.dtype == torch.bool for mask in masks)
+        if not self.inside and (name in READING_OPERATIONS or by_mask):
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def counted(self, name, method):
+        def call(tensor, *args, **kwargs):
+            before, self.inside = self.inside, True
+            self.seen[name] += not before
+            try:
+                return method(tensor, *args, **kwargs)
+            finally:
+                self.inside = before
+
+        return call
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Function that runs another one and returns what was read."""
+
+    def count(run):
+        mode = Reads()
+        with monkeypatch.context() as patch, mode:
+            for name in READING_METHODS:
+                patch.setattr(torch.Tensor, name, mode.counted(name, getattr(torch.Tensor, name)))
+            run()
+        return mode.seen
+
+    return count
+
+
+class Net(torch.nn.Module):
+    """An embedding, wide layers (whose norms are ghost norms), a norm and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 64)
+        self.wide = torch.nn.Linear(64, 64)
+        self.norm = torch.nn.LayerNorm(64)
+        self.conv = torch.nn.Conv1d(64, 4, 3)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, ids):
+        hidden = self.norm(torch.relu(self.wide(self.table(ids))))
+        return self.head(self.conv(hidden.transpose(1, 2)).mean(2))
+
+
+def job(lora, journal, batches=4, **options):
+    torch.manual_seed(0)
+    model = Net()
+    if lora:
+        adapter = dpfunc.lora.attach(model, dpfunc.insecure_key(0), targets="wide|head", rank=2, alpha=2.0)
+        forward, params = adapter.forward, adapter.params
+    else:
+        forward, params = dpfunc.functionalize(model)
+
+    def loss_fn(params, ids):
+        return torch.nn.functional.cross_entropy(forward(params, ids), ids[:, 0] % 2, reduction="none")
+
+    plan = dpfunc.Plan(
+        dpfunc.sampling.Poisson(B, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=batches, delta=1e-3
+    )
+    step = dpfunc.make_dp_step(loss_fn, plan, journal=Journal(journal, plan) if journal else None, **options)
+    return step, params, torch.randint(0, 11, (B, T)), step.init(params, key=dpfunc.secure_key())
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+@pytest.mark.parametrize("with_journal", [False, True], ids=["", "journal"])
+def test_two_reads_in_a_later_step(reads, tmp_path, lora, with_journal):
+    step, params, batch, state = job(lora, tmp_path / "journal" if with_journal else None)
+    _, state, _ = step(params, batch, state)
+    for _ in range(2):
+        results = []
+        seen = reads(lambda: results.append(step(params, batch, state)))  # noqa: B023
+        assert step.decision.engine == "bookkeeping"
+        assert sum(seen.values()) <= 2, seen
+        state = results[0].state
+
+
+def test_reads_are_counted(reads):
+    """Each way of reading, so that the count above can fail."""
+    numbers = torch.arange(3.0)
+    ways = [
+        lambda: numbers.tolist(), lambda: float(numbers.sum()), lambda: bool(numbers.any()), lambda: numbers.sum().item(),
+        lambda: numbers[numbers > 1], lambda: numbers.nonzero(), lambda: numbers.cpu(), lambda: list(numbers),
+        lambda: torch.equal(numbers, numbers), lambda: torch.where(numbers > 0), lambda: numbers.numpy(),
+    ]  # fmt: skip
+    for way in ways:
+        assert sum(reads(way).values()) == 1, way
+
+
+@pytest.mark.parametrize("spoilt", [0, 3])
+def test_marks_that_are_set_change_nothing(spoilt):
+    """Rows that are dropped: the same sums, bit for bit, as with a read for each mark."""
+    results = []
+    for pause in (1, 2):
+        step, params, batch, _ = job(False, None)
+        scale = torch.ones(B, 1)
+        scale[:spoilt] = float("nan")
+        inner = step.clipped_grad.loss_fn
+        clipped_grad = dpfunc.clipped.make_clipped_grad(
+            lambda params, rows, inner=inner: inner(params, rows[0]) * rows[1][:, 0], dpfunc.clipping.Flat(1.0),
+            engine=dpfunc.engines.auto(),
+        )  # fmt: skip
+        clipped_grad._read_together.left = 10 * (pause - 1)
+        results.append(clipped_grad(params, (batch, scale), key=dpfunc.insecure_key(0)))
+    (first, one), (second, other) = results
+    assert all(torch.equal(first.sums[name], second.sums[name]) for name in first.sums)
+    assert torch.equal(one.norms_BG.nan_to_num(), other.norms_BG.nan_to_num())
+
+
+def test_marks_that_stay_set_are_read_one_by_one_for_a_while():
+    marks, calls, read_together = torch.tensor([False, True]), [], ReadTogether()
+
+    def compute():
+        calls.append(any_set(marks))
+        return calls[-1]
+
+    for _ in range(8):
+        assert read_together(compute) is True
+    assert calls == [False, True, True, False, True, True, True, True, False, True, True]
+    assert any_set(marks)  # outside, as ever
+    marks[:] = False
+    for _ in range(9):
+        assert read_together(compute) is False
+
+
+def test_an_error_leaves_no_marks_unread():
+    def fail():
+        any_set(torch.tensor([True]))
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        ReadTogether()(fail)
+    assert any_set(torch.tensor([True]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_parameters_that_are_not_finite_release_nothing(tmp_path, bad, steps_before):
+    """They are looked at with the digest, after the sum: the journal has no such step, and the state can be used."""
+    path = tmp_path / "journal"
+    step, params, batch, state = job(False, path)
+    for _ in range(steps_before):
+        _, state, _ = step(params, batch, state)
+    written = path.read_bytes() if steps_before else b""
+    worse = dict(params)
+    worse["table.weight"] = params["table.weight"].detach().clone().index_fill_(0, torch.tensor([10]), bad)
+    with pytest.raises(InvalidArgument, match="table.weight"):
+        step(worse, batch.clamp(max=9), state)  # no row looks it up, so all gradients are finite
+    assert (path.read_bytes() if path.exists() else b"") == written
+    _, after, _ = step(params, batch, state)
+    assert after.step == steps_before + 1
