@@ -128,7 +128,7 @@ def job():
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_step_draws_its_own_noise_once(monkeypatch, drawn, job, threads):
     dp_step, params, batch, state, key = job
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu: threads)
+    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: threads)
     clipped, _ = dp_step.clipped_grad(params, batch, key=fold_in(fold_in(key, "step", 0), "dropout"))
     release = fold_in(fold_in(key, "step", 0), "release")
     expected = noise.add_gaussian(ClippedSum(clipped.sums, clipped.group_of, clipped.sensitivities), 1.0, release)
@@ -141,7 +141,7 @@ def test_a_step_draws_its_own_noise_once(monkeypatch, drawn, job, threads):
 def test_a_step_that_fails_leaves_no_noise_for_another(monkeypatch, drawn, job):
     """The next try is the same release; other data with the same step are refused once it was released."""
     dp_step, params, batch, state, _ = job
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu: 1)
+    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: 1)
     with pytest.raises(dpfunc.errors.InvalidArgument, match="finite"):
         dp_step({"w": params["w"] + float("nan")}, batch, state)
     assert not noise_threads()
