@@ -17,6 +17,7 @@ from dpfunc._utils.validation import one_of, shorten, unique_json
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint.format import difference, state_from_dict
 from dpfunc.checkpoint.journal import Taken
+from dpfunc.checkpoint.run_layout import DIGESTS
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -179,7 +180,7 @@ def resume(
             changed,
             layout,
             f"Steps {state.step} to {state.charged - 1} were released after the checkpoint, and are in the journal. "
-            "Resume as they were computed; or pass recharge=True to draw them anew, with new noise, at their cost.",
+            "Resume as they were computed; or draw them anew, with new noise, at their cost: load(..., recharge=True).",
         )
     counted[history.run] = state.charged
     fresh = _with_new_key(history, state, plan, new_key)
@@ -262,7 +263,7 @@ def _budget_limit(state: StepState, plan: Plan) -> int:
 
 
 def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
-    lines = shorten(difference(saved, now)) or "it was, for a while"
+    lines = shorten(sorted(difference(saved, now), key=lambda line: line.startswith(DIGESTS))) or "it was, for a while"
     raise CheckpointError(
         f"The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
         f"sums that round differently would give the difference away. {what}"

@@ -33,7 +33,6 @@ from tqdm import tqdm
 import dpfunc
 from dpfunc import clipping, distributed
 from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.hf.trainer.processes import as_saved, check_processes
 
 HEAD = r"^head\."
 # Chosen on the validation part of BBC News: adapters get a smaller bound and learning rate than the head, whose signal
@@ -159,9 +158,13 @@ def train_private(
     norms: list[float] = []
     if resume and folder:
         saved = dpfunc.load(
-            folder / "checkpoint", plan=plan, params=params, data=data, journal=folder / "journal.jsonl"
+            folder / "checkpoint",
+            plan=plan,
+            params=params,
+            data=data,
+            journal=folder / "journal.jsonl",
+            ranks=processes.ranks,
         )
-        check_processes(saved, folder / "journal.jsonl", processes.ranks)
         for n, p in params.items():
             p.data.copy_(saved.params[n])
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
@@ -177,11 +180,11 @@ def train_private(
             dpfunc.save(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=data,
                 optimizer_state=optimizer.state_dict(),
-                extra={"curve": curve, "norms": norms, **as_saved(folder / "journal.jsonl", processes.ranks)},
-                journal=folder / "journal.jsonl",
+                extra=processes.shared({"curve": curve, "norms": norms}),
+                journal=folder / "journal.jsonl", ranks=processes.ranks,
             )  # fmt: skip
 
-    processes.first(checkpoint)
+    checkpoint()
     bar = tqdm(
         plan.batches(state, processes.ranks), desc=name, total=state.limit, initial=state.step, unit="step",
         disable=not processes.writes,
@@ -197,7 +200,7 @@ def train_private(
             norms += unreleased.norms_BG.square().sum(1).sqrt().tolist()
         if state.step % max(1, plan.num_steps // 8) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.parts.validation)))
-            processes.first(checkpoint)
+            checkpoint()
     return Run({n: p.detach() for n, p in params.items()}, state, curve, spent, norms)
 
 

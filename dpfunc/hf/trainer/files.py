@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from dpfunc.checkpoint.format import (
 from dpfunc.checkpoint.journal import read_steps
 from dpfunc.checkpoint.loading import load
 from dpfunc.checkpoint.saving import save
+from dpfunc.distributed.launch import once
+from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -48,12 +50,16 @@ def save_run(
     state: StepState,
     plan: Plan,
     data: str,
-    extra: Mapping[str, Any],
     journal: Path,
+    ranks: Ranks | None,
 ) -> None:
-    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
-    remove(checkpoint / FOLDER)  # of an earlier run, whose files the Trainer has replaced
-    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1, journal=journal)
+    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later.
+
+    All processes call it.
+    """
+    folder = checkpoint / FOLDER
+    once(ranks, lambda: remove(folder))  # of an earlier run, whose files the Trainer has replaced
+    save(folder, params=params, state=state, plan=plan, data=data, ranks=ranks, keep=1, journal=journal)
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
@@ -97,35 +103,54 @@ def clean(output_dir: Path) -> None:
 
 
 def load_run(
-    checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None, earlier: Ledger | None
+    checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
 ) -> Checkpoint:
     """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
 
+    All processes call it.
+
     Raises:
-        CheckpointError: not whole, or of another plan, data set, parameter set or key; or a file of the Trainer
-            (optimizer, scheduler, its state) is missing or was changed, without which it would start anew.
+        CheckpointError: not whole, or of another plan, data set or parameter set; a file of the Trainer (optimizer,
+            scheduler, its state) is missing or was changed, without which it would start anew; or steps after it were
+            released in another layout, e.g. by another number of processes.
     """
-    if not is_whole(checkpoint):
-        raise CheckpointError(
-            f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
-            f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
-        )
-    verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
-    # `note_earlier_runs` warns of later runs.
-    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal, later_runs="ignore")
+
+    def check() -> None:
+        if not is_whole(checkpoint):
+            raise CheckpointError(
+                f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
+                f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
+            )
+        verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
+
+    all_or_none(check, ranks, "Nothing was resumed")
+    return load(
+        checkpoint / FOLDER, plan=plan, params=params, data=data, ranks=ranks, journal=journal,
+        later_runs="ignore",  # `note_earlier_runs` warns of them
+    )  # fmt: skip
+
+
+def check_started_so(saved: Checkpoint, plan: Plan, key: Key | None, earlier: Ledger | None) -> None:
+    """Check what the user says about the start of a run that is resumed.
+
+    Args:
+        saved: what was loaded. plan: of the run. key, earlier: as given to the Trainer; None says nothing.
+
+    Raises:
+        CheckpointError: the run has another key, or began with another ledger.
+    """
     if key is not None and key != saved.state.key:
         raise CheckpointError(
-            f"The checkpoint {checkpoint} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
+            f"The checkpoint {saved.path} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
             f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
         )
     own = plan.ledger(saved.state.charged)
     if earlier is not None and earlier.compose(own) != saved.state.ledger:
         raise CheckpointError(
             f"Expected the ledger that the run was started with, got {earlier} beside the {own.num_steps} steps of "
-            f"this run; the checkpoint {checkpoint} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
+            f"this run; the checkpoint {saved.path} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
             "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
         )
-    return saved
 
 
 def check_goes_on(before: StepState, saved: Checkpoint) -> None:

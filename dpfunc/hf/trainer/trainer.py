@@ -22,7 +22,7 @@ from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.distributed.data import check_same_data
-from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import processes
@@ -56,6 +56,8 @@ from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
 
 logger = logging.getLogger(__name__)
+
+NOT_RESUMED = "Nothing was resumed"
 
 
 class DPTrainer(Trainer):  # type: ignore[misc]
@@ -251,8 +253,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
         if resume_from_checkpoint:
-            saved = all_or_none(partial(self._resume, resume_from_checkpoint, data), self._ranks, "Nothing was resumed")
-            processes.check_processes(saved, self._journal(), self._ranks)
+            saved = self._resume(resume_from_checkpoint, data)
             spent = saved.state.ledger.num_steps
             distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal(), spent))
             skipping = not self.args.ignore_data_skip
@@ -282,13 +283,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return self._data_name or data_name(self.train_dataset)
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
-        path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
+        def find() -> bytes:
+            folder = Path(self.args.output_dir)
+            return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder)).encode()
+
+        def check() -> None:
+            trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
+            if self._run is not None:
+                trainer_state.check_goes_on(self._run.state, saved)
+
+        path = Path(shared(all_or_none(find, self._ranks, NOT_RESUMED), self._ranks).decode())
         saved = trainer_state.load_run(
-            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(),
-            key=self._given_key, earlier=self._earlier,
-        )  # fmt: skip
-        if self._run is not None:
-            trainer_state.check_goes_on(self._run.state, saved)
+            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
+        )
+        all_or_none(check, self._ranks, NOT_RESUMED)
         return saved
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -412,15 +420,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
 
-        def before() -> None:
-            if not args.save_only_model:  # which is also how to get a checkpoint without the key
-                trainer_state.save_run(
-                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data,
-                    extra=processes.as_saved(self._journal(), self._ranks), journal=self._journal(),
-                )  # fmt: skip
-            trainer_state.write_accounting(folder, accounting)
-
-        distributed.once(self._ranks, before)
+        if not args.save_only_model:  # which is also how to get a checkpoint without the key
+            trainer_state.save_run(
+                folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
+                ranks=self._ranks,
+            )  # fmt: skip
+        distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
         self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
         try:
             all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
