@@ -79,9 +79,9 @@ class Journal:
 
     Guarantees:
         a process killed at any moment has journalled every step it released
-        (tests/checkpoint/test_one_process.py::test_kill_loses_no_accounting); no step is released twice with other
-        values, by whatever processes (tests/test_state.py::test_a_key_begins_one_run, test_a_step_is_released_once);
-        no line is lost or changed unseen
+        (tests/checkpoint/test_several_processes.py::test_kill_loses_no_accounting); no step is released twice with
+        other values, by whatever processes (tests/test_state.py::test_a_key_begins_one_run,
+        test_a_step_is_released_once); no line is lost or changed unseen
         (tests/checkpoint/test_journal.py::test_a_line_that_is_lost_or_changed_is_seen).
 
     >>> import tempfile

@@ -99,9 +99,9 @@ def save(
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
+        tests/checkpoint/test_one_process.py: nothing is overwritten (test_nothing_is_overwritten);
         tests/checkpoint/test_several_processes.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
-        nothing is overwritten (test_nothing_is_overwritten), differing processes are refused
-        (test_processes_that_differ_save_nothing).
+        differing processes are refused (test_processes_that_differ_save_nothing).
 
     >>> import tempfile, torch
     >>> from dpfunc import clipping, sampling
@@ -135,8 +135,8 @@ def save(
         return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "noise": noise}}
 
     files = all_or_none(prepare, ranks, FAILED)
-    said = {name: json.dumps(values) for name, values in files.items()}
-    check_agreement({**said, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
+    texts = {name: json.dumps(values) for name, values in files.items()}
+    check_agreement({**texts, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
     files[STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
     with ExitStack() as stack:
