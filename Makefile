@@ -1,13 +1,14 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
 # make test   set up, then lint, types, doctests and tests
-# make docs   the site, in build/site
+# make docs   the site, in build/site; CI builds it too
+# make gpu    the tests and benchmarks that need a GPU, in at most ten minutes
 # make test-slow   the tests that take long: whole runs of examples and commands, vision models, compilers; CI runs both
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow docs downloads check bench house clean
+.PHONY: help demo test test-slow docs downloads check bench gpu house clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -57,12 +58,21 @@ test-slow: $(VENV)/vision downloads
 	$(PYTEST) -m slow tests $(ARGS)
 
 bench: $(VENV)/dev
+	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/noise_cost.py
+	$(BIN)/python -m benchmarks.noise_ahead
 	$(BIN)/python -m benchmarks.engines
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.scaling.accelerator
+	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.survey
+	$(BIN)/python -m benchmarks.targets
+
+# at most ten minutes; without a GPU it says so, and the exit code is not 0
+gpu: $(VENV)/dev
+	$(BIN)/python -m benchmarks.gpu
 
 # the variable takes away a note of mkdocs-material about its own future, which is no warning about these pages
 docs: $(VENV)/docs

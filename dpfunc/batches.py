@@ -45,7 +45,11 @@ def batch_size(batch: Batch) -> int:
         sizes[name] = leaf.shape[0]
     if len(set(sizes.values())) > 1:
         listed = shorten([f"{name} has {size}" for name, size in sizes.items()])
-        raise InvalidArgument(f"Expected the same number of samples on axis 0 of all leaves of the batch: {listed}.")
+        raise InvalidArgument(
+            f"Expected the same number of samples on axis 0 of all leaves of the batch: {listed}. Where a "
+            "processor puts the images of all samples into one tensor, give each sample rows of its own, as "
+            "image_text_collator does."
+        )
     return next(iter(sizes.values()))
 
 

@@ -38,6 +38,7 @@ from dpfunc.types import (
     ClippedSum,
     ClipRule,
     Engine,
+    GroupFactors,
     LossFn,
     Params,
     PerSampleGrads,
@@ -141,7 +142,7 @@ class ClippedGrad:
 
         def eager(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
             start = time.perf_counter()
-            per_sample = self.engine(self.loss_fn, params, microbatch)
+            per_sample = self._closing(params, parts, bounds, mask_B)(self.loss_fn, params, microbatch)
             seconds = time.perf_counter() - start
 
             def check(sq_norms: Mapping[str, Tensor]) -> None:
@@ -164,6 +165,23 @@ class ClippedGrad:
             return summed(engine(self.loss_fn, params, microbatch), mask_B, None)
 
         return _compiled(core, eager, self._audits, partial(self._audit_compiled, parts))
+
+    def _closing(self, params: Params, parts: Partition, bounds: tuple[float, ...], mask_B: Tensor) -> Engine:
+        """The engine; where the factors of a group depend on that group alone, one that sums it as early as it can.
+
+        Where processes hold parts of the parameters, the norm of a group is not known on one of them alone.
+        """
+        closing: Callable[[GroupFactors], Engine] | None = getattr(self.engine, "closing", None)
+        alone = getattr(self.clip, "by_group", False) is True and len(parts.group_names) > 1
+        if closing is None or not alone or in_lockstep() or any(is_dtensor(param) for param in params.values()):
+            return self.engine
+        bound_of = dict(zip(parts.group_names, bounds, strict=True))
+
+        def factors(group: str, sq_norms: Mapping[str, Tensor]) -> Tensor:
+            norms_B1 = Partition(dict.fromkeys(sq_norms, group), (group,)).norms(sq_norms)
+            return safe_factors(self.clip, norms_B1, norms_B1.new_tensor([bound_of[group]]), mask_B)[:, 0]
+
+        return closing(GroupFactors(len(mask_B), parts.group_of, factors))
 
     def _audit_compiled(
         self, parts: Partition, params: Params, microbatch: Batch, key: Key | None, result: Clipped, seconds: float

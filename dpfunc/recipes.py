@@ -15,15 +15,31 @@ from dpfunc.accounting import calibrate_noise
 from dpfunc.clipping import Automatic
 from dpfunc.plan import Plan
 
-Strategy = Literal["head", "lora", "full"]
-STRATEGIES = ("head", "lora", "full")
+Strategy = Literal["head", "lora", "projector", "full", "pretrained"]
 
-STEPS = {"head": 100, "lora": 40, "full": 100}
-SAMPLING_PROB = {"head": 0.5, "lora": 0.16, "full": 0.1}
-RATE = {"lora": 1e-3, "full": 3e-2}
-HEAD_SCALE = 1.2
-HEAD_RANGE = (2.0, 25.0)  # of rate * feature_norm * sqrt(k): no more and no less was measured
-HOPELESS = {"head": 0.25, "lora": 1.0, "full": 1.0}
+
+@dataclass(frozen=True)
+class _Rule:
+    """Values of a strategy. `hopeless`: the noise-to-signal ratio above which nothing was seen to be learnt."""
+
+    sampling_prob: float
+    steps: int
+    rate: float
+    hopeless: float
+    origin: str
+
+
+_HEAD_RATE = 1.2  # times 1 / sqrt(r): how far a step can move a logit
+_HEAD_RANGE = (2.0, 25.0)  # no more and no less was measured
+_UNSEARCHED = "not measured here"
+_RULES: dict[Strategy, _Rule] = {
+    "head": _Rule(0.5, 100, math.nan, 0.25, "measured on five data sets"),
+    "lora": _Rule(0.16, 40, 1e-3, 1.0, "measured on two data sets of texts"),
+    "projector": _Rule(0.16, 40, 1e-3, 1.0, f"{_UNSEARCHED}: that of adapters"),
+    "full": _Rule(0.1, 100, 3e-2, 1.0, "measured on three data sets"),
+    "pretrained": _Rule(0.1, 100, 5e-4, 1.0, f"{_UNSEARCHED}: that of Li et al. 2022"),
+}
+STRATEGIES: tuple[Strategy, ...] = tuple(_RULES)
 
 
 @dataclass(frozen=True)
@@ -31,13 +47,14 @@ class Recipe:
     """Settings of a private run. Its values go into `Plan.for_budget` and into an optimizer; `recipe` derives them.
 
     Args:
-        strategy: `head`, `lora` or `full`.
+        strategy: see `recipe`.
         dataset_size: number of records n. num_parameters: number of trained parameters d.
         epsilon, delta: the budget.
         expected_batch_size: q n. num_steps: T.
         clip: clip rule.
         learning_rate: of the first step; it falls linearly to 0. The rate of Adam, without weight decay.
         noise_to_signal: `sqrt(d) sigma_1 / n`, see `recipe`.
+        head_rate: rate of a new head beside adapters; None where there is none.
 
     Raises:
         InvalidArgument: from `plan`, where the plan would.
@@ -61,6 +78,7 @@ class Recipe:
     clip: Automatic
     learning_rate: float
     noise_to_signal: float
+    head_rate: float | None = None
 
     def plan(self) -> Plan:
         """`Plan.for_budget` of these values, with add/remove neighbours."""
@@ -73,9 +91,14 @@ class Recipe:
             clip=self.clip,
         )
 
-    def optimizer(self, params: Iterable[Tensor]) -> torch.optim.Adam:
-        """Adam over the trained parameters, e.g. `params.values()`."""
-        return torch.optim.Adam(params, lr=self.learning_rate)
+    def optimizer(self, params: Iterable[Tensor], head: Iterable[Tensor] = ()) -> torch.optim.Adam:
+        """Adam over the trained parameters, e.g. `params.values()`; those of a new head beside adapters apart."""
+        apart = list(head)
+        rest = [p for p in params if all(p is not other for other in apart)]
+        groups: list[dict[str, Any]] = [{"params": rest}] if rest else []
+        if apart:
+            groups.append({"params": apart, "lr": self.head_rate or self.learning_rate})
+        return torch.optim.Adam(groups, lr=self.learning_rate)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The rate `learning_rate (1 - t / T)` at step t, if `step()` is called after each step."""
@@ -108,6 +131,26 @@ class Recipe:
         """
         return {"dp_epsilon": self.epsilon, "dp_delta": self.delta, "dp_clip": "automatic"}
 
+    def reasons(self) -> dict[str, str]:
+        """Each value with its reason, by the names of a training script.
+
+        >>> found = recipe("lora", dataset_size=2000, num_parameters=50000, epsilon=3.0, delta=1e-5)
+        >>> found.reasons()["batch_size"]
+        '320: 0.16 of 2000 records; larger batches cost time and gain little'
+        """
+        rule = _RULES[self.strategy]
+        share = self.expected_batch_size / self.dataset_size
+        found = {
+            "batch_size": f"{self.expected_batch_size}: {share:.2g} of {self.dataset_size} records; larger batches "
+            "cost time and gain little",
+            "steps": f"{self.num_steps}: the noise of all steps together hardly depends on their number",
+            "learning_rate": f"{self.learning_rate:.3g} of Adam, falling linearly to 0; {rule.origin}",
+            "clip": f"automatic, norm {self.clip.clip_norm:g}: Adam takes the scale of a gradient away",
+        }
+        if self.head_rate is not None:
+            found["head_rate"] = f"{self.head_rate:.3g} for the new head, which has longer ways to go than adapters"
+        return found
+
     def advice(self) -> str | None:
         """A sentence with the number of records that would help, where noise hides nearly all; else None.
 
@@ -115,7 +158,7 @@ class Recipe:
         >>> print(found.advice()[:59])
         Expected noise_to_signal <= 1, got noise_to_signal=5.9 with
         """
-        most = HOPELESS[self.strategy]
+        most = _RULES[self.strategy].hopeless
         if self.noise_to_signal <= most:
             return None
         share = most / self.noise_to_signal
@@ -135,6 +178,7 @@ def recipe(
     epsilon: float,
     delta: float,
     num_classes: int | None = None,
+    num_head_parameters: int | None = None,
     feature_norm: float | None = None,
     sampling_prob: float | None = None,
 ) -> Recipe:
@@ -142,30 +186,33 @@ def recipe(
 
     Every argument is public: the budget, the shape of the model, and n, which a plan publishes anyway. Nothing here
     reads a record, so a recipe costs no privacy. With `sigma_1`, the noise of one release of all records at
-    (epsilon, delta), and k = d / num_classes inputs of a head:
+    (epsilon, delta), and k = num_head_parameters / num_classes inputs of a head:
 
         r = sqrt(d) sigma_1 / n                                          noise-to-signal ratio of the whole run
         clip = Automatic(clip_norm=1)                                    every gradient gets norm 1
         batch = q n, and the learning rate of Adam falls linearly to 0, from:
 
-        | strategy | q    | steps | learning rate |
+        | strategy   | q    | steps | learning rate |
         |---|---|---|---|
-        | head     | 0.5  | 100   | a / (feature_norm sqrt(k)), with a = 1.2 / sqrt(r), at least 2 and at most 25 |
-        | lora     | 0.16 | 40    | 0.001; a new head beside the adapters: that of a head, in a parameter group |
-        | full     | 0.1  | 100   | 0.03 |
+        | head       | 0.5  | 100   | a / (feature_norm sqrt(k)), with a = 1.2 / sqrt(r), at least 2 and at most 25 |
+        | lora       | 0.16 | 40    | 0.001; a new head beside the adapters has that of a head |
+        | projector  | 0.16 | 40    | 0.001 |
+        | full       | 0.1  | 100   | 0.03 |
+        | pretrained | 0.1  | 100   | 0.0005 |
 
     Adam divides by the noise, so its rate is a distance: a is about how far a step can move a logit. What is smaller
-    than the noise needs shorter steps. Heads were measured on five data sets, networks with one hidden layer on three;
-    the values for adapters come from one example and were not searched: docs/recipes.md.
+    than the noise needs shorter steps. How each of them was found: docs/recipes.md.
 
     Args:
         strategy: `head`, a linear layer on frozen features that starts at zero; `lora`, adapters of a pretrained
-            model; `full`, all weights of a small network that starts at random, on inputs of unit variance.
+            model; `projector`, between a vision tower and a language model; `full`, all weights of a small network
+            that starts at random, on inputs of unit variance; `pretrained`, all weights of a pretrained model.
         dataset_size: number of records n, >= 1.
         num_parameters: number of trained parameters d, >= 1.
         epsilon: budget, > 0. delta: 0 < delta < 1.
-        num_classes: outputs of the head, >= 1; for `head` only, and required there.
-        feature_norm: norm of the features of a row, > 0; for `head` only. None: sqrt(k), as behind a layer norm.
+        num_classes: outputs of the head, >= 1; required for `head`, and for `lora` with a new head.
+        num_head_parameters: of a new head beside the adapters of `lora`, 1 <= it <= d.
+        feature_norm: norm of the features of a row, > 0; with a head only. None: sqrt(k), as behind a layer norm.
             It must be known without the data: normalise each row by its own norm.
         sampling_prob: q, 0 < q <= 1. A smaller one costs less time and a little accuracy. None: see above.
 
@@ -182,18 +229,15 @@ def recipe(
     >>> found.expected_batch_size, found.num_steps
     (3732, 100)
     """
-    one_of("strategy", strategy, STRATEGIES)
+    rule = _RULES[one_of("strategy", strategy, STRATEGIES)]
     size, d = records(dataset_size), whole("num_parameters", num_parameters, minimum=1)
     positive("epsilon", epsilon)
     open_unit("delta", delta)
-    if strategy != "head" and num_classes is not None:
-        raise fail("no num_classes without a head", "num_classes", num_classes, f"strategy is {strategy!r}.")
-    if strategy != "head" and feature_norm is not None:
-        raise fail("no feature_norm without a head", "feature_norm", feature_norm, f"strategy is {strategy!r}.")
-    q = SAMPLING_PROB[strategy] if sampling_prob is None else probability("sampling_prob", sampling_prob)
+    inputs = _head_inputs(strategy, d, num_classes, num_head_parameters, feature_norm)
+    q = rule.sampling_prob if sampling_prob is None else probability("sampling_prob", sampling_prob)
     sigma = calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1)
     noise = math.sqrt(d) * sigma / size
-    rate = RATE[strategy] if strategy != "head" else _head_rate(d, num_classes, feature_norm, noise)
+    head_rate = None if inputs is None else _head_rate(inputs, feature_norm, noise)
     return Recipe(
         strategy=strategy,
         dataset_size=size,
@@ -201,17 +245,43 @@ def recipe(
         epsilon=epsilon,
         delta=delta,
         expected_batch_size=max(1, round(q * size)),
-        num_steps=STEPS[strategy],
+        num_steps=rule.steps,
         clip=Automatic(),
-        learning_rate=rate,
+        learning_rate=head_rate if strategy == "head" and head_rate is not None else rule.rate,
         noise_to_signal=noise,
+        head_rate=None if strategy == "head" else head_rate,
     )
 
 
-def _head_rate(num_parameters: int, num_classes: int | None, feature_norm: float | None, noise: float) -> float:
-    if num_classes is None:
-        raise fail("num_classes >= 1 with a head", "num_classes", num_classes, "Pass the number of its outputs.")
-    root_k = math.sqrt(num_parameters / whole("num_classes", num_classes, minimum=1))
+def _head_inputs(
+    strategy: Strategy, d: int, num_classes: int | None, num_head_parameters: int | None, feature_norm: float | None
+) -> float | None:
+    """Inputs of the head, its bias included; None without a head.
+
+    Raises:
+        InvalidArgument: a head that the strategy does not have, or lacks.
+    """
+    if strategy == "head":
+        if num_classes is None:
+            raise fail("num_classes >= 1 with a head", "num_classes", num_classes, "Pass the number of its outputs.")
+        if num_head_parameters is not None and num_head_parameters != d:
+            raise fail(f"num_head_parameters={d}, all that are trained", "num_head_parameters", num_head_parameters)
+        return d / whole("num_classes", num_classes, minimum=1)
+    if strategy == "lora" and num_classes is not None and num_head_parameters is not None:
+        own = whole("num_head_parameters", num_head_parameters, minimum=1)
+        if own > d:
+            raise fail(f"num_head_parameters <= {d}, what is trained", "num_head_parameters", own)
+        return own / whole("num_classes", num_classes, minimum=1)
+    given = {"num_classes": num_classes, "num_head_parameters": num_head_parameters, "feature_norm": feature_norm}
+    for name, value in given.items():
+        if value is not None:
+            hint = "Pass num_classes and num_head_parameters together." if strategy == "lora" else ""
+            raise fail(f"no {name} without a head", name, value, f"strategy is {strategy!r}. {hint}".strip())
+    return None
+
+
+def _head_rate(inputs: float, feature_norm: float | None, noise: float) -> float:
+    root_k = math.sqrt(inputs)
     norm = root_k if feature_norm is None else positive("feature_norm", feature_norm)
-    low, high = HEAD_RANGE
-    return min(high, max(low, HEAD_SCALE / math.sqrt(noise))) / (norm * root_k)
+    low, high = _HEAD_RANGE
+    return min(high, max(low, _HEAD_RATE / math.sqrt(noise))) / (norm * root_k)

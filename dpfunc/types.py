@@ -76,6 +76,23 @@ class ClipRule(Protocol):
 
 
 @dataclass(frozen=True)
+class GroupFactors:
+    """Factors of one clip group at a time, from the norms of its own parameters alone.
+
+    Args:
+        num_samples: B. group_of: parameter name -> group.
+        factors: `(group, {name: squared norms (B,)})`, of all its parameters -> factors (B,).
+
+    >>> GroupFactors(2, {"w": "all"}, lambda group, sq_norms: sq_norms["w"]).group_of
+    {'w': 'all'}
+    """
+
+    num_samples: int
+    group_of: Mapping[str, str]
+    factors: Callable[[str, Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
 class ClippedSum:
     """The sum of clipped gradients and how far one sample can move it. UNRELEASED until noise is added.
 

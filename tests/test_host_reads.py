@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from devices import devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpfunc
@@ -80,9 +81,9 @@ class Net(torch.nn.Module):
         return self.head(self.conv(hidden.transpose(1, 2)).mean(2))
 
 
-def job(lora, journal, batches=4, **options):
+def job(lora, journal, batches=4, device="cpu", **options):
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(device)
     if lora:
         adapter = dpfunc.lora.attach(model, dpfunc.insecure_key(0), targets="wide|head", rank=2, alpha=2.0)
         forward, params = adapter.forward, adapter.params
@@ -96,13 +97,14 @@ def job(lora, journal, batches=4, **options):
         dpfunc.sampling.Poisson(B, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=batches, delta=1e-3
     )
     step = dpfunc.make_dp_step(loss_fn, plan, journal=Journal(journal, plan) if journal else None, **options)
-    return step, params, torch.randint(0, 11, (B, T)), step.init(params, key=dpfunc.secure_key())
+    return step, params, torch.randint(0, 11, (B, T)).to(device), step.init(params, key=dpfunc.secure_key())
 
 
+@devices
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
 @pytest.mark.parametrize("with_journal", [False, True], ids=["", "journal"])
-def test_two_reads_in_a_later_step(reads, tmp_path, lora, with_journal):
-    step, params, batch, state = job(lora, tmp_path / "journal" if with_journal else None)
+def test_two_reads_in_a_later_step(reads, tmp_path, lora, with_journal, device):
+    step, params, batch, state = job(lora, tmp_path / "journal" if with_journal else None, device=device)
     _, state, _ = step(params, batch, state)
     for _ in range(2):
         results = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import email
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCAL = {".git", ".venv", ".cache", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "runs", "dist", "build",
          "__pycache__"}  # fmt: skip
 NOT_SHIPPED = {".ci", ".github", ".gitignore"}  # for the repository, not for its copies
+LINKS = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 WRITTEN = {"PKG-INFO", "setup.cfg"}  # by setuptools
 
 
@@ -96,6 +98,29 @@ def test_the_wheel_says_what_it_is(built):
     assert metadata.get_payload().startswith("# dpfunc")
 
 
+def test_the_package_page_has_no_relative_links(built):
+    """They lead nowhere on a page elsewhere: names of files, or absolute links where the address is known."""
+    with zipfile.ZipFile(built[1]) as file:
+        (about,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(file.read(about))
+    page = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert [link for link in LINKS.findall(page) if not re.match(r"https?://|#", link)] == []
+    assert "quick start with pip (`docs/quick_start.md`)" in page
+    package_page = runpy.run_path(str(ROOT / "setup.py"))["package_page"]
+    readme = (ROOT / "README.md").read_text()
+    absolute = package_page(readme, "https://example.org/dpfunc/v1")
+    links = LINKS.findall(absolute)
+    assert len(links) == len(LINKS.findall(readme)) > 20
+    assert all(link.startswith("https://example.org/dpfunc/v1/") for link in links)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    """The page turns them into addresses or names of files, which must be there."""
+    for link in LINKS.findall((ROOT / "README.md").read_text()):
+        assert (ROOT / link.split("#")[0]).exists(), link
+
+
 def test_the_wheel_runs_alone(built, tmp_path):
     """Unpacked somewhere else, it is what is imported, and its command answers."""
     with zipfile.ZipFile(built[1]) as file:
@@ -165,3 +190,14 @@ def test_there_are_issue_forms():
 
 def test_the_types_are_found():
     assert (Path(dpfunc.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.slow
+def test_a_new_user_gets_through():
+    """Install, quick start, an own table, the loop of the README, reports, two processes; from the pages, word by word."""
+    result = subprocess.run([sys.executable, str(ROOT / "tools" / "stranger.py")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    parts = [line.split(" s  ")[1] for line in result.stdout.splitlines()]
+    assert len(parts) == 11
+    assert parts[0] == "build, and install into an empty environment"
+    assert parts[-1] == "two processes"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from journal_cases import line, written
 from new_python import python
+from record_cases import RECORD
 
 import dpfunc
 from dpfunc.accounting import Ledger
@@ -38,6 +39,10 @@ COMMANDS = {
     "sigma": ["sigma", "-q", "1", "--steps", "10", "--epsilon", "3", "--delta", "1e-5"],
     "ledger": ["ledger", "show", "{ledger}", "--delta", "1e-5"],
     "journal": ["ledger", "show", "{journal}", "--delta", "1e-5"],
+    "record": ["ledger", "show", "{folder}"],
+    "record in JSON": ["ledger", "show", "{folder}/privacy_accounting.json", "--json"],
+    "check": ["ledger", "check", "{folder}"],
+    "help of ledger check": ["ledger", "check", "--help"],
     "error": ["epsilon", "-q", "2", "--steps", "10", "--sigma", "5", "--delta", "1e-5"],
 }
 
@@ -62,9 +67,10 @@ def ran(*arguments):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_do_not_import_torch(name, tmp_path):
     ledger, journal = tmp_path / "ledger.json", tmp_path / "journal.jsonl"
+    (tmp_path / "privacy_accounting.json").write_text(RECORD.to_json())
     ledger.write_text(Ledger((Event(1.0, 5.0, 10),)).to_json())
     written(journal, *(line(step) for step in range(10)))
-    code, heavy = ran(*(word.format(ledger=ledger, journal=journal) for word in COMMANDS[name]))
+    code, heavy = ran(*(word.format(ledger=ledger, journal=journal, folder=tmp_path) for word in COMMANDS[name]))
     assert code == (1 if name == "error" else 0)
     assert heavy == set()
 
@@ -127,9 +133,9 @@ def test_the_lists_of_public_names_agree():
 
 @pytest.mark.parametrize("name", dpfunc.__all__)
 def test_public_names_are_what_they_are_at_home(name):
-    home = dpfunc._HOMES.get(name)
+    home, found = dpfunc._HOMES.get(name), getattr(dpfunc, name)
     value = getattr(importlib.import_module(f"dpfunc.{home}"), name) if home else sys.modules[f"dpfunc.{name}"]
-    assert getattr(dpfunc, name) is value
+    assert found is value
     assert name in dir(dpfunc)
 
 

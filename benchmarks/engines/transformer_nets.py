@@ -113,7 +113,16 @@ def make_norm(kind: str, width: int) -> nn.Module:
 
 
 def decoder(
-    batch_size: int, *, layers: int, width: int, hidden: int, length: int, vocabulary: int, norm: str, lora: bool
+    batch_size: int,
+    *,
+    layers: int,
+    width: int,
+    hidden: int,
+    length: int,
+    vocabulary: int,
+    norm: str,
+    lora: bool,
+    rank: int = LORA_RANK,
 ) -> Problem:
     """A language model in the style of Llama."""
     heads = max(1, width // 64)
@@ -128,7 +137,7 @@ def decoder(
     head = nn.Linear(width, vocabulary, bias=False)
     module: nn.Module = nn.Sequential(nn.Embedding(vocabulary, width), *blocks, make_norm(norm, width), head)
     if lora:
-        module = add_lora(module, r"\.(q|k|v|o|gate|up|down)$")
+        module = add_lora(module, r"\.(q|k|v|o|gate|up|down)$", rank)
     return Problem(module, *text(batch_size, length, vocabulary), next_token)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from benchmarks.scaling.shapes import Matrix, Shape
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET
-from dpfunc.engines.rules.cost import matrix_form
+from dpfunc.engines.cost import matrix as matrix_costs
 
 EngineName = Literal["vmap", "bookkeeping", "ghost"]
 ENGINES: tuple[EngineName, ...] = ("vmap", "bookkeeping", "ghost")
@@ -152,6 +152,11 @@ def activations(job: Job) -> int:
     return (blocks if job.checkpointing else job.shape.layers * block) + LOSS * job.tokens * job.shape.vocabulary
 
 
+def norm_operations(positions: int, p: int, d: int) -> int:
+    """Operations for the norm of one sample's gradient from its factors: the ghost norm, or a product."""
+    return 2 * positions * (positions * (p + d) if matrix_costs(positions, p, d).ghost_pays else p * d)
+
+
 def formed(job: Job) -> list[bool]:
     """Of each trained matrix: whether per-sample gradients are formed, or both sides of the products kept.
 
@@ -163,7 +168,7 @@ def formed(job: Job) -> list[bool]:
     for matrix in trained_matrices(job):
         whole = SINGLE * job.microbatch * matrix.numbers
         sides = HALF * job.tokens * (matrix.inputs + matrix.outputs)
-        dense = matrix_form(job.length, matrix.outputs, matrix.inputs) == "dense"
+        dense = matrix_costs(job.length, matrix.outputs, matrix.inputs).choose(job.microbatch).form == "formed"
         decided.append(dense and (whole <= budget or sides >= whole))
         budget -= whole if decided[-1] else 0
     return decided

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.pages import markdown
 from benchmarks.scaling.memory import ENGINES, LAYOUTS
 
 Report = Mapping[str, Any]
@@ -20,12 +21,6 @@ SHOWN = (
     ("100B", "full", "tensor", 512, "ghost"),
     ("100B", "full", "streamed", 512, "ghost"),
 )
-
-
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def amount(value: float) -> str:
@@ -230,11 +225,4 @@ def filled(text: str, report: Report) -> str:
     Raises:
         ValueError: a table has no place in the document.
     """
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->", "<!-- end -->"
-        place = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end), re.DOTALL)
-        if not place.search(text):
-            raise ValueError(f"Expected {begin} in the document.")
-        block = f"{begin}\n{table(report)}\n{end}"
-        text = place.sub(lambda match, block=block: block, text)  # type: ignore[misc]
-    return text
+    return pages.filled(text, {name: table(report) for name, table in TABLES.items()})

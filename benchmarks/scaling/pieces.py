@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.scaling.allreduce import all_reduce_seconds
+from benchmarks.scaling.memory import norm_operations
 from dpfunc.distributed.agreement import checksum
 from dpfunc.engines.per_sample import Outer
-from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.noise.streams import secure_normal
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling import Poisson
@@ -66,7 +66,7 @@ def _product(positions: int, outputs: int, inputs: int, rounds: int) -> dict[str
     factors_B = torch.rand(SAMPLES, generator=generator)
     grads = Outer(a_BTp, b_BTd, (outputs, inputs))
     product = 2 * SAMPLES * positions * outputs * inputs
-    norms = SAMPLES * norm_flops(positions, outputs, inputs)
+    norms = SAMPLES * norm_operations(positions, outputs, inputs)
     return {
         "positions": positions,
         "outputs": outputs,

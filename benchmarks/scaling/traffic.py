@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.scaling.memory import HALF, SINGLE, Job, formed, trained_matrices
+from benchmarks.scaling.memory import HALF, SINGLE, Job, formed, norm_operations, trained_matrices
 from dpfunc.distributed.agreement import RankSummary
-from dpfunc.engines.rules.cost import norm_flops
 
 SUMMARY = 8 * len(RankSummary._fields)  # bytes of what a rank says about itself before a step
 
@@ -101,7 +100,7 @@ def sample_flops(job: Job) -> dict[str, float]:
         elif dense:
             norms += product
         else:
-            norms += norm_flops(job.length, matrix.outputs, matrix.inputs) * job.layout.tensor
+            norms += norm_operations(job.length, matrix.outputs, matrix.inputs) * job.layout.tensor
         sums += 2.0 * matrix.numbers * job.layout.tensor if dense else product
     return {"model": model, "norms": norms, "sums": sums}
 

@@ -71,7 +71,7 @@ def open_unit(name: str, value: object, hint: str = "") -> float:
     return number
 
 
-def whole(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
+def integer(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     """An integer >= minimum; floats and bools are refused, numpy integers are welcome."""
     domain = f"an integer {name} >= {minimum}"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -82,9 +82,12 @@ def whole(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     return number
 
 
+whole = integer  # the older name, which also stood for complete and in full
+
+
 def records(dataset_size: object) -> int:
     """A number of records, 1 <= dataset_size <= 2**46."""
-    size = whole("dataset_size", dataset_size, minimum=1)
+    size = integer("dataset_size", dataset_size, minimum=1)
     if size > LARGEST_DATASET:
         raise fail(f"dataset_size <= {LARGEST_DATASET}", "dataset_size", dataset_size)
     return size

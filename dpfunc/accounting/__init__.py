@@ -4,13 +4,13 @@ from dpfunc.accounting.accountant import epsilon
 from dpfunc.accounting.calibration import calibrate, calibrate_batch_size, calibrate_noise
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger, compose
-from dpfunc.accounting.reading import (
+from dpfunc.accounting.meaning import (
     DELTA_TABLE,
     EPSILON_TABLE,
-    DeltaReading,
-    EpsilonReading,
-    read_delta,
-    read_epsilon,
+    DeltaMeaning,
+    EpsilonMeaning,
+    explain_delta,
+    explain_epsilon,
     suggest_delta,
 )
 from dpfunc.accounting.requirements import BatchChoice, Requirements, privacy_requirements
@@ -21,8 +21,8 @@ __all__ = [
     "DELTA_TABLE",
     "EPSILON_TABLE",
     "BatchChoice",
-    "DeltaReading",
-    "EpsilonReading",
+    "DeltaMeaning",
+    "EpsilonMeaning",
     "Guarantee",
     "Ledger",
     "Remaining",
@@ -34,9 +34,9 @@ __all__ = [
     "calibrate_steps",
     "compose",
     "epsilon",
+    "explain_delta",
+    "explain_epsilon",
     "privacy_requirements",
-    "read_delta",
-    "read_epsilon",
     "remaining",
     "schedule_ledger",
     "suggest_delta",

@@ -6,7 +6,7 @@ import functools
 import math
 
 from dpfunc._utils.validation import fail, one_of, open_unit
-from dpfunc.accounting.coarse import coarsen
+from dpfunc.accounting.fewer_kinds import fewer_kinds
 from dpfunc.accounting.gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting.guarantee import Guarantee, Method
 from dpfunc.accounting.ledger import Ledger
@@ -19,8 +19,8 @@ from dpfunc.types import Event
 
 METHODS = ("auto", "tilted", "prv", "rdp", "gaussian", "gdp-approximation")
 BOUNDS = ("auto", "tilted", "prv", "rdp", "gaussian")
-TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
-NOT_NEAR = 0.99  # of the estimate of the Renyi bound
+_TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
+_NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 
 
 def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
@@ -63,7 +63,7 @@ def cached_epsilon(ledger: Ledger, delta: float, method: str) -> Guarantee:
     """Compute `epsilon` from arguments that were validated; equal questions are answered from a cache."""
     answer = functools.partial(Guarantee, delta=delta, adjacency=ledger.adjacency)
     if method == "gdp-approximation":
-        return answer(gdp_epsilon(ledger, delta), method="gdp-approximation", note=GDP_NOTE)
+        return answer(_gdp_epsilon(ledger, delta), method="gdp-approximation", note=_GDP_NOTE)
     full = all(event.sampling_prob == 1 for event in ledger.events)
     if method == "gaussian" and not full:
         raise InvalidArgument(
@@ -73,57 +73,57 @@ def cached_epsilon(ledger: Ledger, delta: float, method: str) -> Guarantee:
     if full and method in ("auto", "gaussian"):
         return answer(gaussian_epsilon(gaussian_mu(ledger.events), delta), method="gaussian", note="exact")
     if not ledger.events:
-        return answer(0.0, method=named(method), note="nothing spent")
+        return answer(0.0, method=_named(method), note="nothing spent")
     if any(event.noise_multiplier == 0 for event in ledger.events):
-        return answer(math.inf, method=named(method), note="a step without noise")
-    return bounded(ledger, delta, method)
+        return answer(math.inf, method=_named(method), note="a step without noise")
+    return _bounded(ledger, delta, method)
 
 
-def named(method: str) -> Method:
+def _named(method: str) -> Method:
     """The method to name where each would say the same."""
     return "tilted" if method in ("auto", "tilted") else "prv" if method == "prv" else "rdp"
 
 
-def bounded(ledger: Ledger, delta: float, method: str) -> Guarantee:
+def _bounded(ledger: Ledger, delta: float, method: str) -> Guarantee:
     """The bound by one method, or the smaller one of two, for a ledger with noise in each event."""
     if method == "prv":
-        return by_prv(ledger, delta)
+        return _by_prv(ledger, delta)
     if method == "rdp":
-        return by_renyi(ledger, delta, "Renyi bound")
+        return _by_renyi(ledger, delta, "Renyi bound")
     try:
-        tight, renyi = by_tilted(ledger, delta)
+        tight, renyi = _by_tilted(ledger, delta)
     except TiltedUnavailable as refusal:
         if method == "tilted":
             raise
-        return by_renyi(ledger, delta, f"no tilted: {refusal}")
-    if method == "tilted" or tight.epsilon < NOT_NEAR * renyi:
+        return _by_renyi(ledger, delta, f"no tilted: {refusal}")
+    if method == "tilted" or tight.epsilon < _NOT_NEAR * renyi:
         return tight  # the Renyi bound cannot be smaller: it is not computed
-    other = by_renyi(ledger, delta, "below the bound by tilted")
+    other = _by_renyi(ledger, delta, "below the bound by tilted")
     return other if other.epsilon < tight.epsilon else tight
 
 
-def by_tilted(ledger: Ledger, delta: float) -> tuple[Guarantee, float]:
+def _by_tilted(ledger: Ledger, delta: float) -> tuple[Guarantee, float]:
     """The bound by discrete losses that dominate; and about what the Renyi bound is."""
-    events, rounded = coarsen(ledger.events, TILTED_KINDS)
+    events, rounded = fewer_kinds(ledger.events, _TILTED_KINDS)
     directions: tuple[Direction, ...] = ("replace",) if ledger.adjacency == "replace_one" else ("remove", "add")
     found = tilted_epsilon(kinds_of(events), directions, delta)
-    note = joined("an upper bound by construction", rounded)
+    note = _joined("an upper bound by construction", rounded)
     return Guarantee(found.epsilon, delta, "tilted", ledger.adjacency, note), found.renyi
 
 
-def by_renyi(ledger: Ledger, delta: float, note: str) -> Guarantee:
-    """The smallest bound over orders of Renyi differential privacy; `note` is said beside it."""
-    events, rounded = coarsen(merge_gaussians(ledger.events))
+def _by_renyi(ledger: Ledger, delta: float, note: str) -> Guarantee:
+    """The smallest bound over orders of Renyi differential privacy; `note` goes into the answer."""
+    events, rounded = fewer_kinds(merge_gaussians(ledger.events))
     renyi = rdp_epsilon(events, ledger.adjacency, delta)
-    return Guarantee(renyi, delta, "rdp", ledger.adjacency, joined(note, rounded))
+    return Guarantee(renyi, delta, "rdp", ledger.adjacency, _joined(note, rounded))
 
 
-def by_prv(ledger: Ledger, delta: float) -> Guarantee:
+def _by_prv(ledger: Ledger, delta: float) -> Guarantee:
     """The bound by numerical composition over opacus; its grid needs the Renyi bound."""
-    events, rounded = coarsen(merge_gaussians(ledger.events))
+    events, rounded = fewer_kinds(merge_gaussians(ledger.events))
     renyi = rdp_epsilon(events, ledger.adjacency, delta, few=len(events) > FEW_KINDS)
     numerical, error = prv_epsilon(events, ledger.adjacency, delta, renyi)
-    note = joined(f"about {error:.2g} above the truth", rounded)
+    note = _joined(f"about {error:.2g} above the truth", rounded)
     return Guarantee(numerical, delta, "prv", ledger.adjacency, note)
 
 
@@ -132,7 +132,7 @@ def kinds_of(events: tuple[Event, ...]) -> list[Kind]:
     return [(event.sampling_prob, event.noise_multiplier, event.num_steps) for event in events]
 
 
-def joined(*notes: str) -> str:
+def _joined(*notes: str) -> str:
     """The notes that say something, in one line."""
     return "; ".join(filter(None, notes))
 
@@ -146,12 +146,12 @@ def merge_gaussians(events: tuple[Event, ...]) -> tuple[Event, ...]:
     return (*(event for event in events if event.sampling_prob < 1), Event(1.0, sigma, 1))
 
 
-GDP_NOTE = (
+_GDP_NOTE = (
     "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling probabilities"
 )
 
 
-def gdp_epsilon(ledger: Ledger, delta: float) -> float:
+def _gdp_epsilon(ledger: Ledger, delta: float) -> float:
     """The central-limit approximation; for one record added or removed."""
     if ledger.adjacency == "replace_one":
         raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", ledger.adjacency)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dpfunc._utils.validation import fail, open_unit, positive, probability, whole
+from dpfunc._utils.validation import fail, integer, open_unit, positive, probability
 from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, merge_gaussians
-from dpfunc.accounting.coarse import coarsen
+from dpfunc.accounting.fewer_kinds import fewer_kinds
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.accounting.losses import Direction
 from dpfunc.accounting.prv import PRVUnavailable
@@ -21,10 +21,10 @@ from dpfunc.accounting.tilted import rough_epsilon as tilted_guess
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 
-RTOL = 1e-4
-MOST_NOISE = 2.0**30
-LEAST_NOISE = 2.0**-10
-FEW_KINDS = 8
+_RTOL = 1e-4
+_MOST_NOISE = 2.0**30
+_LEAST_NOISE = 2.0**-10
+_FEW_KINDS = 8
 
 
 def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: float, method: str = "auto") -> float:
@@ -61,45 +61,45 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
         except PRVUnavailable:
             return math.inf
 
-    fails, passes = noise_bracket(cost, ledger_for, target, delta, method)
-    return passes if fails < LEAST_NOISE else smallest_real(cost, target, fails, passes, RTOL)
+    fails, passes = _noise_bracket(cost, ledger_for, target, delta, method)
+    return passes if fails < _LEAST_NOISE else smallest_real(cost, target, fails, passes, _RTOL)
 
 
-def noise_bracket(
+def _noise_bracket(
     cost: Callable[[float], float], ledger_for: Callable[[float], Ledger], target: float, delta: float, method: str
 ) -> tuple[float, float]:
     """Scales on either side of the answer, near each other: (fails, passes)."""
-    scale = renyi_guess(lambda s: rough_epsilon(ledger_for(s), delta), target)
+    scale = _renyi_guess(lambda s: rough_epsilon(ledger_for(s), delta), target)
     factor = 1.05
     if cost(scale) <= target:
         passes, fails = scale, scale / factor
-        while fails >= LEAST_NOISE and cost(fails) <= target:
+        while fails >= _LEAST_NOISE and cost(fails) <= target:
             factor *= 1.5
             passes, fails = fails, fails / factor
         return fails, passes
-    least = cached_epsilon(ledger_for(MOST_NOISE), delta, method).epsilon
+    least = cached_epsilon(ledger_for(_MOST_NOISE), delta, method).epsilon
     if least > target:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
-            f"{MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. What was spent before counts too: "
+            f"{_MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. What was spent before counts too: "
             "raise epsilon or delta, or start on fresh data."
         )
-    fails, passes = scale, min(scale * factor, MOST_NOISE)
+    fails, passes = scale, min(scale * factor, _MOST_NOISE)
     while cost(passes) > target:
         factor *= 1.5
-        fails, passes = passes, min(passes * factor, MOST_NOISE)
+        fails, passes = passes, min(passes * factor, _MOST_NOISE)
     return fails, passes
 
 
-def renyi_guess(rough: Callable[[float], float], target: float) -> float:
+def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
     """A scale near the answer, from a cheap cost; never a wrong answer, only a slower search."""
-    aim = max(target, 1.1 * rough(MOST_NOISE))
+    aim = max(target, 1.1 * rough(_MOST_NOISE))
     if not math.isfinite(aim):
         return 1.0
     low, high = 1.0, 1.0
-    while rough(high) > aim and high < MOST_NOISE:
+    while rough(high) > aim and high < _MOST_NOISE:
         low, high = high, high * 2
-    while rough(low) <= aim and low > LEAST_NOISE:
+    while rough(low) <= aim and low > _LEAST_NOISE:
         low, high = low / 2, low
     for _ in range(6):
         middle = math.sqrt(low * high)
@@ -116,7 +116,7 @@ def rough_epsilon(ledger: Ledger, delta: float) -> float:
         return tilted_guess(kinds_of(ledger.events), direction, delta)
     except TiltedUnavailable:
         pass
-    events, _ = coarsen(merge_gaussians(ledger.events), FEW_KINDS)
+    events, _ = fewer_kinds(merge_gaussians(ledger.events), _FEW_KINDS)
     return rdp_epsilon(events, ledger.adjacency, delta, few=True)
 
 
@@ -155,9 +155,9 @@ def calibrate_noise(
     1.29
     """
     probability("sampling_prob", sampling_prob)
-    whole("num_steps", num_steps, minimum=1)
+    integer("num_steps", num_steps, minimum=1)
     before = Ledger(adjacency=adjacency) if spent is None else spent
-    shape = relative_noise(schedule, num_steps)
+    shape = _relative_noise(schedule, num_steps)
 
     def ledger_for(scale: float) -> Ledger:
         noise = Schedule(tuple((steps, scale * value) for steps, value in shape.pieces))
@@ -166,7 +166,7 @@ def calibrate_noise(
     return calibrate(ledger_for, epsilon=epsilon, delta=delta, method=method)
 
 
-def relative_noise(schedule: Schedule | Sequence[float] | None, num_steps: int) -> Schedule:
+def _relative_noise(schedule: Schedule | Sequence[float] | None, num_steps: int) -> Schedule:
     """The relative noise multipliers as a `Schedule`; in a sequence the order does not matter for the cost."""
     if schedule is None:
         return Schedule(((1, 1.0),))
@@ -215,8 +215,8 @@ def calibrate_batch_size(
     500
     """
     target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
-    n = whole("dataset_size", dataset_size, minimum=1)
-    steps, sigma = whole("num_steps", num_steps, minimum=1), positive("noise_multiplier", noise_multiplier)
+    n = integer("dataset_size", dataset_size, minimum=1)
+    steps, sigma = integer("num_steps", num_steps, minimum=1), positive("noise_multiplier", noise_multiplier)
     check_bound(method)
     before = Ledger(adjacency=adjacency) if spent is None else spent
 

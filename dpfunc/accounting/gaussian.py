@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from dpfunc.accounting.search import falling_root
 from dpfunc.types import Event
 
-ROUND_UP = 1.0 + 1e-9  # the root finder and log_ndtr are good to about 1e-12
+_ROUND_UP = 1.0 + 1e-9  # the root finder and log_ndtr are good to about 1e-12
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -22,7 +23,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     >>> round(gaussian_epsilon(10**0.5 / 5, 1e-5), 3)
     2.594
     """
-    from scipy.optimize import brentq
     from scipy.special import erf
 
     if mu == 0.0 or erf(mu / 8**0.5) <= delta:  # the total variation distance
@@ -31,11 +31,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         return math.inf
     high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # the tail bound; delta(high) < delta
     target = math.log(delta)
-    root: float = brentq(lambda epsilon: log_delta(epsilon, mu) - target, 0.0, high, xtol=1e-300, rtol=1e-13)
-    return root * ROUND_UP
+    # below e^-1e6 of delta only the sign counts
+    root = falling_root(lambda epsilon: max(_log_delta(epsilon, mu) - target, -1e6), 0.0, high, 1e-13)
+    return root * _ROUND_UP
 
 
-def log_delta(epsilon: float, mu: float) -> float:
+def _log_delta(epsilon: float, mu: float) -> float:
     """Logarithm of the delta of the Gaussian mechanism at `epsilon`."""
     from scipy.special import log_ndtr
 

@@ -14,10 +14,10 @@ from dpfunc.types import ADJACENCIES, Adjacency, Event
 if TYPE_CHECKING:
     from dpfunc.accounting.guarantee import Guarantee
 
-SCHEMA = "dpfunc.ledger/1"
-LEDGER_FIELDS = {"schema", "adjacency", "events"}
-EVENT_FIELDS = {"sampling_prob", "noise_multiplier", "num_steps"}
-SHOWN_EVENTS = 4
+_SCHEMA = "dpfunc.ledger/1"
+_LEDGER_FIELDS = {"schema", "adjacency", "events"}
+_EVENT_FIELDS = {"sampling_prob", "noise_multiplier", "num_steps"}
+_SHOWN_EVENTS = 4
 
 
 def canonical(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -86,7 +86,7 @@ class Ledger:
             {"sampling_prob": e.sampling_prob, "noise_multiplier": e.noise_multiplier, "num_steps": e.num_steps}
             for e in self.events
         ]
-        return json.dumps({"schema": SCHEMA, "adjacency": self.adjacency, "events": events})
+        return json.dumps({"schema": _SCHEMA, "adjacency": self.adjacency, "events": events})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ledger:
@@ -105,18 +105,18 @@ class Ledger:
             values = unique_json(text)
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"Expected a ledger as JSON: {error}.") from error
-        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+        if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
             found = values.get("schema") if isinstance(values, dict) else type(values).__name__
-            raise fail(f"a ledger with schema {SCHEMA!r}", "schema", found, "Use the version of dpfunc that wrote it.")
-        same_fields("ledger", values, LEDGER_FIELDS)
+            raise fail(f"a ledger with schema {_SCHEMA!r}", "schema", found, "Use the version of dpfunc that wrote it.")
+        _same_fields("ledger", values, _LEDGER_FIELDS)
         if not isinstance(values["events"], list):
             raise fail("a list of events", "events", values["events"])
-        return cls(tuple(event_from(item) for item in values["events"]), cast(Adjacency, values["adjacency"]))
+        return cls(tuple(_event_from(item) for item in values["events"]), cast(Adjacency, values["adjacency"]))
 
     def __repr__(self) -> str:
         kinds = [f"(q={e.sampling_prob:g}, sigma={e.noise_multiplier:g}) x {e.num_steps}" for e in self.events]
-        more = [f"{len(kinds) - SHOWN_EVENTS} kinds more"] if len(kinds) > SHOWN_EVENTS else []
-        listed = " + ".join([*kinds[:SHOWN_EVENTS], *more]) or "nothing spent"
+        more = [f"{len(kinds) - _SHOWN_EVENTS} kinds more"] if len(kinds) > _SHOWN_EVENTS else []
+        listed = " + ".join([*kinds[:_SHOWN_EVENTS], *more]) or "nothing spent"
         return f"Ledger({self.num_steps} steps, {self.adjacency}: {listed})"
 
 
@@ -147,7 +147,7 @@ def compose(*ledgers: Ledger) -> Ledger:
     return Ledger(tuple(event for ledger in ledgers for event in ledger.events), ledgers[0].adjacency)
 
 
-def same_fields(what: str, values: dict[str, Any], expected: set[str]) -> None:
+def _same_fields(what: str, values: dict[str, Any], expected: set[str]) -> None:
     """Raise an error unless a JSON object has exactly the expected fields."""
     if set(values) != expected:
         raise InvalidArgument(
@@ -157,11 +157,11 @@ def same_fields(what: str, values: dict[str, Any], expected: set[str]) -> None:
         )
 
 
-def event_from(values: object) -> Event:
+def _event_from(values: object) -> Event:
     """One event from its JSON object."""
     if not isinstance(values, dict):
         raise fail("an event as a JSON object", "event", values)
-    same_fields("event", values, EVENT_FIELDS)
+    _same_fields("event", values, _EVENT_FIELDS)
     try:
         return Event(values["sampling_prob"], values["noise_multiplier"], values["num_steps"])
     except DPFuncError as error:

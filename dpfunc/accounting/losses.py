@@ -16,8 +16,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Direction = Literal["remove", "add", "replace"]
 
-REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
-LARGE = 600.0  # e^600 fits into float64
+_REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
+
+
+def log_ratio(q: Array | float, exponent: Array) -> Array:
+    """`log(1 - q + q e^exponent)` for 0 < q <= 1, without overflow and to the last digits near 0."""
+    near = np.clip(exponent, -1.0, 30.0)
+    middle = np.log1p(q * np.expm1(near))
+    high = exponent + np.log(q + (1 - q) * np.exp(-np.maximum(exponent, 30.0)))
+    with np.errstate(divide="ignore"):  # q = 1
+        low = np.logaddexp(np.log1p(-q), np.log(q) + np.minimum(exponent, 0.0))
+    return np.where(exponent < -1.0, low, np.where(exponent > 30.0, high, middle))
 
 
 @dataclass(frozen=True)
@@ -44,20 +53,12 @@ class StepLoss:
 
     def loss(self, x: Array) -> Array:
         """Privacy loss `log(P(x) / Q(x))` of the outputs x."""
+        q, scale = self.sampling_prob, self.noise_multiplier**2
         if self.direction == "remove":
-            return self._mixture_ratio((x - 0.5), 1.0)
+            return log_ratio(q, (x - 0.5) / scale)
         if self.direction == "add":
-            return -self._mixture_ratio((-x - 0.5), 1.0)
-        return self._mixture_ratio(x - 0.25, 0.5) - self._mixture_ratio(-x - 0.25, 0.5)
-
-    def _mixture_ratio(self, offset: Array, shift: float) -> Array:
-        """`log(1 - q + q e^(shift offset / s^2))`, to the last digit near 0 and without overflow."""
-        q, s = self.sampling_prob, self.noise_multiplier
-        exponent = shift * offset / s**2
-        near = np.clip(exponent, -1.0, LARGE)
-        above = np.log1p(q * np.expm1(near)) + (exponent - near)
-        rest = np.log1p(-q) if q < 1 else -np.inf
-        return np.where(exponent < -1.0, np.logaddexp(rest, np.log(q) + exponent), above)
+            return -log_ratio(q, (-x - 0.5) / scale)
+        return log_ratio(q, (x - 0.25) / 2 / scale) - log_ratio(q, (-x - 0.25) / 2 / scale)
 
     def point(self, loss: Array) -> Array:
         """The x at which a loss is reached; -inf or inf for losses outside the range."""
@@ -103,8 +104,8 @@ class StepLoss:
         """The mean of the loss given that it is between low and high, by Gauss-Legendre panels in x."""
         s = self.noise_multiplier
         x_low, x_high = self.point(np.array([low, high]))
-        left = max(float(x_low), -REACH * s)
-        right = min(float(x_high), self.shift + REACH * s)
+        left = max(float(x_low), -_REACH * s)
+        right = min(float(x_high), self.shift + _REACH * s)
         if right <= left:
             return (low + high) / 2
         width = min(s, 2 * s * s) / 2  # the loss is analytic within pi s^2 of the real line

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dpfunc.accounting.losses import Direction, StepLoss
+from dpfunc.accounting.losses import Array, Direction, StepLoss
 from dpfunc.accounting.rdp import SIGMA_MAX, loss_tail
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
@@ -18,14 +17,13 @@ from dpfunc.types import Adjacency, Event
 if TYPE_CHECKING:
     from opacus.accountants.analysis.prv import DiscretePRV, Domain
 
-Array = NDArray[np.float64]
 
-MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the truth
-MAX_POINTS = 2**22
-MAX_LOSS = 650.0  # e^650 fits into float64
-MIN_SIGMA = 0.02
+_MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the truth
+_MAX_POINTS = 2**22
+_MAX_LOSS = 650.0  # e^650 fits into float64
+_MIN_SIGMA = 0.02
 FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
-MIN_ERROR, RELATIVE_ERROR, MAX_ERROR = 1e-4, 0.02, 0.01
+_MIN_ERROR, _RELATIVE_ERROR, _MAX_ERROR = 1e-4, 0.02, 0.01
 
 
 class PRVUnavailable(InvalidArgument):
@@ -56,19 +54,19 @@ class Grid:
 def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
     """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails.
 
-    The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take the whole 2 %.
+    The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take all of the 2 %.
 
     Raises:
         PRVUnavailable: delta below 1e-9, or a grid of more than 2**22 points.
     """
     from scipy.fft import next_fast_len
 
-    if delta < MIN_DELTA:
+    if delta < _MIN_DELTA:
         raise PRVUnavailable(
-            f"Expected delta >= {MIN_DELTA:g} for method 'prv', got delta={delta:g}. Use method 'rdp'."
+            f"Expected delta >= {_MIN_DELTA:g} for method 'prv', got delta={delta:g}. Use method 'rdp'."
         )
-    if not math.isfinite(eps_rdp) or min(event.noise_multiplier for event in events) < MIN_SIGMA:
-        raise PRVUnavailable(f"Expected noise multipliers >= {MIN_SIGMA} for method 'prv'. Use method 'rdp'.")
+    if not math.isfinite(eps_rdp) or min(event.noise_multiplier for event in events) < _MIN_SIGMA:
+        raise PRVUnavailable(f"Expected noise multipliers >= {_MIN_SIGMA} for method 'prv'. Use method 'rdp'.")
     delta_error = delta / 1000
     steps, few = sum(event.num_steps for event in events), len(events) > FEW_KINDS
     # both tails, of the sum of each group of events and of each single step
@@ -76,11 +74,11 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
     ones = [Event(e.sampling_prob, e.noise_multiplier, 1) for e in events]
     single = max(loss_tail([one], adjacency, delta_error / (16 * steps), few) for one in ones)
     per_error = math.sqrt(steps * math.log(12 / delta_error) / 2)
-    wanted = min(max(RELATIVE_ERROR * eps_rdp, MIN_ERROR), MAX_ERROR)
-    allowed = max(wanted, RELATIVE_ERROR * eps_rdp)
+    wanted = min(max(_RELATIVE_ERROR * eps_rdp, _MIN_ERROR), _MAX_ERROR)
+    allowed = max(wanted, _RELATIVE_ERROR * eps_rdp)
     limit = max(total, single) + allowed
-    eps_error = max(wanted, 2 * limit * per_error / MAX_POINTS)
-    if eps_error > allowed or limit > MAX_LOSS:
+    eps_error = max(wanted, 2 * limit * per_error / _MAX_POINTS)
+    if eps_error > allowed or limit > _MAX_LOSS:
         raise PRVUnavailable(
             f"Expected a grid of at most 2**22 points for method 'prv', got {2 * limit * per_error / wanted:.3g} "
             f"(privacy losses up to {limit:.3g}, {steps} steps). Use method 'rdp'."
@@ -104,10 +102,10 @@ def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
     """
     grid = choose_grid(events, adjacency, delta, eps_rdp)
     directions: tuple[Direction, ...] = ("replace",) if adjacency == "replace_one" else ("remove", "add")
-    return max(one_direction(events, direction, delta, grid) for direction in directions), grid.eps_error
+    return max(_one_direction(events, direction, delta, grid) for direction in directions), grid.eps_error
 
 
-def one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
+def _one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
     """The upper bound for neighbours in one order."""
     domain = grid.domain()
     losses = [StepLoss(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction) for e in events]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from dpfunc.accounting.losses import Array, log_ratio
 
-MAX_POINTS = 200_000
-REACH = 14.0  # standard deviations; what lies beyond is below 1e-43
+_MAX_POINTS = 200_000
+_REACH = 14.0  # standard deviations; what lies beyond is below 1e-43
 
 
 def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -> Array:
@@ -24,20 +23,15 @@ def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -
     step = min(sigma / 10, sigma * sigma / 2)  # the nearest singularity is at least pi s^2 off the line
     curve = np.full(len(orders), np.nan)
     for i, a in enumerate(orders):
-        low, high = -0.5 - REACH * sigma, a + REACH * sigma  # P^a Q^(1-a) is a sum of bumps between -1/2 and a
-        if (high - low) / step > MAX_POINTS:
+        low, high = -0.5 - _REACH * sigma, a + _REACH * sigma  # P^a Q^(1-a) is a sum of bumps between -1/2 and a
+        if (high - low) / step > _MAX_POINTS:
             continue
         x = np.arange(low, high, step)
         log_q = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi) / step)
         if replace_one:
-            ahead, behind = mixture(q, (x - 0.25) / 2 / sigma**2), mixture(q, (-x - 0.25) / 2 / sigma**2)
+            ahead, behind = log_ratio(q, (x - 0.25) / 2 / sigma**2), log_ratio(q, (-x - 0.25) / 2 / sigma**2)
             log_terms = log_q + a * ahead - (a - 1) * behind
         else:
-            log_terms = log_q + a * mixture(q, (x - 0.5) / sigma**2)
+            log_terms = log_q + a * log_ratio(q, (x - 0.5) / sigma**2)
         curve[i] = max(0.0, float(logsumexp(log_terms))) / (a - 1) * (1 + 1e-12)
     return curve
-
-
-def mixture(q: float, exponent: Array) -> Array:
-    """`log(1 - q + q e^exponent)`."""
-    return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + exponent))

@@ -7,13 +7,11 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dpfunc.accounting.gaussian import as_float
+from dpfunc.accounting.losses import Array
 from dpfunc.accounting.quadrature import quadrature_curve
 from dpfunc.types import Adjacency, Event
-
-Array = NDArray[np.float64]
 
 # alpha - 1 grows by a tenth at most: the bound is flat around the best order, and loses < 0.2 % between two of them.
 # 1024 is the last order at which the binomial coefficients fit into float64; 2048 gives NaN.
@@ -23,7 +21,7 @@ ORDERS: tuple[float, ...] = tuple(sorted({*_FRACTIONS, *_INTEGERS, 1024.0}))
 FEW_ORDERS: tuple[float, ...] = (1.05, 1.2, 1.5, *map(float, (2, 3, 4, 5, 6, 8, 11, 15, 20, 28, 40, 60, 90, 200, 500)))
 
 SIGMA_MAX = 1e5  # more noise is accounted as this much: beyond it the curve drowns in rounding
-SIGMA_MIN = 0.02  # below it the closed bound is as good
+_SIGMA_MIN = 0.02  # below it the closed bound is as good
 
 
 def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few: bool = False) -> float:
@@ -34,7 +32,9 @@ def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few
     """
     orders = FEW_ORDERS if few else ORDERS
     a = np.array(orders)
-    bounds = composed_curve(tuple(events), adjacency, orders) + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
+    bounds = (
+        _composed_curve(tuple(events), adjacency, orders) + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
+    )
     return max(0.0, float(np.min(bounds)))
 
 
@@ -42,10 +42,10 @@ def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, few: b
     """A level that the privacy loss exceeds with probability at most `prob`: `min_a R(a) + log(1/prob) / (a - 1)`."""
     orders = FEW_ORDERS if few else ORDERS
     a = np.array(orders)
-    return float(np.min(composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
+    return float(np.min(_composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
 
 
-def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
+def _composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
     """The Renyi divergences R(a) of all events together, inf where not finite."""
     total = np.zeros(len(orders))
     for event in events:
@@ -64,16 +64,16 @@ def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, .
     if q == 1.0:
         return tuple((a / (2 * sigma * sigma)).tolist()) if sigma > 1e-150 else (math.inf,) * len(orders)
     convex = convexity_bound(q, sigma, a)
-    if sigma < SIGMA_MIN:
+    if sigma < _SIGMA_MIN:
         return tuple(convex.tolist())
-    whole = a == np.round(a)
+    integers = a == np.round(a)
     if replace_one:
         exact = quadrature_curve(q, sigma, a, replace_one)
     else:  # the series of opacus for fractional orders converges too slowly for large q
         exact = np.empty(len(a))
-        exact[whole] = opacus_curve(q, sigma, a[whole])
-        exact[~whole] = quadrature_curve(q, sigma, a[~whole], replace_one)
-    curve = np.where(np.isfinite(exact), exact + rounding(q, sigma, a), convex)
+        exact[integers] = opacus_curve(q, sigma, a[integers])
+        exact[~integers] = quadrature_curve(q, sigma, a[~integers], replace_one)
+    curve = np.where(np.isfinite(exact), exact + _rounding(q, sigma, a), convex)
     return tuple(np.minimum(curve, convex).tolist())
 
 
@@ -102,7 +102,7 @@ def convexity_bound(q: float, sigma: float, a: Array) -> Array:
     return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + exponent) / (a - 1) * (1 + 1e-12))
 
 
-def rounding(q: float, sigma: float, a: Array) -> Array:
+def _rounding(q: float, sigma: float, a: Array) -> Array:
     """Bound how far the rounding of the logarithms in a series or a sum can put a curve below the true one."""
     scale = a * (abs(math.log(q)) + abs(math.log1p(-q)) + 2 + a / (2 * sigma * sigma))
     return np.asarray(8 * np.finfo(np.float64).eps * scale / (a - 1))

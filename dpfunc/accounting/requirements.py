@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from dpfunc._utils.validation import fail, open_unit, positive, whole
+from dpfunc._utils.validation import fail, integer, open_unit, positive
 from dpfunc.accounting.calibration import calibrate_noise
 from dpfunc.accounting.guarantee import Guarantee
-from dpfunc.accounting.reading import suggest_delta
+from dpfunc.accounting.meaning import suggest_delta
 from dpfunc.accounting.schedules import schedule_ledger
 from dpfunc.errors import InvalidArgument
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-NEAR_BEST = 1.1
+_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+_NEAR_BEST = 1.1
 
-GUIDANCE = (
+_GUIDANCE = (
     "epsilon does not depend on the clip norm: noise is scaled with it. Choose the clip norm for utility.",
     "At a fixed noise multiplier and number of epochs, larger batches cost MORE epsilon, not less.",
     "At a fixed epsilon, larger batches need a larger noise multiplier, yet noise relative to the summed signal, "
@@ -101,8 +101,8 @@ def privacy_requirements(
     >>> need.total_steps, need.sampling_prob
     (94, 0.032)
     """
-    n = whole("dataset_size", dataset_size, minimum=2)
-    size = whole("batch_size", batch_size, minimum=1)
+    n = integer("dataset_size", dataset_size, minimum=2)
+    size = integer("batch_size", batch_size, minimum=1)
     if size > n:
         raise fail(f"batch_size <= dataset_size = {n}", "batch_size", batch_size)
     positive("epochs", epochs)
@@ -111,13 +111,13 @@ def privacy_requirements(
     if chosen * n >= 1:
         raise InvalidArgument(
             f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={chosen:g}. A mechanism that publishes one "
-            f"random record whole has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
+            f"random record in full has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
         )
-    sizes = sorted({max(1, min(n, round(size * factor))) for factor in FACTORS})
-    choices = tuple(batch_choice(n, b, epochs, target, chosen) for b in sizes)
+    sizes = sorted({max(1, min(n, round(size * factor))) for factor in _FACTORS})
+    choices = tuple(_batch_choice(n, b, epochs, target, chosen) for b in sizes)
     asked = next(choice for choice in choices if choice.batch_size == size)
     best = min(choice.noise_per_run for choice in choices)
-    good = next(choice for choice in choices if choice.noise_per_run <= NEAR_BEST * best)
+    good = next(choice for choice in choices if choice.noise_per_run <= _NEAR_BEST * best)
     ledger = schedule_ledger(asked.sampling_prob, asked.noise_multiplier, asked.total_steps)
     return Requirements(
         dataset_size=n,
@@ -131,11 +131,11 @@ def privacy_requirements(
         guarantee=ledger.epsilon(chosen),
         recommended_batch_size=good.batch_size,
         choices=choices,
-        guidance=GUIDANCE,
+        guidance=_GUIDANCE,
     )
 
 
-def batch_choice(dataset_size: int, batch_size: int, epochs: float, target: float, delta: float) -> BatchChoice:
+def _batch_choice(dataset_size: int, batch_size: int, epochs: float, target: float, delta: float) -> BatchChoice:
     """Compute one row of the comparison of batch sizes, with the least noise that meets the target."""
     q, steps = batch_size / dataset_size, total_steps(dataset_size, batch_size, epochs)
     sigma = calibrate_noise(epsilon=target, delta=delta, sampling_prob=q, num_steps=steps)

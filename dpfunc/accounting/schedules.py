@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from dpfunc._utils.validation import whole
+from dpfunc._utils.validation import integer
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.types import Adjacency, Event, Schedule, schedule_at
 
@@ -32,7 +32,7 @@ def schedule_ledger(
     >>> schedule_ledger(0.1, Schedule(((100, 1.2), (200, 0.9))), num_steps=150)
     Ledger(150 steps, add_remove: (q=0.1, sigma=0.9) x 50 + (q=0.1, sigma=1.2) x 100)
     """
-    end = whole("num_steps", num_steps)
+    end = integer("num_steps", num_steps)
     starts = {0} | {
         start
         for value in (sampling_prob, noise_multiplier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dpfunc._utils.validation import fail, open_unit, positive, whole
+from dpfunc._utils.validation import fail, integer, open_unit, positive
 from dpfunc.accounting.accountant import cached_epsilon, check_bound
 from dpfunc.accounting.calibration import rough_epsilon
 from dpfunc.accounting.ledger import Ledger
@@ -13,7 +13,7 @@ from dpfunc.accounting.search import largest_integer
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event
 
-MANY_STEPS = 2**40
+_MANY_STEPS = 2**40
 
 
 class Remaining(NamedTuple):
@@ -55,7 +55,7 @@ def affordable_steps(
     10
     """
     target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
-    most = whole("limit", limit)
+    most = integer("limit", limit)
     check_bound(method)
     rough = largest_integer(lambda k: rough_epsilon(ledger_after(k), delta), target, most, most // 2)
     return largest_integer(lambda k: cached_epsilon(ledger_after(k), delta, method).epsilon, target, most, rough)
@@ -129,6 +129,6 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
         more = Event(event.sampling_prob, event.noise_multiplier, steps) if steps else None
         return ledger.record(more) if more else ledger
 
-    steps = affordable_steps(after, epsilon=epsilon, delta=delta, limit=MANY_STEPS, method=method)
+    steps = affordable_steps(after, epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
     spent = cached_epsilon(ledger, delta, method).epsilon
     return Remaining(steps, spent, max(0.0, epsilon - spent))

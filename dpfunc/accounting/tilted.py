@@ -15,7 +15,7 @@ Every approximation is on the safe side, whatever the parameters (t, cells, spac
 3. *A sum for the integral.* With spacing D it equals `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all
    integers k (Poisson summation): the wanted term and others that are not negative.
 4. *Dropped frequencies* count by the bound on their absolute value, as |E e^(i s L)| <= 1 for every further kind.
-5. *Rounding* counts as `rounding_bound`, an estimate of its size times a large factor.
+5. *Rounding* counts as `_rounding_bound`, an estimate of its size times a large factor.
 
 The tilt e^(t L) keeps the sum near its largest term, so that rounding is relative to delta, and not to 1. The grid of
 each kind of step depends on the spread of its loss, not on the number of steps, so 10^7 steps cost what ten cost.
@@ -31,19 +31,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dpfunc.accounting.losses import Array, Direction, normal_masses
+from dpfunc.accounting.losses import Array, Direction, log_ratio, normal_masses
+from dpfunc.accounting.search import falling_root, least
 from dpfunc.errors import InvalidArgument
 
 Kind = tuple[float, float, int]
 """sampling_prob, noise_multiplier, num_steps."""
 
-MIN_DELTA, MIN_SIGMA, MAX_SIGMA, MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
-MAX_STEPS = 10**11
-CELL_ERROR, SMOOTH_ERROR = 2e-6, 1e-5  # relative to epsilon
-MANY_KINDS, MANY_CELL_ERROR = 8, 4e-5  # for speed
-MAX_CELLS, MAX_FREQUENCIES, MAX_ROUNDS = 4_000, 2**16, 5
-TINY = 1e-8  # of delta: what each of the cut ends and dropped frequencies may add
-ULP = float(np.finfo(np.float64).eps)
+_MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
+_MAX_STEPS = 10**11
+_CELL_ERROR, _SMOOTH_ERROR = 2e-6, 1e-5  # relative to epsilon
+_MANY_KINDS, _MANY_CELL_ERROR = 8, 4e-5  # for speed
+_MAX_CELLS, _MAX_FREQUENCIES, _MAX_ROUNDS = 4_000, 2**16, 5
+_TINY = 1e-8  # of delta: what each of the cut ends and dropped frequencies may add
+_ULP = float(np.finfo(np.float64).eps)
 
 
 class TiltedUnavailable(InvalidArgument):
@@ -51,14 +52,14 @@ class TiltedUnavailable(InvalidArgument):
 
 
 @dataclass(frozen=True)
-class Bound:
+class _Bound:
     """`epsilon` with delta(epsilon) <= delta, and `renyi`, about what a Renyi accountant would say (not a bound)."""
 
     epsilon: float
     renyi: float
 
 
-def tilted_epsilon(kinds: Sequence[Kind], directions: Sequence[Direction], delta: float) -> Bound:
+def tilted_epsilon(kinds: Sequence[Kind], directions: Sequence[Direction], delta: float) -> _Bound:
     """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
 
     Args:
@@ -72,67 +73,66 @@ def tilted_epsilon(kinds: Sequence[Kind], directions: Sequence[Direction], delta
     >>> print(f"{tilted_epsilon([(0.01, 1.0, 1000)], ['remove', 'add'], 1e-5).epsilon:.4f}")
     1.8283
     """
-    kinds = within_domain(kinds, delta)
+    kinds = _within_domain(kinds, delta)
     if len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
         q, sigma, _ = kinds[0]
-        return Bound(max(one_step_epsilon(q, sigma, direction, delta) for direction in directions), math.inf)
+        return _Bound(max(_one_step_epsilon(q, sigma, direction, delta) for direction in directions), math.inf)
     first = one_direction(kinds, directions[0], delta)
     epsilon = first.epsilon
     for direction in directions[1:]:
         epsilon = max(epsilon, one_direction(kinds, direction, delta, epsilon).epsilon)
-    return Bound(epsilon, first.renyi)
+    return _Bound(epsilon, first.renyi)
 
 
 def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float) -> float:
     """Fast estimate of epsilon by the Renyi curve, typically 5-20 % high for many steps; not a bound."""
-    kinds = within_domain(kinds, delta)
+    kinds = _within_domain(kinds, delta)
     base = sampled_losses(kinds, direction, delta, share=32)
-    return max(0.0, renyi_estimate(base, best_tilt(base, math.log(delta)), math.log(delta)))
+    return max(0.0, _renyi_estimate(base, _best_tilt(base, math.log(delta)), math.log(delta)))
 
 
-def within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
+def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
     """The kinds, with more noise or less sampling than float64 can serve rounded to the costlier side; sorted.
 
     Raises:
         TiltedUnavailable: values at which float64 over- or underflows.
     """
     steps = sum(count for _, _, count in kinds)
-    if not MIN_DELTA <= delta < 1:
+    if not _MIN_DELTA <= delta < 1:
         raise TiltedUnavailable(
-            f"Expected delta >= {MIN_DELTA:g} for method 'tilted', got delta={delta:g}. Use method 'rdp'."
+            f"Expected delta >= {_MIN_DELTA:g} for method 'tilted', got delta={delta:g}. Use method 'rdp'."
         )
-    if steps > MAX_STEPS:
+    if steps > _MAX_STEPS:
         raise TiltedUnavailable(
-            f"Expected at most {MAX_STEPS:g} steps for method 'tilted', got {steps:.4g}. Use method 'rdp'."
+            f"Expected at most {_MAX_STEPS:g} steps for method 'tilted', got {steps:.4g}. Use method 'rdp'."
             if steps < 2**1000
             else "Expected fewer steps for method 'tilted'. Use method 'rdp'."
         )
-    least = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
-    if least < MIN_SIGMA:
+    smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
+    if smallest < _MIN_SIGMA:
         raise TiltedUnavailable(
-            f"Expected noise multipliers >= {MIN_SIGMA:g} for method 'tilted', got {least:g}. Use method 'rdp'."
+            f"Expected noise multipliers >= {_MIN_SIGMA:g} for method 'tilted', got {smallest:g}. Use method 'rdp'."
         )
-    mu2 = gaussian_part(kinds)
+    mu2 = _gaussian_part(kinds)
     if not mu2 < 1e12:
         raise TiltedUnavailable(
             f"Expected sum(T / sigma^2) < 1e12 of the steps without sampling for method 'tilted', got {mu2:g}. "
             "Use method 'rdp'."
         )
-    return sorted((max(q, MIN_PROB), min(sigma, MAX_SIGMA) if q < 1 else sigma, count) for q, sigma, count in kinds)
+    return sorted((max(q, _MIN_PROB), min(sigma, _MAX_SIGMA) if q < 1 else sigma, count) for q, sigma, count in kinds)
 
 
-def gaussian_part(kinds: Sequence[Kind]) -> float:
+def _gaussian_part(kinds: Sequence[Kind]) -> float:
     """`mu^2 = sum T / sigma^2` of the events without sampling, rounded up."""
     terms = [count / sigma / sigma if sigma > 1e-150 else math.inf for q, sigma, count in kinds if q == 1]
-    return math.fsum(terms) * (1 + 4 * ULP) if all(map(math.isfinite, terms)) else math.inf
+    return math.fsum(terms) * (1 + 4 * _ULP) if all(map(math.isfinite, terms)) else math.inf
 
 
 # ---------------------------------------------------------------------------------------------------------- one step
 
 
-def one_step_epsilon(q: float, s: float, direction: Direction, delta: float) -> float:
+def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) -> float:
     """Epsilon of a single step, by its closed form, rounded up."""
-    from scipy.optimize import brentq
 
     def excess(epsilon: float) -> float:
         return one_step_delta(q, s, direction, epsilon) / delta - 1
@@ -142,7 +142,7 @@ def one_step_epsilon(q: float, s: float, direction: Direction, delta: float) -> 
     high = -math.log1p(-q) if direction == "add" else 1.0
     while excess(high) > 0:
         high *= 2
-    return float(brentq(excess, 0.0, high, xtol=1e-300, rtol=1e-12)) * (1 + 1e-8)
+    return falling_root(excess, 0.0, high, 1e-12) * (1 + 1e-8)
 
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
@@ -166,7 +166,7 @@ def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> 
 
 
 @dataclass(frozen=True)
-class Sampled:
+class _Sampled:
     """Losses of each kind (axis K) at equal distances in x (axis M). Only used to choose parameters.
 
     Args:
@@ -195,24 +195,15 @@ class Sampled:
         return sampled + self.gaussian * t * (1 + t) / 2
 
 
-def log_ratio(q: Array | float, exponent: Array) -> Array:
-    """`log(1 - q + q e^exponent)` for 0 < q < 1, without overflow and to the last digits near 0."""
-    near = np.clip(exponent, -1.0, 30.0)
-    middle = np.log1p(q * np.expm1(near))
-    high = exponent + np.log(q + (1 - q) * np.exp(-np.maximum(exponent, 30.0)))
-    low = np.logaddexp(np.log1p(-q), np.log(q) + np.minimum(exponent, 0.0))
-    return np.where(exponent < -1.0, low, np.where(exponent > 30.0, high, middle))
-
-
-def tail_reach(kinds: Sequence[Kind], delta: float) -> Array:
-    """Standard deviations beyond which a step of each kind has mass below its share of `TINY` delta: (K,)."""
+def _tail_reach(kinds: Sequence[Kind], delta: float) -> Array:
+    """Standard deviations beyond which a step of each kind has mass below its share of `_TINY` delta: (K,)."""
     from scipy.special import ndtri
 
     steps = np.array([count for _, _, count in kinds], dtype=np.float64)
-    return np.asarray(np.maximum(9.5, -ndtri(TINY * delta / steps / len(kinds) / 2)))
+    return np.asarray(np.maximum(9.5, -ndtri(_TINY * delta / steps / len(kinds) / 2)))
 
 
-def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, share: int = 0) -> Sampled:
+def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, share: int = 0) -> _Sampled:
     """The losses of the kinds with sampling; with `share` only of about that many, which stand for all."""
     sampled = sorted(kind for kind in kinds if kind[0] < 1)
     stride = max(1, len(sampled) // share) if share else 1
@@ -224,21 +215,21 @@ def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, sh
         steps = steps * (sum(count for _, _, count in sampled) / steps.sum())
     empty = np.empty((0, 0))
     if not chosen:
-        return Sampled(q, sigma, steps, empty, empty, empty, gaussian_part(kinds), direction)
-    reach = tail_reach(chosen, delta)
+        return _Sampled(q, sigma, steps, empty, empty, empty, _gaussian_part(kinds), direction)
+    reach = _tail_reach(chosen, delta)
     low, high = -9.5 * sigma, reach * sigma + {"remove": 1.0, "add": 0.0, "replace": 0.5}[direction]
     if direction == "add":  # in the coordinate y = -x, where the loss falls
         low, high = -reach * sigma, 9.5 * sigma
     step = np.minimum(sigma / 12, sigma * sigma / 1.5)
     points = int(np.clip(np.max((high - low) / step), 200, 3000))
     x = low[:, None] + (high - low)[:, None] * np.linspace(0.0, 1.0, points)
-    loss, log_density = loss_and_density(q[:, None], sigma[:, None], x, direction)
-    return Sampled(
-        q, sigma, steps, x, loss, log_density + np.log(x[:, 1:2] - x[:, :1]), gaussian_part(kinds), direction
+    loss, log_density = _loss_and_density(q[:, None], sigma[:, None], x, direction)
+    return _Sampled(
+        q, sigma, steps, x, loss, log_density + np.log(x[:, 1:2] - x[:, :1]), _gaussian_part(kinds), direction
     )
 
 
-def loss_and_density(q: Array, s: Array, x: Array, direction: Direction) -> tuple[Array, Array]:
+def _loss_and_density(q: Array, s: Array, x: Array, direction: Direction) -> tuple[Array, Array]:
     """The privacy loss at x and the log density of P. In direction add, x is minus the output."""
     normal = -((x / s) ** 2) / 2 - np.log(s * math.sqrt(2 * math.pi))
     if direction == "replace":
@@ -251,39 +242,35 @@ def loss_and_density(q: Array, s: Array, x: Array, direction: Direction) -> tupl
 # ------------------------------------------------------------------------------------------------------------ tilt
 
 
-def best_tilt(base: Sampled, log_delta: float) -> float:
+def _best_tilt(base: _Sampled, log_delta: float) -> float:
     """The t at which `K(t) - t epsilon - log t - log(1 + t) = log delta` has the least epsilon."""
 
     def epsilon(log_t: float) -> float:
         t = math.exp(log_t)
         return (base.log_moment(t) - log_delta - log_t - math.log1p(t)) / t
 
-    log_t, least = minimum(epsilon)
-    return math.exp(log_t) if least > 0 else saddle(base, 0.0)
+    log_t, bound = _minimum(epsilon)
+    return math.exp(log_t) if bound > 0 else saddle(base, 0.0)
 
 
-def saddle(base: Sampled, epsilon: float) -> float:
+def saddle(base: _Sampled, epsilon: float) -> float:
     """The t at which the absolute value of the integrand is the least."""
 
     def size(log_t: float) -> float:
         t = math.exp(log_t)
         return base.log_moment(t) - t * epsilon - log_t - math.log1p(t)
 
-    return math.exp(minimum(size)[0])
+    return math.exp(_minimum(size)[0])
 
 
-def minimum(function: Callable[[float], float]) -> tuple[float, float]:
-    """The least value over log t, and where it is."""
-    from scipy.optimize import minimize_scalar
-
+def _minimum(function: Callable[[float], float]) -> tuple[float, float]:
+    """Where a function of log t is the least, and its value there."""
     grid = np.arange(-14.0, 19.0, 3.0)
     best = int(np.argmin([function(point) for point in grid]))
-    bounds = (float(grid[max(0, best - 1)]), float(grid[min(len(grid) - 1, best + 1)]))
-    found = minimize_scalar(function, bounds=bounds, method="bounded", options={"xatol": 0.02})
-    return float(found.x), float(found.fun)
+    return least(function, float(grid[max(0, best - 1)]), float(grid[min(len(grid) - 1, best + 1)]), 0.02)
 
 
-def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
+def _renyi_estimate(base: _Sampled, near: float, log_delta: float) -> float:
     """Epsilon by the Renyi curve, at the best order near 1 + `near`: Canonne, Kamath and Steinke 2020."""
     orders = near * np.array([0.7, 0.85, 1.0, 1.2, 1.5])
     values = [(base.log_moment(t) - log_delta + t * math.log(t) - (1 + t) * math.log1p(t)) / t for t in orders]
@@ -294,7 +281,7 @@ def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
 
 
 @dataclass(frozen=True)
-class Atoms:
+class _Atoms:
     """A discrete loss that dominates that of one step: masses under P at losses, and the mass of an infinite loss."""
 
     mass: Array
@@ -302,14 +289,14 @@ class Atoms:
     infinite: float
 
 
-def mills(v: Array) -> Array:
+def _mills(v: Array) -> Array:
     """`Phi(-v) / phi(v)`, without underflow."""
     from scipy.special import erfcx
 
     return np.asarray(math.sqrt(math.pi / 2) * erfcx(v / math.sqrt(2)))
 
 
-def normal_density(z: Array) -> Array:
+def _normal_density(z: Array) -> Array:
     """Density of the standard normal."""
     return np.asarray(np.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
@@ -330,9 +317,9 @@ def pair_masses(y: Array, s: float) -> tuple[Array, Array]:
     below = (y[1:] + y[:-1]) / 2 < 0.5
     # below: A / r at the upper end, as N(1) = r N(0); above: r B at the lower end
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        scaled = normal_density(z) * mills(np.maximum(-w, -20.0))
+        scaled = _normal_density(z) * _mills(np.maximum(-w, -20.0))
         a_over_r = scaled[1:] - rho * scaled[:-1]
-        scaled = normal_density(w) * mills(np.maximum(z, -20.0))
+        scaled = _normal_density(w) * _mills(np.maximum(z, -20.0))
         r_times_b = scaled[:-1] - rho * scaled[1:]
         first, second = normal_masses(z), normal_masses(w)
         upper_first = np.clip((a_over_r - rho * first) / gap, 0.0, first)
@@ -346,7 +333,7 @@ def pair_masses(y: Array, s: float) -> tuple[Array, Array]:
     b[2:] += low + high * down[1:]
     a[2:] += low * up[1:] + high
     tail = float(ndtr(z[0]))
-    up_first = min(tail, float(normal_density(z[:1])[0] * mills(-w[:1])[0]))
+    up_first = min(tail, float(_normal_density(z[:1])[0] * _mills(-w[:1])[0]))
     b[0], b[1], a[1] = tail - up_first, b[1] + up_first, a[1] + up_first * up[0]
     conserved(b.sum() + float(ndtr(-z[-1])), a.sum() + float(ndtr(-w[-1])))
     return b, a
@@ -358,7 +345,7 @@ def conserved(*totals: float) -> None:
         raise TiltedUnavailable(f"Expected masses that sum to 1, got {totals}. Use method 'rdp'.")
 
 
-def atoms_add_remove(q: float, s: float, y: Array, direction: Direction) -> Atoms:
+def atoms_add_remove(q: float, s: float, y: Array, direction: Direction) -> _Atoms:
     """The atoms for cells with the ends y; the subsampled pair of a pair that dominates dominates."""
     from scipy.special import ndtr
 
@@ -366,12 +353,12 @@ def atoms_add_remove(q: float, s: float, y: Array, direction: Direction) -> Atom
     loss = np.append(math.log1p(-q), log_ratio(q, (y - 0.5) / s**2))
     if direction == "remove":
         infinite = (1 - q) * float(ndtr(-y[-1] / s)) + q * float(ndtr((1 - y[-1]) / s))
-        return Atoms((1 - q) * b + q * a, loss, infinite)
+        return _Atoms((1 - q) * b + q * a, loss, infinite)
     b[-1] += float(ndtr(-y[-1] / s))  # the least losses, rounded up
-    return Atoms(b, -loss, 0.0)
+    return _Atoms(b, -loss, 0.0)
 
 
-def atoms_replace(q: float, s: float, x: Array) -> Atoms:
+def atoms_replace(q: float, s: float, x: Array) -> _Atoms:
     """The atoms of P, Q = (1-q) N(0, s^2) + q N(+-1/2, s^2) for cells with the ends x; below x[0] rounded up."""
     from scipy.special import ndtr
 
@@ -389,11 +376,11 @@ def atoms_replace(q: float, s: float, x: Array) -> Atoms:
     mass[0] += (1 - q) * float(ndtr(x[0] / s)) + q * float(ndtr((x[0] - 0.5) / s))
     infinite = (1 - q) * float(ndtr(-x[-1] / s)) + q * float(ndtr((0.5 - x[-1]) / s))
     conserved(float(mass.sum()) + infinite, float(mass @ np.exp(-loss)))
-    return Atoms(mass, loss, infinite)
+    return _Atoms(mass, loss, infinite)
 
 
 @dataclass(frozen=True)
-class Aim:
+class _Aim:
     """The epsilon that parameters are chosen for. Any value is safe; one near the answer is tight.
 
     Args:
@@ -426,7 +413,7 @@ class Aim:
         return np.interp(where, need, log_weight), np.interp(where, need, tilts)
 
 
-def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: float) -> Aim:
+def make_aim(few: _Sampled, epsilon: float, slope: float, t: float, log_delta: float) -> _Aim:
     """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
 
     A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
@@ -437,17 +424,17 @@ def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: fl
     tilts = t * factors
     moments = np.array([few.log_moment(float(tilt)) for tilt in tilts])
     exponents = moments - tilts * epsilon
-    width = math.log(max(1.0, 2.5 * spread_of(few, t) * t))
+    width = math.log(max(1.0, 2.5 * _spread_of(few, t) * t))
     size = exponents - np.log(tilts) - np.log1p(tilts)
     saddle_at = int(np.argmin(np.abs(factors - 1)))
     choices = [i for i in range(saddle_at + 1) if factors[i] > 0.4 and size[i] <= size[saddle_at] + 5]
-    periods = [period(tilts, exponents - log_delta, float(tilts[i])) for i in choices]
+    periods = [_period(tilts, exponents - log_delta, float(tilts[i])) for i in choices]
     best = int(np.argmin(periods))
     log_scale = min(float(exponents.min()), log_delta + width)
-    return Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best])
+    return _Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best])
 
 
-def period(tilts: Array, exponents: Array, t: float) -> float:
+def _period(tilts: Array, exponents: Array, t: float) -> float:
     """A period 2 pi / D at which the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.
 
     Args:
@@ -459,8 +446,8 @@ def period(tilts: Array, exponents: Array, t: float) -> float:
     return max(float(below.min()), float(above.min()), 4.0 / t)
 
 
-def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
-    """The ends of the cells of each kind, such that epsilon rises by about `CELL_ERROR` of itself.
+def _choose_ends(base: _Sampled, aim: _Aim) -> list[Array]:
+    """The ends of the cells of each kind, such that epsilon rises by about `_CELL_ERROR` of itself.
 
     Cells of loss width h and mass p raise log delta by `sum T p importance h^2 / 12`, so the best density of cells is
     proportional to `(p importance h^2)^(1/3)`. Besides, neither the importance nor the tilt may change much in a cell.
@@ -472,12 +459,12 @@ def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
     bulk = np.exp(np.minimum(log_weight, 300.0) / 3) * slope ** (2 / 3)
     integral = bulk.sum(axis=1) * spacing[:, 0]
     share = np.cbrt(base.steps)
-    error = CELL_ERROR if len(share) < MANY_KINDS else MANY_CELL_ERROR
+    error = _CELL_ERROR if len(share) < _MANY_KINDS else _MANY_CELL_ERROR
     counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.epsilon * aim.slope))
-    counts = np.minimum(counts, MAX_CELLS / np.maximum(integral, 1e-300))
+    counts = np.minimum(counts, _MAX_CELLS / np.maximum(integral, 1e-300))
     live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
     change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))
-    change = np.minimum((8.0 if len(share) < MANY_KINDS else 2.0) * change * slope, 1 / spacing)
+    change = np.minimum((8.0 if len(share) < _MANY_KINDS else 2.0) * change * slope, 1 / spacing)
     density = bulk * counts[:, None] + change + 16.0 / (base.x[:, -1:] - base.x[:, :1])
     total = np.cumsum((density[:, 1:] + density[:, :-1]) / 2, axis=1) * spacing
     ends = []
@@ -492,7 +479,7 @@ def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
 
 
 @dataclass(frozen=True)
-class Tilted:
+class _Tilted:
     """The law of one kind's loss, tilted: weights that sum to 1 at losses about their mean.
 
     `log_moment` is log sum p e^(t loss); `error` bounds the relative rounding of one step's transform.
@@ -512,7 +499,7 @@ class Tilted:
         return float(self.steps * (self.weight @ (self.loss * self.loss)))
 
 
-def tilt(atoms: Atoms, steps: float, t: float) -> Tilted:
+def _tilt(atoms: _Atoms, steps: float, t: float) -> _Tilted:
     """The tilted law of some atoms."""
     keep = atoms.mass > 0
     loss = atoms.loss[keep]
@@ -523,11 +510,11 @@ def tilt(atoms: Atoms, steps: float, t: float) -> Tilted:
     weight /= total
     mean = float(weight @ loss)
     scale = float(weight @ np.abs(loss))
-    error = ULP * (64 + 512 * (1 + t) * scale + abs(top))
-    return Tilted(steps, weight, loss - mean, mean, math.log(total) + top, atoms.infinite, error)
+    error = _ULP * (64 + 512 * (1 + t) * scale + abs(top))
+    return _Tilted(steps, weight, loss - mean, mean, math.log(total) + top, atoms.infinite, error)
 
 
-def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0) -> Bound:
+def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0) -> _Bound:
     """The bound for neighbours in one order; not below `floor`, which the other order has already cost.
 
     Each round chooses parameters for an epsilon, and bounds it. Any parameters are safe; the next round starts from a
@@ -535,16 +522,16 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
     """
     log_delta = math.log(delta)
     few = sampled_losses(kinds, direction, delta, share=32)
-    t = best_tilt(few, log_delta)
+    t = _best_tilt(few, log_delta)
     base = few if len(few.steps) == sum(q < 1 for q, _, _ in kinds) else sampled_losses(kinds, direction, delta)
-    renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
+    renyi = 0.0 if floor else max(0.0, _renyi_estimate(base, t, log_delta))
     about = 0.0
     for _ in range(3):
-        about = first_guess(few, t, log_delta)
+        about = _first_guess(few, t, log_delta)
         t = saddle(few, about)
     slope = t
     best = math.inf
-    for _ in range(MAX_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         aim = make_aim(few, about, slope, t, log_delta)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
         best = min(best, found)
@@ -552,76 +539,76 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
             break
         about, slope = best, steepness
         t = saddle(few, about)
-    return Bound(best, renyi)
+    return _Bound(best, renyi)
 
 
-def first_guess(base: Sampled, t: float, log_delta: float) -> float:
+def _first_guess(base: _Sampled, t: float, log_delta: float) -> float:
     """Epsilon by Laplace's method: the value of the integrand at its saddle, times its width."""
-    spread = spread_of(base, t)
+    spread = _spread_of(base, t)
     width = math.log(2 * math.pi * (spread**2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
     found = (base.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t
     return max(found, 0.1 * spread)
 
 
-def spread_of(base: Sampled, t: float) -> float:
+def _spread_of(base: _Sampled, t: float) -> float:
     """Standard deviation of the loss of all steps under the tilted law."""
     step = 0.02 * t
     second = base.log_moment(t + step) + base.log_moment(t - step) - 2 * base.log_moment(t)
     return math.sqrt(max(second, 1e-300)) / step
 
 
-def discrete_laws(base: Sampled, aim: Aim) -> list[Tilted]:
+def discrete_laws(base: _Sampled, aim: _Aim) -> list[_Tilted]:
     """The tilted law of each kind on its cells."""
     if not len(base.steps):
         return []
     laws = []
-    for q, s, steps, ends in zip(base.q, base.sigma, base.steps, choose_ends(base, aim), strict=True):
+    for q, s, steps, ends in zip(base.q, base.sigma, base.steps, _choose_ends(base, aim), strict=True):
         if base.direction == "replace":
             atoms = atoms_replace(float(q), float(s), ends)
         else:
             atoms = atoms_add_remove(float(q), float(s), ends, base.direction)
-        laws.append(tilt(atoms, float(steps), aim.tilt))
+        laws.append(_tilt(atoms, float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
 
 
-def compose(laws: list[Tilted], base: Sampled, aim: Aim, delta: float, floor: float) -> tuple[float, float]:
+def compose(laws: list[_Tilted], base: _Sampled, aim: _Aim, delta: float, floor: float) -> tuple[float, float]:
     """The least epsilon, up to 1e-9, at which the bound on delta is at most `delta`, or `floor`: (epsilon, slope)."""
     infinite = sum(law.steps * law.infinite for law in laws) * (1 + 1e-9)
     if not infinite < delta / 2:
         raise TiltedUnavailable(f"The tails hold {infinite:g}, which matters at delta={delta:g}. Use method 'rdp'.")
-    t, target = aim.tilt, math.log(delta - infinite) - 2 * ULP
+    t, target = aim.tilt, math.log(delta - infinite) - 2 * _ULP
     spacing = 2 * math.pi / aim.period
-    gaussian = base.gaussian + smoothing(base.gaussian, aim, spacing)
+    gaussian = base.gaussian + _smoothing(base.gaussian, aim, spacing)
     moment = sum(law.steps * law.log_moment for law in laws) + gaussian * t * (1 + t) / 2
     drift = sum(law.steps * law.mean for law in laws) + gaussian * (t + 0.5)
     # what may be dropped, relative to e^(K(t) - t epsilon)
-    log_drop = math.log(math.pi / spacing) + math.log(TINY) + target - (moment - t * aim.epsilon)
-    waves = wave_sum(laws, t, gaussian, spacing, log_drop)
-    rounding = rounding_bound(laws)
+    log_drop = math.log(math.pi / spacing) + math.log(_TINY) + target - (moment - t * aim.epsilon)
+    waves = _wave_sum(laws, t, gaussian, spacing, log_drop)
+    rounding = _rounding_bound(laws)
     constant = moment + math.log(spacing / math.pi) + rounding
 
     def log_bound(epsilon: float) -> float:
         total = waves.at(drift - epsilon) + waves.dropped + rounding * waves.absolute
         return constant - t * epsilon + math.log(total) if total > 0 else math.inf
 
-    found = least_epsilon(log_bound, target, aim.epsilon, t, floor)
+    found = _least_epsilon(log_bound, target, aim.epsilon, t, floor)
     step = 1e-3 * found
     return found, (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else t
 
 
-def smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
+def _smoothing(gaussian: float, aim: _Aim, spacing: float) -> float:
     """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one."""
-    wanted = max(2 * SMOOTH_ERROR * aim.epsilon / (1 + aim.slope), 80.0 / (MAX_FREQUENCIES * spacing) ** 2)
+    wanted = max(2 * _SMOOTH_ERROR * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
     return 0.0 if gaussian >= wanted else wanted
 
 
-def rounding_bound(laws: Sequence[Tilted]) -> float:
+def _rounding_bound(laws: Sequence[_Tilted]) -> float:
     """Relative error of e^K(z) by rounding: the error of each step's transform, times the steps; and of a sum."""
-    return 64 * ULP + sum(law.steps * law.error for law in laws)
+    return 64 * _ULP + sum(law.steps * law.error for law in laws)
 
 
 @dataclass(frozen=True)
-class Waves:
+class _Waves:
     """Terms `(1/2) f(0), f(D), f(2 D), ..` of the sum without the phase of epsilon.
 
     Args:
@@ -641,7 +628,7 @@ class Waves:
         return float(self.real @ np.cos(phase) - self.imag @ np.sin(phase))
 
 
-def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, log_drop: float) -> Waves:
+def _wave_sum(laws: Sequence[_Tilted], t: float, gaussian: float, spacing: float, log_drop: float) -> _Waves:
     """The terms whose absolute values are not negligible.
 
     Args:
@@ -649,7 +636,7 @@ def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, 
     """
     allowed = math.exp(min(max(log_drop, -600.0), 0.0)) / (len(laws) + 1)
     cut = math.sqrt(2 * max(1.0, -math.log(allowed) + math.log1p(1 / (spacing * t)))) / math.sqrt(gaussian)
-    number = min(MAX_FREQUENCIES, math.ceil(cut / spacing) + 2)
+    number = min(_MAX_FREQUENCIES, math.ceil(cut / spacing) + 2)
     # the terms that follow: at most int e^(-mu^2 s^2 / 2) / s^2 ds / D, and int 1/s^2 = 1/s
     dropped = math.exp(-gaussian * ((number - 1) * spacing) ** 2 / 2) / ((number - 1) * spacing) / spacing
     s: Array = np.arange(number, dtype=np.float64) * spacing
@@ -658,35 +645,35 @@ def wave_sum(laws: Sequence[Tilted], t: float, gaussian: float, spacing: float, 
     log_size[0] += math.log(0.5)
     angle = -np.arctan2(s, t) - np.arctan2(s, 1 + t)
     for law in laws:
-        transform = characteristic(law, spacing, len(s))
+        transform = _characteristic(law, spacing, len(s))
         log_size = log_size + law.steps * np.log(np.maximum(np.abs(transform), 1e-300))
         angle = angle + law.steps * np.angle(transform)
-        keep, lost = prune(np.exp(log_size), allowed)
+        keep, lost = _prune(np.exp(log_size), allowed)
         dropped += lost
         s, log_size, angle = s[:keep], log_size[:keep], angle[:keep]
     final: Array = np.exp(log_size).astype(np.float64)
     real: Array = (final * np.cos(angle)).astype(np.float64)
     imag: Array = (final * np.sin(angle)).astype(np.float64)
-    return Waves(s, real, imag, dropped, float(final.sum()) + dropped)
+    return _Waves(s, real, imag, dropped, float(final.sum()) + dropped)
 
 
-def prune(size: Array, allowed: float) -> tuple[int, float]:
+def _prune(size: Array, allowed: float) -> tuple[int, float]:
     """The number of terms to keep, and the sum of those that follow, which is at most `allowed`."""
     tail = np.append(np.cumsum(size[::-1])[::-1], 0.0)
     keep = max(1, int(np.argmax(tail <= allowed)))
     return keep, float(tail[keep])
 
 
-def characteristic(law: Tilted, spacing: float, number: int) -> NDArray[np.complex128]:
+def _characteristic(law: _Tilted, spacing: float, number: int) -> NDArray[np.complex128]:
     """`sum w e^(i s loss)` at s = 0, D, 2 D, ..: as a matrix product, because s = (a m + b) D."""
     inner = max(1, math.isqrt(number))
     outer = -(-number // inner)
-    fine = waves_of(law.loss, spacing, inner)
-    coarse = waves_of(law.loss, spacing * inner, outer) * law.weight
+    fine = _waves_of(law.loss, spacing, inner)
+    coarse = _waves_of(law.loss, spacing * inner, outer) * law.weight
     return np.asarray((coarse @ fine.T).ravel()[:number])
 
 
-def waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]:
+def _waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]:
     """`e^(i k D loss)` for k = 0..number-1, (number, losses), by doubling: few exponentials and few roundings."""
     table = np.ones((number, len(loss)), dtype=np.complex128)
     done = 1
@@ -697,10 +684,8 @@ def waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]
     return table
 
 
-def least_epsilon(log_bound: Callable[[float], float], target: float, start: float, t: float, floor: float) -> float:
+def _least_epsilon(log_bound: Callable[[float], float], target: float, start: float, t: float, floor: float) -> float:
     """The least epsilon >= floor with `log_bound(epsilon) <= target`, up to 1e-10 of it, from above."""
-    from scipy.optimize import brentq
-
     if log_bound(floor) <= target:
         return floor
     low, high = floor, max(start, floor * (1 + 1e-9), 1e-300)
@@ -711,8 +696,8 @@ def least_epsilon(log_bound: Callable[[float], float], target: float, start: flo
         low, high = high, high + max(1.1 * min(gap, 1e3) / t, 1e-2 * high)
     else:
         raise TiltedUnavailable(f"Expected an epsilon below {high:g}, got none. Use method 'rdp'.")
-    root = brentq(lambda epsilon: min(log_bound(epsilon) - target, 1e6), low, high, xtol=1e-300, rtol=1e-11)
-    found, step = float(root), 1e-11
+    found = falling_root(lambda epsilon: min(max(log_bound(epsilon) - target, -1e6), 1e6), low, high, 1e-11)
+    step = 1e-11
     while log_bound(found) > target:  # to the safe side of the rounding
         found, step = found * (1 + step), 10 * step
     return found

@@ -1,4 +1,4 @@
-"""Records of a run on disk: checkpoints, of one process or of several, and the journal of released steps."""
+"""Records of a run on disk: checkpoints, the journal of released steps, and the record of what they cost."""
 
 from typing import TYPE_CHECKING
 
@@ -7,9 +7,10 @@ from dpfunc._utils.lazy import lazy
 if TYPE_CHECKING:
     from dpfunc.checkpoint.journal import Journal
     from dpfunc.checkpoint.loading import load
+    from dpfunc.checkpoint.record import make_record
     from dpfunc.checkpoint.saving import save
 
-__all__ = ["Journal", "load", "save"]
+__all__ = ["Journal", "load", "make_record", "save"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {"Journal": "journal", "load": "loading", "save": "saving"})
+    __getattr__ = lazy(__name__, {"Journal": "journal", "load": "loading", "make_record": "record", "save": "saving"})

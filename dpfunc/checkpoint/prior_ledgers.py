@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpfunc._utils.validation import unique_json
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import read_ledger
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import DPFuncError, InvalidArgument
 
@@ -41,7 +41,7 @@ def _read(path: Path) -> Ledger:
     if not path.is_file():
         raise InvalidArgument(f"{expected}, got {str(path)!r}, which is no file.")
     try:
-        ledger = journal_ledger(path) if path.suffix == ".jsonl" else _ledger(path)
+        ledger = journal_ledger(path) if path.suffix == ".jsonl" else read_ledger(path.read_bytes())
     except (DPFuncError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{expected}, got {str(path)!r}, which cannot be read: {error}") from error
     if not ledger.num_steps:
@@ -64,8 +64,3 @@ def _check_newest(path: Path) -> None:
                 f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "
                 f"{str(journal)!r}, and what that run itself was given as spent."
             )
-
-
-def _ledger(path: Path) -> Ledger:
-    content = unique_json(path.read_text("utf-8"))
-    return Ledger.from_json(json.dumps(content.get("ledger", content)))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dpfunc.cli.output import json_option, print_json
 from dpfunc.errors import DPFuncError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -19,14 +22,14 @@ if TYPE_CHECKING:
     from dpfunc.train.config import Job
 
 # What torch says when another process is gone or does not answer.
-LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
+_LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
 # What the library calls a key of the file.
-KEYS = {
+_KEYS = {
     "expected_batch_size": "batch_size",
     "allow_large_delta=True": "dp_allow_large_delta: true",
     "delta=": "dp_delta=",
 }
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @contextmanager
@@ -53,7 +56,7 @@ def _keys_of_the_file() -> Iterator[None]:
         yield
     except DPFuncError as error:
         text = str(error)
-        for word, key in KEYS.items():
+        for word, key in _KEYS.items():
             text = re.sub(rf"\b{word}", key, text)
         raise click.ClickException(text) from error
 
@@ -91,7 +94,7 @@ def _processes() -> Iterator[Ranks | None]:
     except DPFuncError:
         raise
     except RuntimeError as error:
-        if ranks is None or not any(words in str(error) for words in LOST):
+        if ranks is None or not any(words in str(error) for words in _LOST):
             raise
         raise click.ClickException(
             f"Process {ranks.rank} lost the others: one of them ended or did not answer in time; its own error says "
@@ -120,7 +123,7 @@ def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
-@click.argument("config", type=FILE)
+@click.argument("config", type=_FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
 @click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
@@ -129,43 +132,76 @@ def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
     "--insecure-seed", "--insecure_seed", type=click.IntRange(min=0),
     help="A guessable key, to repeat a run: for tests and public data.",
 )  # fmt: skip
+@json_option
 def train(
-    config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None
-) -> None:
+    config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Fine-tune a model with differential privacy, as CONFIG (YAML) says.
 
     Every key of CONFIG is a flag as well: --training.learning_rate 1e-3, or --learning-rate 1e-3 where the name is
     unique. Flags win. Unknown keys and flags are errors.
 
+    With --json stdout has one JSON value, with the lines of the report and the record of the run (null without
+    privacy); all else is on stderr.
+
     Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
     """
     job = _read_job(config, flags, no_dp)
-    with _keys_of_the_file(), _without_noise(), _processes() as ranks:
+    with _report(as_json) as report, _keys_of_the_file(), _without_noise(), _processes() as ranks:
+        report.prints = ranks is None or ranks.writes
         if dry_run or job.privacy.dp_dry_run:
-            if ranks is None or ranks.writes:
-                _print_plan(job, resume, insecure_seed)
+            if report.prints:
+                _print_plan(job, resume, insecure_seed, report.say)
             return
         from dpfunc.train.run import run_job
 
         with _interruptible(job, ranks):
-            run_job(job, resume=resume, insecure_seed=insecure_seed, say=click.echo)
+            report.record = run_job(job, resume=resume, insecure_seed=insecure_seed, say=report.say)
 
 
-def _print_plan(job: Job, resume: bool, insecure_seed: int | None) -> None:
+def _print_plan(job: Job, resume: bool, insecure_seed: int | None, say: Callable[[str], None]) -> None:
     """Print the dry run, after the checks that training begins with."""
     from dpfunc.train.dry_run import dry_run
     from dpfunc.train.run import check_job
 
     check_job(job, resume, insecure_seed)
     for line in dry_run(job):
+        say(line)
+
+
+@dataclass
+class _Report:
+    """Lines that a command prints, and the record of its run. One process of several prints."""
+
+    lines: list[str] = field(default_factory=list)
+    record: Mapping[str, Any] | None = None
+    prints: bool = True
+
+    def say(self, line: str) -> None:
+        """Print a line, on stderr where stdout is kept for JSON."""
+        self.lines.append(line)
         click.echo(line)
+
+
+@contextmanager
+def _report(as_json: bool) -> Iterator[_Report]:
+    """Collect the report of a command. With `as_json`, stdout has nothing but one JSON value, after its end."""
+    report = _Report()
+    if not as_json:
+        yield report
+        return
+    with redirect_stdout(sys.stderr):  # also what the Trainer of Transformers prints
+        yield report
+    if report.prints:
+        print_json({"report": report.lines, "record": report.record or None})
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
 @click.option("--prompt", help="What each text continues; nothing by default.")
-@click.option("--prompts", type=FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
+@click.option("--prompts", type=_FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
 @click.option("--max-new-tokens", default=128, show_default=True, help="Longest text.")
 @click.option("--temperature", default=1.0, show_default=True, help="Below 1: likelier words.")
@@ -173,9 +209,10 @@ def _print_plan(job: Job, resume: bool, insecure_seed: int | None) -> None:
 @click.option("--seed", default=0, show_default=True, help="The same texts again. Public.")
 @click.option("--batch-size", default=16, show_default=True, help="Texts drawn at once; memory only.")
 @click.option("--allow-non-private", is_flag=True, help="Also from a model that was trained without privacy.")
+@json_option
 def generate(
     run_dir: Path, num: int, prompt: str | None, prompts: Path | None, out: Path, max_new_tokens: int,
-    temperature: float, top_p: float, seed: int, batch_size: int, allow_non_private: bool,
+    temperature: float, top_p: float, seed: int, batch_size: int, allow_non_private: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Draw synthetic texts from the language model that `dpfunc train` left in RUN_DIR.
 
@@ -203,6 +240,9 @@ def generate(
             texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
         count = generation.write_texts(out, texts, ranks)
     if not speaks:
+        return
+    if as_json:
+        print_json({"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta})
         return
     spent = (
         "nothing protects the training records" if writer.epsilon is None else

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class Flat:
 
     clip_norm: float | Mapping[str, float]
     groups: Groups = ALL
+    by_group: ClassVar[bool] = True  # the factor of a group depends on the norm of that group alone
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))

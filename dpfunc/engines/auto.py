@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,7 +21,7 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
+from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
 
@@ -84,6 +84,11 @@ class Auto:
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
     )
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
+
+    def closing(self, weights: GroupFactors) -> Auto:
+        """The same engine for one step, which sums each clip group as soon as its gradients are known."""
+        return replace(self, _weights=weights)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients by the fast engine if the step is proven, else by one that computes rows alone."""
@@ -126,8 +131,11 @@ class Auto:
     def _run_fast(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
         if not self._engines:
             self._engines.append(self.fast())
+        fast = self._engines[0]
+        if self._weights is not None:
+            fast = fast.closing(self._weights)  # type: ignore[attr-defined]
         try:
-            return self._engines[0](loss_fn, params, batch), ""
+            return fast(loss_fn, params, batch), ""
         except (UnsupportedModel, RuntimeError) as error:
             return None, f"bookkeeping cannot: {str(error).splitlines()[0]}"
 

@@ -5,7 +5,6 @@ Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,12 +16,14 @@ from torch import Tensor
 from dpfunc._utils.dtensor import arrived, is_dtensor
 from dpfunc._utils.validation import one_of, shorten, whole
 from dpfunc.batches import batch_size
+from dpfunc.engines.closing import CaughtGrads, ClosedSums
+from dpfunc.engines.cost import Choice
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import accumulation_dtype, exact
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad
+from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
 from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, SampleAxes
@@ -31,11 +32,11 @@ from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse
 from dpfunc.engines.uses.gradient_taps import Catch, leaf, pass_gradient, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source
 from dpfunc.engines.uses.sample_axis import SampleAxis
-from dpfunc.engines.uses.tracked import Tracked, version
+from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
 from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, Engine, LossFn, Params
+from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params
 
 DEFAULT_BUDGET = 2**30
 
@@ -62,32 +63,44 @@ class FactorRecorder:
     """Record of one forward pass: leaves, and how their gradients become per-sample gradients.
 
     Args:
-        budget: bytes that may still be formed. leaves: tensors whose gradients are asked for.
-        readers: for each leaf, gradient -> {identity of the tracked tensor: its gradient by one use}.
-        decided: by parameters, operation and shape, whether gradients are formed.
+        budget: bytes that may still be formed. leaves: tensors whose gradients are asked for: private copies, and
+            where dynamo traces those of all uses. readers: for each leaf, gradient -> {identity of the tracked tensor:
+            its gradient by one use}.
+        chosen: by parameters, operation and shape, the form of gradients.
         closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
+        weights: factors of clip groups, which are then summed during the backward pass. caught: gradients so far.
     """
 
     budget: int
     trace: Trace | None = None
+    weights: GroupFactors | None = None
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
-    decided: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    chosen: dict[tuple[object, ...], Choice] = field(default_factory=dict)
     closed: bool = False
+    caught: CaughtGrads | None = None
+
+    def open(self, params: Params) -> None:
+        """Catch gradients during the backward pass of a step with these leaves; dynamo catches them after it."""
+        self.caught = CaughtGrads.of(self.weights, params)
 
     def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
-        if self.forms(use, output, saved):
+        if self.caught is not None:
+            self.caught.expect(use)
+            take = partial(_take, self.caught, use, names, self.forms(use))
+            return tapped(output, checked(self.trace, use, take), saved, [self.caught.anchor])
+        if self.forms(use):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
             readers = [partial(_read_dense, target) for target in use.targets.values()]
             result = tapped(output, checked(self.trace, use, partial(_formed, use, names)), saved, leaves)
         else:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
-            readers = [partial(_read_factors, use, names, saved, _versions(saved))]
+            readers = [partial(_read_factors, use, names, saved)]
             result = tapped(output, checked(self.trace, use, pass_gradient), [], leaves)
         if not self.closed:
             self.leaves += leaves
@@ -97,47 +110,57 @@ class FactorRecorder:
     def close(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not recorded."""
         self.closed = True
+        if self.caught is not None:
+            self.caught.begin()
 
-    def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
+    def forms(self, use: Use) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
-        key = (*use.wanted.values(), use.name, *use.output)
-        if key not in self.decided:  # checkpointing asks again, and needs the same answer
-            self.decided[key] = self._decide(use, output, saved)
-        return self.decided[key]
-
-    def _decide(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
-        if use.rule.form(use) != "dense":
-            return False
-        formed = 4 * use.num_samples * sum(math.prod(shape) for shape in use.shapes.values())
-        kept = sum(tensor.numel() * tensor.element_size() for tensor in (output, *saved))
-        if formed > self.budget and kept < formed:
-            return False
-        self.budget -= formed
-        return True
+        key = key_of(use)
+        if key not in self.chosen:  # checkpointing asks again, and needs the same answer
+            choice = self.chosen[key] = use.choose(self.budget, closes=self.weights is not None)
+            if choice.form == "formed" and self.weights is None:  # a closed group returns its memory
+                self.budget -= choice.num_bytes
+        return self.chosen[key].form == "formed"
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradient is the per-sample gradient."""
+        if self.caught is not None:
+            self.caught.late.add(tracked.name)
         if not self.closed:
             self.leaves.append(copies)
             self.readers.append(partial(read_copies, tracked, sample_axis, self.trace))
 
     def derived(self, sources: Sequence[Tracked]) -> None:
-        """Do nothing: gradients of derived values are collected after the backward pass (`accumulate.collect`)."""
+        """Note that gradients of derived values are collected after the backward pass (`accumulate.collect`)."""
+        if self.caught is not None:
+            self.caught.late.update(tracked.name for tracked in sources)
+
+
+def key_of(use: Use) -> tuple[object, ...]:
+    """Key of uses that get the same form."""
+    return (*use.wanted.values(), use.name, *use.output)
+
+
+def _take(
+    caught: CaughtGrads, use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: tuple[Tensor, ...]
+) -> tuple[None]:
+    """Catch that forms the gradients, or keeps their factors."""
+
+    def form() -> Grads:
+        grads = form_grads(use, names, grad, saved)
+        if not formed:
+            return grads
+        with unseen(), exact(grad.device), torch.no_grad():
+            return {argument: Dense(grads[argument].dense()) for argument in use.wanted}
+
+    return caught.take(use, form)
 
 
 def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
     return {target: Dense(grad)}
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [version(tensor) for tensor in tensors]
-
-
-def _read_factors(
-    use: Use, names: Sequence[str], saved: Sequence[Tensor], versions: list[int], grad: Tensor
-) -> Mapping[int, PerSampleGrad]:
-    if _versions(saved) != versions:
-        raise use.refuse("an input was written into in place after it was used.")
+def _read_factors(use: Use, names: Sequence[str], saved: Sequence[Tensor], grad: Tensor) -> Mapping[int, PerSampleGrad]:
     grads = form_grads(use, names, grad, saved)
     return {target: grads[argument] for argument, target in use.targets.items()}
 
@@ -150,9 +173,9 @@ def checked(trace: Trace | None, use: Use, catch: Catch) -> Catch:
 def _checked(
     trace: Trace, use: Use, catch: Catch, grad: Tensor, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    trace.credited(
-        grad, use.sample_axis, f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}"
-    )
+    if not trace.settled:
+        what = f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}"
+        trace.credited(grad, use.sample_axis, what)
     try:
         return catch(grad, saved)
     except UnsupportedModel as error:
@@ -179,14 +202,21 @@ class Bookkeeping:
     memory_budget: int
     unproven: Literal["audit", "refuse"] = "refuse"
     _cache: DiscoveryCache = field(default_factory=DiscoveryCache, repr=False, compare=False)
+    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
 
-    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+    def closing(self, weights: GroupFactors) -> Bookkeeping:
+        """The same engine for one step, which sums each clip group as soon as its gradients are known."""
+        return replace(self, _weights=weights)
+
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | ClosedSums:
         """Compute the per-sample gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
-        result = self._cache.run_with_rediscovery(
+        result: PerSample | ClosedSums = self._cache.run_with_rediscovery(
             loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch)
         )
+        if isinstance(result, ClosedSums) and not result.is_finite():  # such a sample must be left out of all groups
+            return replace(self, _weights=None)(loss_fn, params, batch)
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result
@@ -211,8 +241,11 @@ class Bookkeeping:
             loss_fn, params, batch, CachedSampleAxes(known), recorder()
         )
 
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> PerSample:
-        return record_factors(loss_fn, params, batch, discovery, FactorRecorder(self.memory_budget, discovery.trace))
+    def _run(
+        self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder
+    ) -> PerSample | ClosedSums:
+        recorder = FactorRecorder(self.memory_budget, discovery.trace, self._weights)
+        return record_factors(loss_fn, params, batch, discovery, recorder)
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
@@ -254,7 +287,7 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
 
 def record_factors(
     loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes, recorder: FactorRecorder
-) -> PerSample:
+) -> PerSample | ClosedSums:
     """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
@@ -264,6 +297,7 @@ def record_factors(
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
             return _read(tracker, recorder, leaves, losses_B)
+    recorder.open(leaves)
     trace = recorder.trace or Trace(num_samples)
     with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
         losses_B = loss_fn(leaves, batch)
@@ -277,18 +311,31 @@ def record_factors(
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
-def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample:
+def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample | ClosedSums:
     """Run the backward pass, and collect the recorded gradients."""
+    own = recorder.caught
     watched = {**params, **tracker.sentinels}
-    inputs = (*recorder.leaves, *watched.values())
+    anchors = () if own is None else (own.anchor,)
+    inputs = (*recorder.leaves, *watched.values(), *anchors)
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
-    refuse_escaped(watched, caught[len(recorder.leaves) :])
-    if not torch.compiler.is_compiling():
-        check_depends(has_parameter_source() or any(grad is not None for grad in caught[: len(recorder.leaves)]))
-    uses: dict[int, list[PerSampleGrad]] = {}
+    refuse_escaped(watched, caught[len(recorder.leaves) : len(inputs) - len(anchors)])
+    uses: dict[int, list[PerSampleGrad]] = {} if own is None else own.kept
+    if own is not None:
+        found = any(grad is not None for grad in caught[: len(recorder.leaves)])
+        check_depends(has_parameter_source() or found or bool(uses or own.sums))
     for reader, grad in zip(recorder.readers, caught, strict=False):
         if grad is not None:
             for target, rep in reader(grad).items():
                 uses.setdefault(target, []).append(rep)
     losses_B = arrived(losses_B.detach())
-    return PerSample(losses_B, collect(tracker, params, uses))
+    collected = collect(tracker, params, uses)
+    if own is None or recorder.weights is None:
+        return PerSample(losses_B, collected)
+    rest = {name: grad for name, grad in collected.items() if name not in own.sums}
+    reopened = [name for name in own.sums if not isinstance(collected[name], Zeros)]
+    if reopened:
+        raise UnsupportedModel(
+            f"The gradients of {shorten(reopened)} have a part that is known only after their clip groups were summed. "
+            'Use one group, or engine="loop".'
+        )
+    return ClosedSums(losses_B, PerSample(losses_B, rest), own, recorder.weights)

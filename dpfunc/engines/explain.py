@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dpfunc.batches import batch_size
-from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
+from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder, key_of
+from dpfunc.engines.cost import summed
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.rules.cost import norm_flops
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, following
@@ -30,10 +29,11 @@ class UseCost:
     """Representation of one use of one parameter, with its memory and operations.
 
     Args:
-        parameter, op: what is used, and by which operation. representation: `formed` (B gradients in memory), `factors`
-            (kept, and multiplied once the factors are known), `copies` (private copies without memory) or `unused`.
-        shape: of the parameter. num_bytes: memory of the representation. flops: of norms and sums beyond the backward
-            pass of ordinary training, without the operations of the gradient itself.
+        parameter, op: what is used, and by which operation. representation: `formed` (B gradients in memory); factors
+            that are kept, with a norm of gradients that are formed and `dropped`, or a `ghost` norm; `copies` (private
+            copies without memory) or `unused`. See `dpfunc/engines/cost.py`.
+        shape: of the parameter. num_bytes: kept until the factors of the clip rule are known. operations: of gradients,
+            norms and weighted sum, where training without privacy has one product of the sum.
     """
 
     parameter: str
@@ -41,7 +41,7 @@ class UseCost:
     representation: str
     shape: tuple[int, ...]
     num_bytes: int
-    flops: int
+    operations: int
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Explanation:
         return sum(use.num_bytes for use in self.uses)
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "op", "representation", "MiB", "Mflop")
+        head = ("parameter", "shape", "op", "representation", "MiB", "million operations")
         lines = [
             (use.parameter, str(use.shape), use.op, use.representation, f"{use.num_bytes / 2**20:.2f}",
-             f"{use.flops / 1e6:.1f}")
+             f"{use.operations / 1e6:.1f}")
             for use in self.uses
         ]  # fmt: skip
         total = ("all", "", f"{len(lines)} uses", "", f"{self.num_bytes / 2**20:.2f}",
-                 f"{sum(use.flops for use in self.uses) / 1e6:.1f}")  # fmt: skip
+                 f"{sum(use.operations for use in self.uses) / 1e6:.1f}")  # fmt: skip
         widths = [max(len(row[column]) for row in (head, *lines, total)) for column in range(len(head))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -80,36 +80,27 @@ class Explanation:
 class _CostRecorder(FactorRecorder):
     """Recorder of book-keeping that also notes the cost of each use."""
 
+    num_samples: int = 0
     costs: list[UseCost] = field(default_factory=list)
 
-    def forms(self, use: Use, output: Tensor, saved: Sequence[Tensor]) -> bool:
-        """Decide as the recorder of book-keeping does, and note the cost."""
-        formed = super().forms(use, output, saved)
+    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+        """Note the use as book-keeping does, and its cost: the choice is about the largest parameter."""
+        result = super().use(use, output, needed)
+        choice = self.chosen[key_of(use)]
+        largest = max(use.wanted, key=lambda argument: use.shapes[argument].numel())
         for argument, name in use.wanted.items():
+            chosen = argument == largest and use.rule.costs is not None
+            own = choice if chosen else summed(use.shapes[argument].numel()).choose(use.num_samples)
             shape = tuple(use.shapes[argument])
-            numbers = use.num_samples * math.prod(shape)
-            if formed:
-                cost = UseCost(name, use.name, "formed", shape, 4 * numbers, 4 * numbers)
-            else:
-                positions = output.numel() // (use.num_samples * max(1, shape[0] if shape else 1))
-                num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (output, *saved))
-                flops = _norm_flops(use.num_samples, max(1, positions), shape)
-                cost = UseCost(name, use.name, "factors", shape, num_bytes, flops)
-            self.costs.append(cost)
-        return formed
+            self.costs.append(UseCost(name, use.name, own.form, shape, own.num_bytes, own.operations))
+        return result
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Keep the private copies, and note their cost."""
         super().copies(tracked, copies, sample_axis)
         shape = tuple(tracked.tensor.shape)
-        self.costs.append(UseCost(tracked.name, "pointwise", "copies", shape, 4 * copies.numel(), 4 * copies.numel()))
-
-
-def _norm_flops(num_samples: int, positions: int, shape: tuple[int, ...]) -> int:
-    """The cheaper of the ghost norm and the formed one."""
-    if len(shape) < 2:
-        return 4 * num_samples * positions
-    return num_samples * norm_flops(positions, shape[0], math.prod(shape[1:]))
+        cost = summed(tracked.tensor.numel()).choose(self.num_samples)
+        self.costs.append(UseCost(tracked.name, "pointwise", "copies", shape, cost.num_bytes, cost.operations))
 
 
 def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | None = None) -> Explanation:
@@ -132,8 +123,8 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | 
 
     >>> loss_fn = lambda params, batch: torch.nn.functional.linear(batch, params["w"]).sum(1)
     >>> print(explain(loss_fn, {"w": torch.ones(2, 3)}, torch.ones(4, 3)))
-    parameter  shape   op      representation  MiB   Mflop
-    w          (2, 3)  linear  factors         0.00  0.0
+    parameter  shape   op      representation  MiB   million operations
+    w          (2, 3)  linear  ghost           0.00  0.0
     all                1 uses                  0.00  0.0
     """
     num_samples = batch_size(batch)
@@ -142,7 +133,8 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | 
     with torch_seed(insecure_key(0)):
         discovery = DiscoveryRecorder(Trace(num_samples))
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-        recorder = _CostRecorder(DEFAULT_BUDGET if memory_budget is None else memory_budget)
+        budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+        recorder = _CostRecorder(budget, num_samples=num_samples)
         tracker = Tracker(leaves, num_samples, discovery, recorder)
         with following(discovery.trace, batch), torch.enable_grad(), backward_inside(), tracker:
             check_differentiable(loss_fn(leaves, batch), num_samples)

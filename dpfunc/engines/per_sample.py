@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpfunc.engines.cost import matrix
 from dpfunc.engines.guards.draws import Draw
 from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
@@ -132,10 +133,9 @@ class Outer:
         Networks with Differential Privacy, section 3), loses its digits where the products cancel: then the first.
         """
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
-        positions, p, d = a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]
         eps = torch.finfo(a_BTp.dtype).eps
         reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
-        if positions * (p + d) >= p * d:
+        if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             sq_norms_B = self._formed(a_BTp, b_BTd)
         else:
             sq_norms_B = self._ghost(a_BTp, b_BTd)
@@ -150,6 +150,8 @@ class Outer:
     @staticmethod
     def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
         size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
+        if size >= len(a_BTp):
+            return sq_sum((a_BTp.transpose(1, 2) @ b_BTd).flatten(1))
         pieces = [
             sq_sum((a.transpose(1, 2) @ b).flatten(1))
             for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
@@ -158,12 +160,14 @@ class Outer:
 
     @staticmethod
     def _ghost(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
+        if a_BTp.shape[1] == 1:  # |a|^2 |b|^2
+            return a_BTp.square().sum((1, 2)) * b_BTd.square().sum((1, 2))
         size = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2))
         pieces = [
             ((a @ a.transpose(1, 2)) * (b @ b.transpose(1, 2))).sum((1, 2))
             for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
         ]
-        return torch.cat(pieces)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
@@ -178,6 +182,8 @@ class Outer:
         )
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
         a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
+        if a_BTp.stride(0) < a_BTp.stride(1) and b_BTd.stride(0) < b_BTd.stride(1):  # (T, B, d) in memory
+            a_BTp, b_BTd = a_BTp.transpose(0, 1), b_BTd.transpose(0, 1)
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
     def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:

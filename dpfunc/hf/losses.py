@@ -1,7 +1,8 @@
 """Losses of language models with one value a sample: the mean over the sample's own tokens, never over the batch's.
 
-Axis letters: B samples, T positions, V vocabulary, C classes, K outputs. All compute in float32, or float64 for float64
-outputs, and select nothing by value: what is ignored is multiplied away, so that every engine can run them.
+Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features. All compute in float32,
+or float64 for float64 outputs, and select nothing by value: what is ignored is multiplied away, so that every engine
+can run them.
 """
 
 from __future__ import annotations
@@ -180,6 +181,66 @@ def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B
         outside_B = (position_B < 0) | (position_B >= logits_BT.shape[1])
         each.append(classification(logits_BT, torch.where(outside_B, IGNORED, position_B)))
     return (each[0] + each[1]) / 2
+
+
+def ctc(
+    logits_BTV: Tensor,
+    labels_BL: Tensor,
+    frames_B: Tensor,
+    *,
+    blank: int = 0,
+    by_length: bool = True,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Connectionist temporal classification: `-log P(labels | frames)` of each sample.
+
+    Args:
+        logits_BTV: floating, any dtype. labels_BL: classes, negative where a sample has fewer. frames_B: frames of
+            each sample that are not padding. blank: class of the blank. by_length: divide by the number of labels,
+            at least 1. zero_infinity: 0 instead of infinity for a sample with more labels than its frames can give.
+
+    Returns:
+        (B,), unreleased.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    Paper: Graves, Fernandez, Gomez, Schmidhuber 2006, "Connectionist Temporal Classification", section 3.
+
+    >>> ctc(torch.zeros(1, 2, 2), torch.tensor([[1, -100]]), torch.tensor([2]))
+    tensor([0.2877])
+    """
+    if logits_BTV.dim() != 3 or labels_BL.dim() != 2 or len(labels_BL) != len(logits_BTV):
+        raise _misfit("logits (B, T, V)", logits_BTV, "labels (B, L)", labels_BL)
+    there_BL = labels_BL >= 0
+    scores_TBV = F.log_softmax(at_least_float32(logits_BTV), dim=2).transpose(0, 1)
+    count_B = there_BL.sum(1)
+    losses_B = F.ctc_loss(
+        scores_TBV, torch.where(there_BL, labels_BL, 0), frames_B, count_B,
+        blank=blank, reduction="none", zero_infinity=zero_infinity,
+    )  # fmt: skip
+    return losses_B / count_B.clamp(min=1) if by_length else losses_B
+
+
+def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> Tensor:
+    """Squared error of the cosine of two vectors: `(cos(u, v) - score)^2`.
+
+    Args:
+        first_BD, second_BD: floating, any dtype. scores_B: the wanted cosine of each pair.
+
+    Returns:
+        (B,), unreleased.
+
+    Raises:
+        InvalidArgument: shapes that do not fit.
+
+    >>> cosine_similarity(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0.5]))
+    tensor([0.2500])
+    """
+    if first_BD.dim() != 2 or first_BD.shape != second_BD.shape:
+        raise _misfit("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
+    cosines_B = F.cosine_similarity(at_least_float32(first_BD), at_least_float32(second_BD))
+    return regression(cosines_B[:, None], scores_B)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.batchnorm import count_batchnorm
 from dpfunc.functional.refuse import refuse_unsupported
-from dpfunc.hf.tasks import AnyForward, base_model, infer_task
+from dpfunc.hf.facts import AnyForward, augments, base_model
+from dpfunc.hf.tasks import infer_task
+from dpfunc.hf.vision_language.submodules import quantised_layers
 from dpfunc.types import Params
 
 
@@ -37,7 +40,8 @@ class ModelCheck:
 
     def __str__(self) -> str:
         lines = [f"{self.trained} of {self.total} parameters are trained; task: {self.task or 'not known'}"]
-        lines += [f"must be changed: {said}" for said in self.problems] + [f"advice: {said}" for said in self.advice]
+        lines += [f"must be changed: {problem}" for problem in self.problems]
+        lines += [f"advice: {advice}" for advice in self.advice]
         return "\n".join(lines)
 
 
@@ -57,7 +61,7 @@ def check_model(model: nn.Module) -> ModelCheck:
     """
     params = list(model.parameters())
     trained = sum(p.numel() for p in params if p.requires_grad)
-    problems = [*_refusals(model), *_reentrant(model), *_no_padding(model)]
+    problems = [*_refusals(model), *_reentrant(model), *_no_padding(model), *_quantised(model), *_augmented(model)]
     if not trained:
         problems.append("No parameter requires gradients. Attach an adapter, or unfreeze some.")
     batchnorms = count_batchnorm(model)
@@ -69,6 +73,11 @@ def check_model(model: nn.Module) -> ModelCheck:
         )
     if _experts(model):
         advice.append("The load-balancing loss of the experts is a mean over the batch, and is not used.")
+    if getattr(getattr(base_model(model), "config", None), "feat_extract_norm", None) == "group":
+        advice.append(
+            "The first layer normalises over all of a recording, padding included: pad all recordings to one public "
+            'length (padding="max_length"), or a record changes the gradients of others by its length.'
+        )
     return ModelCheck(_task(model), trained, sum(p.numel() for p in params), batchnorms, tuple(problems), tuple(advice))
 
 
@@ -91,12 +100,34 @@ def _reentrant(model: nn.Module) -> list[str]:
     for part in model.modules():
         function = getattr(part, "_gradient_checkpointing_func", None)
         switched_on = getattr(part, "gradient_checkpointing", False) is True
-        if switched_on and isinstance(function, partial) and function.keywords.get("use_reentrant"):
+        if switched_on and isinstance(function, partial) and function.keywords.get("use_reentrant") is not False:
             return [
                 "Gradient checkpointing is of the reentrant kind, which loses track of the parameters. Call "
-                'model.activation_checkpointing_enable({"use_reentrant": False}).'
+                'model.activation_checkpointing_enable({"use_reentrant": False}), or prepare_model_for_kbit_training('
+                'model, gradient_checkpointing_kwargs={"use_reentrant": False}).'
             ]
     return []
+
+
+def _quantised(model: nn.Module) -> list[str]:
+    """Weights in few bits have no gradients, so that without adapters only what is beside them would be trained."""
+    layers = quantised_layers(model)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    if not layers or hasattr(model, "peft_config") or not trained:
+        return []
+    return [
+        f"{len(layers)} linear layers have quantised weights, which are not trained; without an adapter only "
+        f"{shorten(trained)} would be. Attach one: peft.get_peft_model(model, LoraConfig(...))."
+    ]
+
+
+def _augmented(model: nn.Module) -> list[str]:
+    if not augments(getattr(base_model(model), "config", None)):
+        return []
+    return [
+        "The model masks its inputs at random by numpy's generator (SpecAugment), which the key of the run does not "
+        "drive. Set model.config.apply_spec_augment = False."
+    ]
 
 
 def _no_padding(model: nn.Module) -> list[str]:

@@ -5,9 +5,8 @@ The model is called without labels. What it would compute from them is a mean ov
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,47 +16,13 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import fail
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import losses
+from dpfunc.hf.facts import AnyForward, Caller, base_model, facts_of
+from dpfunc.hf.sentences import refusal, sentence_classes, sentence_similarity
+from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.types import LossFn, Params
-
-AnyForward = Callable[..., Any]
-"""`forward(params, **inputs) -> output`, e.g. of `dpfunc.functionalize`."""
 
 SampleLoss = Callable[[AnyForward, Params, Mapping[str, Tensor]], Tensor]
 """`(forward, params, batch) -> (B,)`: one loss for each sample of a batch with the samples on axis 0."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a model on which its loss depends.
-
-    Args:
-        options: arguments that every call gets, e.g. no cache. soft_prompt: positions that PEFT's prompt tuning puts
-            before the tokens. counts_padding: True if the model numbers positions from the start of the padding.
-        decoder_start, pad: token ids of an encoder-decoder. problem: "regression",
-            "single_label_classification", "multi_label_classification", or None for what the labels say.
-    """
-
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    soft_prompt: int = 0
-    counts_padding: bool = False
-    decoder_start: int | None = None
-    pad: int | None = None
-    problem: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Caller:
-    """Forward function with the facts about its model."""
-
-    forward: AnyForward
-    facts: Facts
-
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
-        """The model's output, the same for a sample whatever padding the batch has on its left."""
-        mask_BT = kwargs.get("attention_mask")
-        if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
-            kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)
-        return self.forward(params, *args, **{**self.facts.options, **kwargs})
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +47,7 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
         forward: of a model with `.logits`. params: its parameters. batch: model inputs and "labels".
     """
     inputs, labels_BT = _split(batch)
+    _refuse_packing(inputs)
     mask_BT = inputs.get("attention_mask")
     if mask_BT is not None and mask_BT.shape == labels_BT.shape:
         before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
@@ -96,6 +62,8 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
 def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """`causal_lm` of a vision-language model: the batch has "pixel_values", labels are -100 at image tokens.
 
+    Samples are on axis 0 of all tensors, also of several images and of patches: see `flatten_images`.
+
     Args:
         forward, params, batch: see `causal_lm`.
     """
@@ -103,7 +71,7 @@ def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
         raise InvalidArgument(
             f"Expected images under 'pixel_values' in the batch, got {sorted(batch)}. For text alone use \"causal_lm\"."
         )
-    return causal_lm(forward, params, batch)
+    return causal_lm(forward, params, flatten_images(batch))
 
 
 def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -151,7 +119,13 @@ def seq2seq(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) ->
     """
     inputs, labels_BT = _split(batch)
     if not any(name in inputs for name in ("decoder_input_ids", "decoder_inputs_embeds")):
-        inputs["decoder_input_ids"] = _shifted_right(labels_BT, facts_of(forward))
+        shifted = facts_of(forward).decoder_inputs
+        if shifted is None:
+            raise InvalidArgument(
+                "Expected 'decoder_input_ids' in the batch, since the model's configuration does not say how decoders "
+                "start. DataCollatorForSeq2Seq(tokenizer, model=model) adds them."
+            )
+        inputs["decoder_input_ids"] = shifted(labels_BT)
     return losses.seq2seq(_logits(forward(params, **inputs)), labels_BT)
 
 
@@ -173,6 +147,34 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
     return losses.question_answering(output.start_logits, output.end_logits, first_B, last_B)
 
 
+def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """Text of speech, by connectionist temporal classification (Wav2Vec2, HuBERT); as the model's own, for each sample.
+
+    Args:
+        forward: of a model whose configuration has `ctc_loss_reduction`. params: its parameters.
+        batch: "input_values" or "input_features", "attention_mask" where they are padded, and "labels" (B, L) with
+            -100 where a sample has fewer.
+
+    Raises:
+        UnsupportedModel: the model does not say which frames are padding.
+    """
+    inputs, labels_BL = _split(batch)
+    speech = facts_of(forward).speech
+    if speech is None or (speech.frames is None and "attention_mask" in inputs):
+        raise UnsupportedModel(
+            "Expected a model with a CTC loss that tells how many frames an input has (Wav2Vec2, HuBERT, WavLM), got "
+            "another one. Pass a loss function of your own, e.g. with dpfunc.hf.losses.ctc."
+        )
+    logits_BTV = _logits(forward(params, **inputs))
+    frames_B = torch.full_like(labels_BL[:, 0], logits_BTV.shape[1])
+    if speech.frames is not None and "attention_mask" in inputs:
+        frames_B = speech.frames(inputs["attention_mask"].sum(1))
+    return losses.ctc(
+        logits_BTV, labels_BL, frames_B,
+        blank=speech.blank, by_length=speech.by_length, zero_infinity=speech.zero_infinity,
+    )  # fmt: skip
+
+
 TASKS: Mapping[str, SampleLoss] = MappingProxyType(
     {
         "causal_lm": causal_lm,
@@ -182,6 +184,9 @@ TASKS: Mapping[str, SampleLoss] = MappingProxyType(
         "masked_lm": token_classification,
         "seq2seq": seq2seq,
         "question_answering": question_answering,
+        "ctc": ctc,
+        "sentence_similarity": sentence_similarity,
+        "sentence_classes": sentence_classes,
         "vqa": vqa,
     }
 )
@@ -195,11 +200,16 @@ ENDINGS = {
     "ForTokenClassification": "token_classification",
     "ForMaskedLM": "masked_lm",
     "ForQuestionAnswering": "question_answering",
+    "ForCTC": "ctc",
+    **dict.fromkeys(
+        ("ForAudioClassification", "ForVideoClassification", "ForMultipleChoice", "ForNextSentencePrediction"),
+        "sequence_classification",
+    ),
 }
+"""Ending of the name of a model's class -> its task."""
 
-
-COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
-"""Decoders with a table of positions that is looked up from the start of the row, padding or not."""
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
+"""Names by which collators say where the texts begin that they have put into one row."""
 
 
 def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
@@ -214,7 +224,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         The loss function. A batch is a mapping from names to tensors with the samples on axis 0, labels among them.
 
     Raises:
-        InvalidArgument: no such task, or something that is not callable.
+        InvalidArgument: no such task, or something that is not callable. UnsupportedModel: a module as a loss.
 
     Guarantees:
         equals the loop over single samples for each family of models
@@ -232,6 +242,8 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         if task not in TASKS:
             raise fail(f"task to be one of {', '.join(map(repr, TASKS))}", "task", task, "Or pass a function.")
         task = TASKS[task]
+    if isinstance(task, nn.Module):
+        raise refusal(task)
     if not callable(task):
         raise InvalidArgument(
             f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."
@@ -257,9 +269,10 @@ def infer_task(model: nn.Module) -> str:
         for ending, task in ENDINGS.items():
             if kind.__name__.endswith(ending):
                 return task
-    if any(kind.__name__.endswith("ForConditionalGeneration") for kind in type(base).__mro__):
-        config = getattr(base, "config", None)
-        reads_images = getattr(config, "vision_config", None) is not None
+    config = getattr(base, "config", None)
+    reads_images = getattr(config, "vision_config", None) is not None
+    writes: Any = getattr(base, "can_generate", None)
+    if writes is not None and writes():
         writes_apart = bool(getattr(config, "is_encoder_decoder", False))
         if reads_images != writes_apart:
             return "vqa" if reads_images else "seq2seq"
@@ -269,56 +282,28 @@ def infer_task(model: nn.Module) -> str:
     )
 
 
-def base_model(model: nn.Module) -> nn.Module:
-    """The model of Transformers inside of a PEFT model; any other model as it is.
-
-    >>> layer = nn.Linear(1, 1)
-    >>> base_model(layer) is layer
-    True
-    """
-    inside = getattr(model, "get_base_model", None)
-    found = inside() if callable(inside) and hasattr(model, "peft_config") else model
-    return found if isinstance(found, nn.Module) else model
-
-
-def facts_of(forward: AnyForward) -> Facts:
-    """Facts about the model behind a forward function; the defaults for an ordinary function.
-
-    >>> facts_of(lambda params, x: x)
-    Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, decoder_start=None, pad=None, problem=None)
-    """
-    if isinstance(forward, Caller):
-        return forward.facts
-    module = getattr(forward, "module", None)
-    if not isinstance(module, nn.Module):
-        return Facts()
-    base = base_model(module)
-    config = getattr(base, "config", None)
-    caches = "use_cache" in inspect.signature(base.forward).parameters
-    soft_prompt = _soft_prompt(module)
-    return Facts(
-        options=MappingProxyType({"use_cache": False} if caches else {}),
-        soft_prompt=soft_prompt,
-        counts_padding=getattr(config, "model_type", "") in COUNT_PADDING and not soft_prompt,
-        decoder_start=getattr(config, "decoder_start_token_id", None),
-        pad=getattr(config, "pad_token_id", None),
-        problem=getattr(config, "problem_type", None),
-    )
-
-
-def _soft_prompt(module: nn.Module) -> int:
-    """The positions that prompt tuning adds; prefix tuning goes through the cache and adds none."""
-    config = getattr(module, "active_peft_config", None) if hasattr(module, "peft_config") else None
-    if config is None or not config.is_prompt_learning or "PREFIX" in str(config.peft_type):
-        return 0
-    return int(config.num_virtual_tokens)
-
-
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     if not isinstance(batch, Mapping) or "labels" not in batch:
         got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise InvalidArgument(f"Expected a batch with 'labels', got {got}. They are not given to the model.")
     return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+
+
+def _refuse_packing(inputs: Mapping[str, Tensor]) -> None:
+    """Refuse rows in which several texts follow each other.
+
+    Transformers takes positions without a mask as the sign of such rows. TRL packs so, and DataCollatorWithFlattening.
+    """
+    found = [name for name in PACKED if name in inputs]
+    if not found and "position_ids" in inputs and "attention_mask" not in inputs:
+        found = ["position_ids without attention_mask"]
+    if found:
+        raise InvalidArgument(
+            f"Expected one record in each row, got {', '.join(found)}: the sign of packed rows, in which records share "
+            "a row, and a record can be in two. A row is what is clipped and protected, so the records in it would "
+            "not be. Switch packing off (packing=False, padding_free=False) and pad: one row, one record. For rows "
+            "that are not packed add an attention_mask, or leave position_ids out."
+        )
 
 
 def _logits(output: object) -> Tensor:
@@ -328,14 +313,3 @@ def _logits(output: object) -> Tensor:
             f"Expected a model whose output has .logits, got {type(output).__name__}. Pass a loss function of your own."
         )
     return logits
-
-
-def _shifted_right(labels_BT: Tensor, facts: Facts) -> Tensor:
-    if facts.decoder_start is None or facts.pad is None:
-        raise InvalidArgument(
-            "Expected 'decoder_input_ids' in the batch, since the model's configuration does not say how decoders "
-            "start. DataCollatorForSeq2Seq(tokenizer, model=model) adds them."
-        )
-    start_B1 = torch.full_like(labels_BT[:, :1], facts.decoder_start)
-    shifted_BT = torch.cat((start_B1, labels_BT[:, :-1]), dim=1)
-    return torch.where(shifted_BT == losses.IGNORED, facts.pad, shifted_BT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -9,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,30 +114,61 @@ def digest(value: object) -> str:
 
 def _update(state: hashlib.blake2b, value: object) -> None:
     state.update(type(value).__name__.encode() + b";")
-    if isinstance(value, Mapping):
-        for name in sorted(value, key=str):
-            state.update(f"{name}:".encode())
-            _update(state, value[name])
-    elif isinstance(value, (list, tuple)):
-        state.update(f"{len(value)}:".encode())
-        if NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
-            state.update(repr(value).encode())
-            return
-        for item in value:
-            _update(state, item)
-    elif isinstance(value, Tensor):
-        _update(state, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-    elif isinstance(value, np.ndarray):
-        state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
-    elif value is None or isinstance(value, (bool, int, float, str, bytes, PurePath)):
-        state.update(repr(value).encode())
-        if isinstance(value, (str, PurePath)) and str(value).lower().endswith(IMAGES):
-            _update_file(state, Path(value))
-    elif is_dataclass(value) and not isinstance(value, type):
+    _contents(value, state)
+
+
+@functools.singledispatch
+def _contents(value: object, state: hashlib.blake2b) -> None:
+    """Add the contents of a value; of one that is of no registered type, if it is a dataclass or has bytes."""
+    if is_dataclass(value) and not isinstance(value, type):
         _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
     elif callable(getattr(value, "tobytes", None)):  # images, numpy scalars
         state.update(value.tobytes())  # type: ignore[attr-defined]
+
+
+@_contents.register(Mapping)
+def _mapping(value: Mapping[Any, Any], state: hashlib.blake2b) -> None:
+    for name in sorted(value, key=str):
+        state.update(f"{name}:".encode())
+        _update(state, value[name])
+
+
+@_contents.register(list)
+@_contents.register(tuple)
+def _sequence(value: Sequence[Any], state: hashlib.blake2b) -> None:
+    state.update(f"{len(value)}:".encode())
+    if NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
+        state.update(repr(value).encode())
+        return
+    for item in value:
+        _update(state, item)
+
+
+@_contents.register
+def _tensor(value: Tensor, state: hashlib.blake2b) -> None:
+    _update(state, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+
+
+@_contents.register(np.ndarray)
+def _array(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
+    if value.dtype.hasobject:  # its bytes are addresses
+        _update(state, value.tolist())
+    else:
+        state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+
+
+@_contents.register(type(None))
+@_contents.register(bool)
+@_contents.register(int)
+@_contents.register(float)
+@_contents.register(str)
+@_contents.register(bytes)
+@_contents.register(PurePath)
+def _scalar(value: object, state: hashlib.blake2b) -> None:
+    state.update(repr(value).encode())
+    if isinstance(value, (str, PurePath)) and str(value).lower().endswith(IMAGES):
+        _update_file(state, Path(value))
 
 
 def _update_file(state: hashlib.blake2b, path: Path) -> None:

@@ -41,6 +41,11 @@ class ModelSection:
     init: Literal["pretrained", "random"] = _key("`random` takes the configuration only: for tests.", "pretrained")
     tokenizer: str | None = _key("Folder or name of the tokenizer; the model's by default.", None)
     gguf_file: str | None = _key("Weights in a GGUF file of that folder.", None)
+    pooling: Literal["auto", "mean", "model"] = _key(
+        "Of a text_classification job that trains a head or adapters: `mean` of the last hidden states, or as the "
+        "`model` does it; `auto` is `mean` if the folder says so (1_Pooling).",
+        "auto",
+    )
     local_files_only: bool = _key("False allows downloads from the hub.", True)
 
     def __post_init__(self) -> None:
@@ -112,23 +117,36 @@ class LoraSection:
     alpha: float = _key("Their output is scaled by alpha / rank.", 16.0)
     targets: Texts | None = _key("Names of adapted layers, or `all-linear`; by default PEFT's choice.", None)
     dropout: float = _key("Dropout before the adapters.", 0.0)
+    top_layers: int | None = _key(
+        "Adapters in so many of the highest layers; what is below is computed once. By default all layers, and one "
+        "where the rate is left to the recipe and tokens are averaged.",
+        None,
+    )
     rslora: bool = _key("Scale by alpha / sqrt(rank) instead.", False)
     modules_to_save: Texts | None = _key("Modules trained whole besides; a new head always is.", None)
 
     def __post_init__(self) -> None:
         whole("lora.rank", self.rank, minimum=1)
         positive("lora.alpha", self.alpha)
+        if self.top_layers is not None:
+            whole("lora.top_layers", self.top_layers, minimum=1)
         if not 0 <= self.dropout < 1:
             raise fail("0 <= lora.dropout < 1", "lora.dropout", self.dropout)
 
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """Optimizer, length and memory. None of it decides the guarantee, but steps and batch size decide the noise."""
+    """Optimizer, length and memory. None of it decides the guarantee, but steps and batch size decide the noise.
 
-    learning_rate: float = _key("Peak learning rate.")
-    batch_size: int = _key("Logical batch: the expected number of records in a step.")
-    steps: int | None = _key("Optimizer steps. Exactly one of steps and epochs.", None)
+    What is left out of learning_rate, batch_size and steps comes from a recipe, see `dpfunc.train.recipe`.
+    """
+
+    learning_rate: float | None = _key("Peak learning rate; by default that of the recipe.", None)
+    head_rate: float | None = _key("Rate of a new head beside adapters; by default that of all, or the recipe's.", None)
+    batch_size: int | None = _key(
+        "Logical batch: the expected number of records in a step; by default that of the recipe.", None
+    )
+    steps: int | None = _key("Optimizer steps; or epochs, by default those of the recipe.", None)
     epochs: float | None = _key("Passes over the records; rounded up to steps.", None)
     physical_batch_size: int | None = _key("Records differentiated at once, for memory only.", None)
     optimizer: str = _key("As in the Trainer's `optim`.", "adamw_torch")
@@ -143,27 +161,46 @@ class TrainingSection:
     report_to: Texts | None = _key("The Trainer's loggers, e.g. [tensorboard].", None)
     bf16: bool = _key("bfloat16 in forward and backward passes; clipping and noise stay in float32.", False)
     gradient_checkpointing: bool = _key("Less memory for activations, more time.", False)
+    cache_mib: int = _key("Most memory for what frozen layers give, computed once a record; 0 for none.", 2048)
 
     def __post_init__(self) -> None:
-        positive("training.learning_rate", self.learning_rate)
+        for name in ("learning_rate", "head_rate", "epochs"):
+            if getattr(self, name) is not None:
+                positive(f"training.{name}", getattr(self, name))
         non_negative("training.weight_decay", self.weight_decay)
         for name, minimum in {
             "batch_size": 1, "steps": 1, "physical_batch_size": 1, "warmup_steps": 0, "seed": 0, "eval_steps": 1,
-            "save_steps": 1, "keep_checkpoints": 1, "logging_steps": 1,
+            "save_steps": 1, "keep_checkpoints": 1, "logging_steps": 1, "cache_mib": 0,
         }.items():  # fmt: skip
             if getattr(self, name) is not None:
                 whole(f"training.{name}", getattr(self, name), minimum=minimum)
-        if (self.steps is None) == (self.epochs is None):
-            given = "neither" if self.steps is None else "both"
-            raise InvalidArgument(f"Expected exactly one of training.steps and training.epochs, got {given}.")
-        if self.epochs is not None:
-            positive("training.epochs", self.epochs)
+        if self.steps is not None and self.epochs is not None:
+            raise InvalidArgument("Expected one of training.steps and training.epochs, got both.")
+        if self.head_rate is not None and self.optimizer != "adamw_torch":
+            raise fail("no training.head_rate with another optimizer than adamw_torch", "optimizer", self.optimizer)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Keys that the recipe has to give."""
+        length = () if self.steps is not None or self.epochs is not None else ("steps",)
+        return tuple(name for name in ("learning_rate", "batch_size") if getattr(self, name) is None) + length
 
     def num_steps(self, dataset_size: int) -> int:
         """Optimizer steps over that many records; a part of a step is a step."""
         if self.steps is not None:
             return self.steps
-        return math.ceil(round((self.epochs or 0.0) * dataset_size / self.batch_size, 6))
+        return math.ceil(round((self.epochs or 0.0) * dataset_size / required(self.batch_size), 6))
+
+
+def required(value: int | None) -> int:
+    """A value that the recipe has given where the job did not.
+
+    Raises:
+        InvalidArgument: it has not.
+    """
+    if value is None:
+        raise InvalidArgument("Expected training.batch_size in the job, or a recipe that gives it.")
+    return value
 
 
 def _own_names(values: object) -> object:
@@ -188,7 +225,7 @@ class Job:
     model: ModelSection
     data: DataSection
     privacy: Annotated[PrivacyArguments, BeforeValidator(_own_names)]
-    training: TrainingSection
+    training: TrainingSection = TrainingSection()
     strategy: str = "lora"
     lora: LoraSection = LoraSection()
 
@@ -203,14 +240,26 @@ class Job:
                 f"Expected one physical batch size, got training.physical_batch_size={mine} and "
                 f"privacy.dp_physical_batch_size={theirs}."
             )
+        if self.privacy.dp_recipe is not None:
+            raise fail(
+                "no dp_recipe in a job", "privacy.dp_recipe", self.privacy.dp_recipe,
+                "What the section training leaves out comes from the recipe of the strategy.",
+            )  # fmt: skip
+        if self.lora.top_layers is not None and self.task == "vqa":
+            raise fail("no lora.top_layers with task='vqa'", "lora.top_layers", self.lora.top_layers)
         if self.task != "causal_lm" and (self.data.prompt_column or self.data.prompt_template):
             raise InvalidArgument(f"Expected prompts with task='causal_lm' only, got task={self.task!r}.")
 
     @property
     def physical_batch_size(self) -> int:
         """Number of records differentiated at once; at most the logical batch size."""
-        chosen = self.training.physical_batch_size or self.privacy.dp_physical_batch_size
-        return min(chosen or self.training.batch_size, self.training.batch_size)
+        chosen, batch = self.training.physical_batch_size or self.privacy.dp_physical_batch_size, self.batch_size
+        return min(chosen or batch, batch)
+
+    @property
+    def batch_size(self) -> int:
+        """Logical batch size of a job to which the recipe has given what was missing."""
+        return required(self.training.batch_size)
 
 
 _JOBS = TypeAdapter(Job)

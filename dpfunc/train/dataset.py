@@ -117,7 +117,7 @@ def _checked(job: Job, table: Table, file: str) -> Table:
 
 def _check_image(image: Path, number: int, table: Path) -> None:
     """Check the header of an image, before anything is spent."""
-    from dpfunc.hf.vision_language.images import opened_image
+    from dpfunc.hf.vision_language.reading import opened_image
 
     if not image.is_file():
         raise InvalidArgument(f"Expected an image file for row {number} of {table.name}, which is missing.")

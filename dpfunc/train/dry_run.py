@@ -15,13 +15,14 @@ from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import collator
+from dpfunc.train.recipe import recipe_lines
 from dpfunc.train.run import LOSSES, Prepared, prepare, training_arguments
 from dpfunc.types import LossFn, Params
 
-MIB = 2**20
-PROBED = 2  # samples of the measured batch
+_MIB = 2**20
+_PROBED = 2  # samples of the measured batch
 # Numbers of float32 that optimizers keep for each trained parameter; most of the others are of Adam's kind.
-OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
+_OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
 
 def dry_run(job: Job) -> list[str]:
@@ -36,16 +37,18 @@ def dry_run(job: Job) -> list[str]:
     Guarantees:
         tests/cli/test_train.py::test_dry_run_writes_nothing.
     """
-    prepared = prepare(job)
-    training_arguments(job, prepared)
-    training, plan, n = job.training, prepared.plan, len(prepared.records.train)
+    missing, prepared = job.training.missing, prepare(job)
+    training_arguments(prepared)
+    job = prepared.job
+    plan, n = prepared.plan, len(prepared.records.train)
     total = sum(p.numel() for p in prepared.model.parameters())
-    q = training.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
+    q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
     return [
         f"records: {n} to train on, {len(prepared.records.evaluation)} to evaluate on, "
         f"{prepared.records.duplicates} exact duplicates left out",
+        *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
-        f"logical batch: {training.batch_size} expected, physical batch: {job.physical_batch_size}",
+        f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",
         f"sampling probability: {q:.4g}" + ("" if plan is None else f" ({type(plan.sampler).__name__})"),
         f"trained parameters: {prepared.num_trained:,} of {total:,} ({job.strategy})",
         *_budget_lines(job, prepared),
@@ -62,7 +65,8 @@ def _budget_lines(job: Job, prepared: Prepared) -> list[str]:
     spent = plan.guarantee()
     rdp = accounting.epsilon(plan.ledger(), plan.delta, "rdp").epsilon
     lines = [
-        f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} ({job.privacy.dp_clip})",
+        f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} "
+        f"({type(plan.clip).__name__.lower()})",
         f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, {plan.adjacency}",
     ]
     if prepared.spent is not None:
@@ -75,7 +79,7 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     """An estimate of memory, and how it was made."""
     trained = prepared.num_trained
     held = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
-    states = OPTIMIZER_STATES.get(job.training.optimizer.split("_")[0], 2)
+    states = _OPTIMIZER_STATES.get(job.training.optimizer.split("_")[0], 2)
     parts = {
         "parameters": held,
         "gradients and noise": 2 * 4 * trained,
@@ -90,21 +94,21 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     physical = job.physical_batch_size
     device_type = next(model.parameters()).device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=job.training.bf16):
-        parts["activations"] = _saved_bytes(loss_fn, params, batch, model) * physical // PROBED
+        parts["activations"] = _saved_bytes(loss_fn, params, batch, model) * physical // _PROBED
         how = "activations: what one forward pass of 2 records at full length keeps for its backward pass"
         try:
             factors = explain(loss_fn, params, batch).num_bytes
         except DPFuncError:
             how += "; per-sample gradients: not estimated for this model"
         else:
-            parts["per-sample gradients"] = factors * physical // PROBED
+            parts["per-sample gradients"] = factors * physical // _PROBED
             how += "; per-sample gradients: what engines.explain counts for them"
     if job.training.gradient_checkpointing:
         how += "; gradient checkpointing, which is not counted, lowers the activations"
     total = sum(parts.values())
-    listed = ", ".join(f"{name} {value / MIB:.3g}" for name, value in parts.items())
+    listed = ", ".join(f"{name} {value / _MIB:.3g}" for name, value in parts.items())
     return [
-        f"memory: about {total / MIB:.3g} MiB ({listed})",
+        f"memory: about {total / _MIB:.3g} MiB ({listed})",
         f"  Estimated, both scaled to the physical batch. {how}. The framework itself comes on top.",
     ]
 
@@ -112,7 +116,7 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
 def _probe(job: Job, prepared: Prepared) -> dict[str, Tensor]:
     """A batch of two records at full length. Only its shapes count for what is printed."""
     collate = collator(job, prepared.processing, longest=True)
-    batch: dict[str, Tensor] = collate([prepared.records.train[0]] * PROBED)
+    batch: dict[str, Tensor] = collate([prepared.records.train[0]] * _PROBED)
     return batch
 
 

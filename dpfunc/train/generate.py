@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dpfunc import distributed
 from dpfunc._utils.validation import fail, positive, probability, whole
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -25,7 +26,7 @@ from dpfunc.train.config import Job
 from dpfunc.train.dataset import prompt_ids
 from dpfunc.train.model import load_base, load_processing, one_line
 from dpfunc.train.run import MODEL
-from dpfunc.train.run_folder import ACCOUNTING, saved_job
+from dpfunc.train.run_folder import saved_job
 from dpfunc.train.tables import read_table
 
 

@@ -105,14 +105,24 @@ def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
                    "label2id": {label: i for i, label in enumerate(labels)},
                    "problem_type": "single_label_classification", "pad_token_id": processing.pad_token_id}  # fmt: skip
     path = job.model.path
+    mean = job.model.pooling == "mean"
+    if mean:  # noise is regularisation enough, and what is frozen is computed without dropout
+        changes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     with (
         here_or_downloaded(job, path),
         one_line(f"a model for {job.task} in {path!r}"),
         torch_seed(key_of(job, "model")),
     ):
         config = AutoConfig.from_pretrained(path, **options, **changes)
-        if job.model.init == "random":
-            model: nn.Module = kinds[job.task].from_config(config)
+        if mean:
+            from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
+
+            random = job.model.init == "random"
+            model: nn.Module = (
+                MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
+            )
+        elif job.model.init == "random":
+            model = kinds[job.task].from_config(config)
         else:
             model = kinds[job.task].from_pretrained(path, config=config, dtype=torch.float32, **options)
     return model.float()
@@ -173,6 +183,18 @@ def _targets(lora: LoraSection) -> str | list[str] | None:
     return None if lora.targets is None else list(lora.targets)
 
 
+def _highest(model: nn.Module, count: int) -> list[int]:
+    """Numbers of the highest layers.
+
+    Raises:
+        InvalidArgument: the model has fewer.
+    """
+    total = int(getattr(model.config, "num_hidden_layers", 0))
+    if count > total:
+        raise InvalidArgument(f"Expected lora.top_layers <= {total}, the layers of the model, got {count}.")
+    return list(range(total - count, total))
+
+
 def _with_lora(model: nn.Module, job: Job) -> nn.Module:
     with one_line('peft, from pip install "dpfunc[hf]"'):
         from peft import LoraConfig, get_peft_model
@@ -185,6 +207,7 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
             target_modules=_targets(lora),
             lora_dropout=lora.dropout,
             use_rslora=lora.rslora,
+            layers_to_transform=None if lora.top_layers is None else _highest(model, lora.top_layers),
             modules_to_save=None if lora.modules_to_save is None else list(lora.modules_to_save),
             fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         )

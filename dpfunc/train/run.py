@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,29 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, suggestion
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.environment import refuse_environment
+from dpfunc.hf.trainer.recipes import new_head
+from dpfunc.hf.trainer.run import trainable
 from dpfunc.plan import Plan
+from dpfunc.recipes import Recipe
 from dpfunc.rng import insecure_key
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import Records, collator, read_records
+from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.metrics import METRICS, classification, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
-from dpfunc.train.run_folder import ACCOUNTING, check_accounting, check_folder, write_job
+from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
+from dpfunc.train.run_folder import check_accounting, check_folder, recorded_job, write_job
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 MODEL = "model"
+FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
 LOSSES = {"text_classification": "sequence_classification", "causal_lm": "causal_lm", "vqa": "vqa"}
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
@@ -49,16 +57,20 @@ class Prepared:
     """Model, records and plan of a job, loaded into memory.
 
     Args:
-        model: with what is trained requiring gradients. processing: tokenizer or processor. records: private.
+        job: with the values of its recipe. model: with what is trained requiring gradients.
+        processing: tokenizer or processor. records: private.
         plan: None for the twin without privacy. num_steps: of the optimizer. spent: by earlier runs.
+        recipe: of the values that the job has left out; None if there were none.
     """
 
+    job: Job
     model: nn.Module = field(repr=False)
     processing: Any = field(repr=False)
     records: Records = field(repr=False)
     plan: Plan | None
     num_steps: int
     spent: Ledger | None = None
+    recipe: Recipe | None = None
 
     @property
     def num_trained(self) -> int:
@@ -69,18 +81,26 @@ class Prepared:
 def prepare(job: Job) -> Prepared:
     """Read the tables, find the plan, load the model; in this order, so that what is cheap is refused first.
 
+    A recipe depends on the number of trained parameters: if one is needed, the model is loaded before the plan.
+
     Raises:
         InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job cannot be used. Nothing is written.
     """
+    job = with_shape(job)
     processing = load_processing(job)
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.train))
+    model, found = None, None
+    if job.training.missing:
+        model = choose_parameters(load_base(job, processing), job)
+        job, found = with_recipe(job, model, size)
     num_steps = job.training.num_steps(size)
     private = job.privacy.dp_enabled
     spent = read_spent(job.data.spent) if private else None
-    plan = job.privacy.plan(size, job.training.batch_size, num_steps, spent) if private else None
-    model = choose_parameters(load_base(job, processing), job)
-    return Prepared(model, processing, records, plan, num_steps if plan is None else plan.num_steps, spent)
+    plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
+    model = choose_parameters(load_base(job, processing), job) if model is None else model
+    num_steps = num_steps if plan is None else plan.num_steps
+    return Prepared(job, model, processing, records, plan, num_steps, spent, found)
 
 
 def run_job(
@@ -123,12 +143,19 @@ def _run(
 ) -> dict[str, Any]:
     """Run a job in a folder that no other process uses."""
     folder = Path(job.output_dir)
-    prepared = all_or_none(partial(prepare, job), ranks, "Nothing was trained")
-    if distributed.is_writer(ranks) and prepared.records.duplicates:
-        say(f"{prepared.records.duplicates} exact duplicates were left out (a private number).")
-    trainer = make_trainer(job, prepared, insecure_seed)
+    prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
+    writes = distributed.is_writer(ranks)
+    records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
+    duplicates = prepared.records.duplicates
+    told = [f"{duplicates} exact duplicates were left out (a private number)."] * bool(duplicates)
+    for line in [*told, *recipe_lines(prepared.recipe, job.training.missing), *([] if about is None else [about])]:
+        if writes:
+            say(line)
+    prepared = dataclasses.replace(prepared, records=records)
+    trainer = make_trainer(prepared, insecure_seed)
     if not resume:
-        distributed.once(ranks, lambda: write_job(job, folder, insecure_seed))
+        reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
+        distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
     trainer.train(resume_from_checkpoint=True if resume else None)
     if job.privacy.dp_enabled:
         distributed.once(ranks, lambda: check_accounting(folder, prepared.spent))
@@ -138,7 +165,8 @@ def _run(
 
     def finish() -> None:
         accounting.update(json.loads((folder / ACCOUNTING).read_text()) if job.privacy.dp_enabled else {})
-        for line in _report(job, folder, accounting, measured, insecure_seed):
+        replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
+        for line in _report(prepared, folder, accounting, measured, insecure_seed):
             say(line)
 
     distributed.once(ranks, finish)
@@ -192,32 +220,43 @@ def _check_loggers(names: Sequence[str] | None) -> None:
             )
 
 
-def make_trainer(job: Job, prepared: Prepared, insecure_seed: int | None) -> Any:  # noqa: ANN401  (a DPTrainer)
+def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:  # noqa: ANN401  (a DPTrainer)
     """Build the DPTrainer that runs a job."""
     from dpfunc.hf.trainer.trainer import DPTrainer
 
-    records = prepared.records
+    job, records = prepared.job, prepared.records
+    first = records.train[0]
+    at_once = max(FEATURES_AT_ONCE, job.physical_batch_size) if "features" in first else job.physical_batch_size
     return DPTrainer(
         model=prepared.model,
-        args=training_arguments(job, prepared),
-        privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=job.physical_batch_size, dp_dry_run=False),
+        args=training_arguments(prepared),
+        privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
         loss=LOSSES[job.task],
         key=None if insecure_seed is None else insecure_key(insecure_seed),
         ledger=prepared.spent,
         train_dataset=records.train,
         eval_dataset=records.evaluation or None,
-        data_collator=collator(job, prepared.processing),
+        data_collator=CollateFrozen(job.data.max_length)
+        if first.keys() & {"features", "hidden"}
+        else collator(job, prepared.processing),
         processing_class=prepared.processing,
-        compute_metrics=_accuracy if job.task == "text_classification" else None,
+        compute_metrics=classification if job.task == "text_classification" else None,
+        optimizers=(_optimizer(prepared), None),
     )
 
 
-def _accuracy(prediction: Any) -> dict[str, float]:  # noqa: ANN401  (an EvalPrediction)
-    """Share of the evaluation records whose most likely class is their label."""
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
+    """AdamW in which a new head beside adapters has its own rate; None leaves it to the Trainer."""
+    training, model = prepared.job.training, prepared.model
+    head = new_head("lora", model) if training.head_rate is not None and prepared.job.strategy == "lora" else {}
+    if not head:
+        return None
+    rest = [p for name, p in trainable(model).items() if name not in head]
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": [*head.values()], "lr": training.head_rate}]
+    return torch.optim.AdamW(groups, lr=training.learning_rate or 0.0, weight_decay=training.weight_decay)
 
 
-def training_arguments(job: Job, prepared: Prepared) -> Any:  # noqa: ANN401  (TrainingArguments)
+def training_arguments(prepared: Prepared) -> Any:  # noqa: ANN401  (TrainingArguments)
     """Translate the settings of a job into `TrainingArguments` of Transformers.
 
     Raises:
@@ -225,8 +264,9 @@ def training_arguments(job: Job, prepared: Prepared) -> Any:  # noqa: ANN401  (T
     """
     from transformers import TrainingArguments
 
+    job = prepared.job
     training = job.training
-    batch, accumulated = (training.batch_size, 1) if prepared.plan is not None else _batches_of_twin(job)
+    batch, accumulated = (job.batch_size, 1) if prepared.plan is not None else _batches_of_twin(job)
     checkpointing: dict[str, Any] = {}
     if training.gradient_checkpointing:
         name = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
@@ -268,10 +308,10 @@ def _batches_of_twin(job: Job) -> tuple[int, int]:
     """
     ranks = distributed.from_environment(LONGEST_WAIT)
     size = 1 if ranks is None else ranks.size
-    share, rest = divmod(job.training.batch_size, size)
+    share, rest = divmod(job.batch_size, size)
     if rest:
         raise InvalidArgument(
-            f"Expected a training.batch_size that {size} processes can share evenly, got {job.training.batch_size}: "
+            f"Expected a training.batch_size that {size} processes can share evenly, got {job.batch_size}: "
             "the twin without privacy has batches of one size."
         )
     at_once = next(count for count in range(min(job.physical_batch_size, share), 0, -1) if share % count == 0)
@@ -279,9 +319,14 @@ def _batches_of_twin(job: Job) -> tuple[int, int]:
 
 
 def _report(
-    job: Job, folder: Path, accounting: Mapping[str, Any], measured: Mapping[str, float], insecure_seed: int | None
+    prepared: Prepared,
+    folder: Path,
+    accounting: Mapping[str, Any],
+    measured: Mapping[str, float],
+    insecure_seed: int | None,
 ) -> list[str]:
     """Lines to print at the end of a run: privacy cost, files and metrics."""
+    job = prepared.job
     lines = ["Spent: epsilon=inf. This is the twin without privacy."]
     if job.privacy.dp_enabled:
         lines = [
@@ -291,9 +336,12 @@ def _report(
         ]
         if insecure_seed is not None:
             lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
-    how = "PeftModel.from_pretrained(base model, path)" if job.strategy == "lora" else "from_pretrained(path)"
+    base, load = "base model", "from_pretrained(path)"
+    if job.model.pooling == "mean":
+        base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
+    how = f"PeftModel.from_pretrained({base}, path)" if job.strategy == "lora" else load
     lines.append(f"Saved: {folder / MODEL}, for {how}.")
-    lines += [f"{name}: {measured[name]:.4g}" for name in ("eval_loss", "eval_accuracy") if name in measured]
+    lines += metric_lines(measured, folder, private=job.privacy.dp_enabled)
     if job.privacy.dp_enabled:
         lines.append(f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data.")
         lines.append(NOT_COVERED)

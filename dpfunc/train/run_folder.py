@@ -11,35 +11,44 @@ from typing import Any
 from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import shorten, unique_json
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer.files import JOURNAL, count_steps, is_whole, newest
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
 
-JOB_FILE, ACCOUNTING = "job.json", "privacy_accounting.json"
+_JOB_FILE = "job.json"
 # A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
-FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
+_FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
 
 
-def write_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
-    """Keep the job in its folder, to recognise it when it is resumed."""
+def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, insecure_seed: int | None) -> None:
+    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out.
+
+    Args:
+        job: as it was given. filled: with the values of its recipe. reasons: for these values.
+        folder: of the run. insecure_seed: see `run_job`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"job": job_to_dict(job), "insecure_seed": insecure_seed}
-    replace_file(folder / JOB_FILE, json.dumps(content, indent=1) + "\n")
+    content = {
+        "job": job_to_dict(job), "filled": job_to_dict(filled), "recipe": dict(reasons), "insecure_seed": insecure_seed,
+    }  # fmt: skip
+    replace_file(folder / _JOB_FILE, json.dumps(content, indent=1) + "\n")
 
 
-def _read_job_file(folder: Path) -> tuple[dict[str, Any], int | None]:
-    """The job of a folder as JSON values, and its insecure seed.
+def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+    """The job of a folder as JSON values, the same with the values of its recipe, and its insecure seed.
 
     Raises:
         CheckpointError: damaged.
     """
-    path = folder / JOB_FILE
+    path = folder / _JOB_FILE
     try:
         match unique_json(path.read_bytes()):
-            case {"job": dict() as job, "insecure_seed": (int() | None) as seed}:
-                return job, seed
+            case {"job": dict() as job, "filled": dict() as filled, "insecure_seed": (int() | None) as seed}:
+                return job, filled, seed
         problem = "it does not hold a job"
     except (OSError, ValueError) as error:
         problem = str(error)
@@ -55,11 +64,32 @@ def saved_job(folder: Path) -> tuple[Job, int | None]:
     Raises:
         CheckpointError: not a folder of `dpfunc train`.
     """
-    path = folder / JOB_FILE
+    path = folder / _JOB_FILE
     if not path.is_file():
-        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {JOB_FILE}.")
-    values, seed = _read_job_file(folder)
-    return job_from_dict(values), seed
+        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
+    _, filled, seed = _read_job_file(folder)
+    return job_from_dict(filled), seed
+
+
+def recorded_job(job: Job) -> Job:
+    """The job of a run that is resumed, with the values that its recipe gave when it began.
+
+    A later version of the recipe does not change a run under way. What changes nothing that is trained is as in `job`.
+
+    Raises:
+        CheckpointError: damaged.
+
+    Guarantees:
+        tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values.
+    """
+    given = job_to_dict(job)
+    _, filled, _ = _read_job_file(Path(job.output_dir))
+    for section, values in given.items():
+        if isinstance(values, dict):
+            filled[section] = {**filled[section], **{key: value for key, value in values.items() if key in _FREE}}
+        elif section in _FREE:
+            filled[section] = values
+    return job_from_dict(filled)
 
 
 def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
@@ -97,9 +127,9 @@ def _check_writable(folder: Path) -> None:
 
 def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     """Check that a folder holds a run of this very job, with a checkpoint to resume from."""
-    if not (folder / JOB_FILE).is_file():
+    if not (folder / _JOB_FILE).is_file():
         raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
-    saved, seed = _read_job_file(folder)
+    saved, _, seed = _read_job_file(folder)
     changed = _differences(saved, job_to_dict(job))
     if seed != insecure_seed:
         changed.append(f"--insecure-seed was {seed}, now {insecure_seed}")
@@ -122,7 +152,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
         for name in sorted({*before, *after})
-        if name.rpartition(".")[2] not in FREE and before.get(name) != after.get(name)
+        if name.rpartition(".")[2] not in _FREE and before.get(name) != after.get(name)
     ]
 
 
@@ -145,18 +175,18 @@ def interrupted(job: Job) -> str:
     journal = Path(job.output_dir) / JOURNAL
     steps, delta = count_steps(journal), job.privacy.dp_delta
     if delta is None or not job.privacy.dp_enabled:
-        said = "Interrupted. The twin without privacy spends nothing."
+        cost = "Interrupted. The twin without privacy spends nothing."
     elif not steps:
-        said = "Interrupted before the first step was released: nothing was spent."
+        cost = "Interrupted before the first step was released: nothing was spent."
     else:
         epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
         earlier = ", earlier runs not counted" if job.data.spent else ""
-        said = (
+        cost = (
             f"Interrupted. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
             f"{earlier}. A new run on these records counts them: --spent {journal}."
         )
     return (
-        f"{said} {'--resume goes on with this run.' if _has_checkpoint(job) else 'There is no checkpoint to resume.'}"
+        f"{cost} {'--resume goes on with this run.' if _has_checkpoint(job) else 'There is no checkpoint to resume.'}"
     )
 
 
@@ -174,9 +204,9 @@ def check_accounting(folder: Path, spent: Ledger | None) -> None:
     """
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken = journal_ledger(journal)
-    said = Ledger.from_json(json.dumps(json.loads(path.read_text())["ledger"]))
-    if said != (taken if spent is None else spent.compose(taken)):
+    counted = Record.from_json(path.read_bytes()).ledger
+    if counted != (taken if spent is None else spent.compose(taken)):
         raise CheckpointError(
-            f"Expected {path} to count the steps of {journal}, {taken}, got {said}. Another process has used this "
+            f"Expected {path} to count the steps of {journal}, {taken}, got {counted}. Another process has used this "
             f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."
         )

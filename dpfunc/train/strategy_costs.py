@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dpfunc._utils.validation import whole
+from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.vision_language.strategies import STRATEGIES, trained_parameters
 from dpfunc.hf.vision_language.submodules import language_layers, quantised_layers
 
-GIB = 2**30
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
     >>> {cost.name: cost.trained for cost in strategy_costs(tiny_llava(), rank=2)}
     {'full': 10968, 'lora': 992, 'qlora': 992, 'projector': 544}
     """
-    whole("rank", rank, minimum=1)
+    integer("rank", rank, minimum=1)
     if quantised_layers(model):
         raise InvalidArgument("Expected weights in float, got quantised ones. Load the model without quantization.")
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -77,7 +77,7 @@ def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
     )
 
 
-MEANING = {
+_MEANING = {
     "full": "noise in every weight; for large batches and much data",
     "lora": "noise in the adapters only; the usual choice",
     "qlora": "as lora; the base is rounded once, without data",
@@ -107,7 +107,7 @@ def strategy_table(model: nn.Module, *, rank: int, noise_multiplier: float, expe
     for cost in strategy_costs(model, rank=rank):
         ratio = noise_multiplier * cost.noise_norm / expected_batch_size
         lines.append(
-            f"| {cost.name} | {cost.trained:,} | {100 * cost.trained / total:.1f} % | {cost.base_bytes / GIB:.1f} | "
-            f"{cost.training_bytes / GIB:.1f} | {ratio:.2g} | {MEANING[cost.name]} |"
+            f"| {cost.name} | {cost.trained:,} | {100 * cost.trained / total:.1f} % | {cost.base_bytes / _GIB:.1f} | "
+            f"{cost.training_bytes / _GIB:.1f} | {ratio:.2g} | {_MEANING[cost.name]} |"
         )
     return "\n".join(lines)

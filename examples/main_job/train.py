@@ -26,12 +26,14 @@ from data import DataError, TextData, load
 from fetch import FetchError, fetch_model
 from model import Encoder, ModelError, Upper, load_encoder, lower_part, per_sample_loss
 from processes import Processes, join
-from report import PeakMemory, Row, print_table, write_json, write_metrics
+from report import PeakMemory, Row, print_table, write_metrics
 from torch import Tensor
 from tqdm import tqdm
 
 import dpfunc
 from dpfunc import clipping, distributed
+from dpfunc.accounting.record import Record
+from dpfunc.checkpoint import make_record
 from dpfunc.checkpoint.journal import Journal, journal_ledger
 
 HEAD = r"^head\."
@@ -39,6 +41,7 @@ HEAD = r"^head\."
 # would drown in their noise otherwise.
 LORA_BOUND = 0.3
 LORA_RATE = 0.1
+VALIDATION = "validation and test texts, which are held out: the curve and the table show accuracy on them"
 
 
 @dataclass(frozen=True)
@@ -131,18 +134,20 @@ def spent_after(curve: list[tuple[int, float]], step: int) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished private run."""
+    """A finished private run. `norms` are unreleased; `twin` is the validation accuracy of the non-private twin."""
 
     params: dict[str, Tensor]
     state: dpfunc.StepState
     curve: list[tuple[int, float]]
     spent: list[tuple[int, float]]
     norms: list[float]
+    record: Record
+    twin: float | None
 
 
 def train_private(
     name: str, task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path | None, resume: bool,
-    processes: Processes,
+    processes: Processes, twin: float | None = None,
 ) -> Run:  # fmt: skip
     """The loop. With a folder it keeps a journal and checkpoints, from which it can be resumed."""
 
@@ -170,6 +175,7 @@ def train_private(
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
         state = saved.state
         curve, norms = [tuple(point) for point in saved.extra["curve"]], list(saved.extra["norms"])
+        twin = saved.extra["twin"]
         processes.say(f"Resumed at step {state.step}; {state.ledger.num_steps} steps are in the ledger.")
     else:
         state = dp_step.init(params, key)
@@ -180,7 +186,7 @@ def train_private(
             dpfunc.save(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=data,
                 optimizer_state=optimizer.state_dict(),
-                extra=processes.shared({"curve": curve, "norms": norms}),
+                extra=processes.shared({"curve": curve, "norms": norms, "twin": twin}),
                 journal=folder / "journal.jsonl", ranks=processes.ranks,
             )  # fmt: skip
 
@@ -201,31 +207,14 @@ def train_private(
         if state.step % max(1, plan.num_steps // 8) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.parts.validation)))
             checkpoint()
-    return Run({n: p.detach() for n, p in params.items()}, state, curve, spent, norms)
+    record = make_record(dp_step, state, unit="one text", not_covered=[VALIDATION])
+    return Run({n: p.detach() for n, p in params.items()}, state, curve, spent, norms, record, twin)
 
 
 def two_epsilons(ledger: dpfunc.Ledger, delta: float) -> tuple[float, float]:
     """Epsilon by two accountants."""
     tight, rdp = (dpfunc.epsilon(ledger, delta, method).epsilon for method in ("auto", "rdp"))
     return tight, rdp
-
-
-def write_accounting(path: Path, plan: dpfunc.Plan, state: dpfunc.StepState, clip_norm: float) -> None:
-    """privacy_accounting.json: what was spent, and what is needed to check it."""
-    answer = state.ledger.epsilon(plan.delta)
-    sampling_prob = plan.sampler.expected_batch_size(0) / plan.sampler.dataset_size
-    write_json(
-        path,
-        {
-            "epsilon": answer.epsilon, "delta": plan.delta, "target_epsilon": plan.epsilon,
-            "max_grad_norm": clip_norm, "noise_multiplier": plan.noise_multiplier,
-            "global_step": state.step, "epoch": state.step * sampling_prob,
-            "sampling_prob": sampling_prob, "expected_batch_size": plan.sampler.expected_batch_size(0),
-            "adjacency": plan.adjacency, "accountant": answer.method,
-            "epsilon_rdp": state.ledger.epsilon(plan.delta, "rdp").epsilon,
-            "unit": "one text",
-        },
-    )  # fmt: skip
 
 
 @click.command(context_settings={"show_default": True})
@@ -312,7 +301,8 @@ def main(
         print_table(rows, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
         print(
             f"Written to {folder}: privacy_accounting.json, ledger.json, journal.jsonl, checkpoint/, "
-            f"adapter.safetensors, metrics.json, run.png.\nWhole command: {settings['seconds']:.0f} s."
+            f"adapter.safetensors, metrics.json, run.png.\nNot to be shared: checkpoint/, UNRELEASED_norms.png.\n"
+            f"Whole command: {settings['seconds']:.0f} s."
         )
 
 
@@ -331,14 +321,14 @@ def write_all(
     folder: Path, rows: list[Row], settings: dict[str, Any], plan: dpfunc.Plan, adapter: dpfunc.lora.LoRA, run: Run
 ) -> None:
     """The run folder, besides the journal and the checkpoints, which are there already."""
-    bound = math.hypot(*with_groups(plan, adapter.params).clip.clip_norm.values())
-    write_accounting(folder / "privacy_accounting.json", plan, run.state, bound)
+    (folder / "privacy_accounting.json").write_text(run.record.to_json() + "\n")
     (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
     dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
     write_metrics(folder, rows, {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()})
-    from plots import plot_run
+    from plots import plot_norms, plot_run
 
-    plot_run(folder / "run.png", run.curve, run.spent, run.norms, plan.epsilon)
+    plot_run(folder / "run.png", run.curve, run.spent, plan.epsilon, run.twin)
+    plot_norms(folder, run.norms, run.record.max_grad_norm)
 
 
 def head_only(upper: Upper, parts: Parts) -> tuple[Callable[..., Tensor], dict[str, Tensor], Parts]:
@@ -359,9 +349,12 @@ def phases(
 ) -> Iterator[Callable[[], tuple[str, Task, dict[str, Tensor], dpfunc.Ledger | None, Run]]]:  # fmt: skip
     """The three trainings of the table, in order; the last one is the result."""
     nothing: Run | None = None
+    twin: list[float] = []
 
     def plain() -> tuple[str, Task, dict[str, Tensor], dpfunc.Ledger | None, Run | None]:
-        return "non-private twin (LoRA)", lora, train_plain(lora, 1e-2, 1 if smoke else 2, seed), None, nothing
+        params = train_plain(lora, 1e-2, 1 if smoke else 2, seed)
+        twin.append(accuracy(lora, params, lora.parts.validation))
+        return "non-private twin (LoRA)", lora, params, None, nothing
 
     def private_head() -> tuple[str, Task, dict[str, Tensor], dpfunc.Ledger | None, Run]:
         run = train_private("DP head only", head, plan, lr, dpfunc.fold_in(key, "head"), None, False, processes)
@@ -369,8 +362,9 @@ def phases(
 
     def private_lora() -> tuple[str, Task, dict[str, Tensor], dpfunc.Ledger | None, Run]:
         run = train_private(
-            "DP-LoRA", lora, with_groups(plan, lora.params), lr, dpfunc.fold_in(key, "lora"), folder, resume, processes
-        )
+            "DP-LoRA", lora, with_groups(plan, lora.params), lr, dpfunc.fold_in(key, "lora"), folder, resume, processes,
+            *twin,
+        )  # fmt: skip
         return "DP-LoRA", lora, run.params, run.state.ledger, run
 
     if not resume and processes.writes:  # the others wait

@@ -15,12 +15,15 @@ from vlm import per_image_loss
 
 import dpfunc
 from dpfunc import clipping
+from dpfunc.accounting.record import Record
+from dpfunc.checkpoint import make_record
 from dpfunc.checkpoint.journal import Journal
 
 # Learning rates and shares of the clip norm by kind of parameter. Chosen on the validation images.
 RATES = {"head": 1.0, "projector": 0.003, "adapters": 0.01}
 BOUNDS = {"head": 1.0, "projector": 0.3, "adapters": 0.3}
 Rows = dict[str, Tensor]
+VALIDATION = "validation and test images, which are held out: the table shows accuracy on them"
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Run:
     params: dict[str, Tensor]
     state: dpfunc.StepState
     curve: list[tuple[int, float]]
+    record: Record
 
 
 def train_private(
@@ -165,4 +169,5 @@ def train_private(
             curve.append((state.step, accuracy(task, params, task.validation)))
             checkpoint()
     processes.say(dp_step.decision)
-    return Run({n: p.detach() for n, p in params.items()}, state, curve)
+    record = make_record(dp_step, state, unit="one image with all its questions", not_covered=[VALIDATION])
+    return Run({n: p.detach() for n, p in params.items()}, state, curve, record)

@@ -25,7 +25,7 @@ from learn import Run, Task, accuracy, blind, make_plan, train_plain, train_priv
 from model import load_encoder
 from processes import Processes, join
 from questions import ImageQuestions, Part, load
-from report import PeakMemory, Row, print_table, write_json, write_metrics
+from report import PeakMemory, Row, print_table, write_metrics
 from vlm import VisionLanguage
 
 import dpfunc
@@ -62,23 +62,6 @@ def rows_of(data: ImageQuestions, *, keep: bool) -> dict[str, dict[str, torch.Te
         }
         for name, part in parts.items()
     }  # fmt: skip
-
-
-def write_accounting(path: Path, plan: dpfunc.Plan, state: dpfunc.StepState) -> None:
-    """privacy_accounting.json: what was spent, and what is needed to check it."""
-    answer = state.ledger.epsilon(plan.delta)
-    sampling_prob = plan.sampler.expected_batch_size(0) / plan.sampler.dataset_size
-    write_json(
-        path,
-        {
-            "epsilon": answer.epsilon, "delta": plan.delta, "target_epsilon": plan.epsilon,
-            "max_grad_norm": math.hypot(*plan.clip.clip_norm.values()), "noise_multiplier": plan.noise_multiplier,
-            "global_step": state.step, "epoch": state.step * sampling_prob, "sampling_prob": sampling_prob,
-            "expected_batch_size": plan.sampler.expected_batch_size(0), "adjacency": plan.adjacency,
-            "accountant": answer.method, "epsilon_rdp": state.ledger.epsilon(plan.delta, "rdp").epsilon,
-            "unit": "one image with all its questions",
-        },
-    )  # fmt: skip
 
 
 def notes(data: ImageQuestions, journalled: dpfunc.Ledger) -> list[str]:
@@ -220,7 +203,7 @@ def write_all(
     folder: Path, table: list[Row], settings: dict[str, Any], plan: dpfunc.Plan, adapter: dpfunc.lora.LoRA, run: Run
 ) -> None:
     """The run folder, besides the journal and the checkpoints, which are there already."""
-    write_accounting(folder / "privacy_accounting.json", plan, run.state)
+    (folder / "privacy_accounting.json").write_text(run.record.to_json() + "\n")
     (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
     dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
     write_metrics(folder, table, {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()})

@@ -133,9 +133,9 @@ def hf_classify(forward):
     return loss_fn
 
 
-def build(name, size=5, dtype=torch.float32):
+def build(name, size=5, dtype=torch.float32, device="cpu"):
     """The case of a name. Models are seeded; float64 where the dtype says so."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
         return CASES[name](size, dtype)
 

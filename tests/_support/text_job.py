@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+import torch
+
 TOPICS = {
     "sport": ["goal", "match", "team", "coach"],
     "money": ["bank", "shares", "profit", "market"],
@@ -30,7 +32,7 @@ DATA = {
 def write_model(folder: Path, kind: str = "llama") -> Path:
     """The configuration of a tiny model, and a tokenizer that knows the words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
     words = [*SPECIAL, *COMMON, *(word for words in TOPICS.values() for word in words), *TOPICS]
     known = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -40,6 +42,15 @@ def write_model(folder: Path, kind: str = "llama") -> Path:
     )
     tokenizer.save_pretrained(folder)
     ids = {"vocab_size": len(words), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "bert":  # a sentence encoder with weights; each word starts with a vector of its own
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = BertConfig(**ids, **sizes, max_position_embeddings=64, initializer_range=0.5)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            BertModel(config).save_pretrained(folder)
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+        return folder
     if kind == "llama":
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = LlamaConfig(**ids, **sizes, max_position_embeddings=64, tie_word_embeddings=False)

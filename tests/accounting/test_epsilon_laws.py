@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfunc.accounting import Guarantee, Ledger, epsilon
-from dpfunc.accounting.coarse import MAX_KINDS, coarsen
+from dpfunc.accounting.fewer_kinds import MAX_KINDS, fewer_kinds
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -87,7 +87,7 @@ def test_a_pure_function(items):
 def test_fewer_kinds_cost_at_least_as_much(items):
     """Noise only goes down and probability only up, step by step; the number of steps stays."""
     ledger = Ledger(tuple(items))
-    rounded, note = coarsen(ledger.events)
+    rounded, note = fewer_kinds(ledger.events)
     assert len(rounded) <= MAX_KINDS
     assert sum(event.num_steps for event in rounded) == ledger.num_steps
     assert bool(note) == (len(ledger.events) > MAX_KINDS)

@@ -1,4 +1,4 @@
-"""What a run needs; and readings of epsilon and delta that are true."""
+"""What a run needs; and meanings of epsilon and delta that are true."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dpfunc.accounting import (
     EPSILON_TABLE,
     Ledger,
     epsilon,
+    explain_delta,
+    explain_epsilon,
     privacy_requirements,
-    read_delta,
-    read_epsilon,
     suggest_delta,
 )
 from dpfunc.accounting.requirements import total_steps
@@ -107,20 +107,20 @@ def test_suggested_delta_is_below_one_over_n(n):
 
 @given(st.floats(0.0, 50.0), st.floats(1e-4, 0.999))
 def test_epsilon_bounds_the_posterior_odds(value, prior):
-    row = read_epsilon(value)
+    row = explain_epsilon(value)
     assert row.odds_factor == pytest.approx(math.exp(value))
     assert row.posterior == pytest.approx(row.odds_factor / (1 + row.odds_factor))
     assert row.detection_at_1_percent == min(1.0, 0.01 * row.odds_factor)
-    assert row.reading
+    assert row.words
 
 
 def test_tables():
     assert [row.epsilon for row in EPSILON_TABLE] == sorted(row.epsilon for row in EPSILON_TABLE)
-    assert read_epsilon(1e6).odds_factor == math.inf
-    assert "one random record" in read_delta(1 / 1000, 1000).reading
-    assert read_delta(1e-9, 1000).reading == DELTA_TABLE[-1].reading
+    assert explain_epsilon(1e6).odds_factor == math.inf
+    assert "one random record" in explain_delta(1 / 1000, 1000).words
+    assert explain_delta(1e-9, 1000).words == DELTA_TABLE[-1].words
     for ratio, said in ((0.33, "1/(10n) to 1/(2n)"), (0.05, "below 10 %"), (0.7, "1/(2n) to 1/n"), (1e-4, "no longer")):
-        assert said in read_delta(ratio / 1000, 1000).reading
+        assert said in explain_delta(ratio / 1000, 1000).words
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(InvalidArgument):
-            read_epsilon(bad)
+            explain_epsilon(bad)

@@ -270,7 +270,7 @@ def test_the_document_shows_the_result_file():
 def test_the_document_has_no_other_numbers():
     """Sizes that appear in the sentences are names (70B) or stand in a table."""
     prose = re.sub(r"<!-- [^>]+ -->\n.*?<!-- end -->", "", DOCUMENT.read_text(), flags=re.DOTALL)
-    known = {"100B", "512", "7B", "80", "141", "float32", "float64", "bfloat16", "FSDP2", "2023", "4096", "64"}
+    known = {"100B", "512", "1B", "7B", "80", "141", "float32", "float64", "bfloat16", "FSDP2", "2023", "4096", "64"}
     assert set(re.findall(r"\b\w*\d\w*\b", prose)) <= known
 
 

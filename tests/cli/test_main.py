@@ -152,11 +152,23 @@ def test_a_ledger_of_another_version(tmp_path):
     assert "Use the version of dpfunc that wrote it" in run("ledger", "show", path, "--delta", 1e-5).stderr
 
 
-@pytest.mark.parametrize("command", [[], ["epsilon"], ["sigma"], ["requirements"], ["ledger"], ["ledger", "show"]])
-def test_help(command):
+def commands(group=main, path=()):
+    """Each command by its words: [], [epsilon], [ledger], [ledger, show], ..."""
+    found = [list(path)]
+    for name, command in getattr(group, "commands", {}).items():
+        found += commands(command, (*path, name))
+    return found
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_help_and_json_of_every_command(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
+    group = " ".join(command) in ("", "ledger")
+    assert ("--json" in result.stdout) != group
+    if not group:
+        assert "Example: dpfunc " + " ".join(command) in " ".join(result.stdout.split())
 
 
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
@@ -196,7 +208,7 @@ def test_every_accounting_command_has_json(tmp_path, name):
 def test_exit_codes_are_as_the_help_says(monkeypatch):
     text = " ".join(run("--help").stdout.split())
     assert "Exit codes: 0, done; 1, refused or interrupted" in text
-    assert "2, an option, argument or file name that does not exist" in text
+    assert "2, an option, argument or file name that does not exist, or one that is missing." in text
     assert run(*GOOD).exit_code == 0
 
     def stop(*_):

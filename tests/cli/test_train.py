@@ -133,6 +133,35 @@ def test_dry_run_writes_nothing(here):
     assert 0 < activations < 1
 
 
+@pytest.mark.parametrize("flags", [["--dry-run"], ["--no-dp"], []], ids=["dry run", "twin", "run"])
+def test_json_is_all_that_stdout_has(here, flags):
+    """One value: what would be printed, and the record of a private run. All else is on stderr."""
+    plain = train(*flags, "--output_dir", "plain" + "".join(flags))
+    result = train(*flags, "--output_dir", "json" + "".join(flags), "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert all(line in result.stderr for line in values["report"])
+    names = [line.split(":")[0] for line in values["report"]]
+    assert names == [line.split(":")[0] for line in plain.stdout.splitlines() if line.split(":")[0] in names]
+    if flags:
+        assert values["record"] is None
+    else:
+        assert values["record"] == json.loads(Path("json/privacy_accounting.json").read_text())
+        assert (values["record"]["unit"], values["record"]["noise_key"]) == (
+            "one record of the training data set",
+            "secret",
+        )
+        assert run("ledger", "check", "json").exit_code == 0
+        assert "epsilon" in run("ledger", "show", "json").stdout
+
+
+def test_an_error_leaves_stdout_empty(here):
+    result = train("--json")  # the folder is in use
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "Expected an empty output_dir" in result.stderr
+
+
 def test_dp_dry_run_is_a_dry_run_too(here):
     before = files(here)
     for flags in (["--dp_dry_run"], ["--dry_run"]):

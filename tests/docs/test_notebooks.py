@@ -24,9 +24,9 @@ def run(name):
     return names
 
 
-def test_there_are_two_and_both_are_listed():
+def test_they_are_all_listed():
     page = (FOLDER / "README.md").read_text()
-    assert [path.name for path in NOTEBOOKS] == ["first_loop.ipynb", "lora.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == ["first_loop.ipynb", "images.ipynb", "lora.ipynb", "report.ipynb"]
     assert all(f"({path.name})" in page for path in NOTEBOOKS)
 
 
@@ -56,3 +56,24 @@ def test_lora():
     assert names["state"].step == 60
     assert names["state"].ledger.epsilon(1e-5).epsilon <= 3.0
     assert names["after"] > names["before"]
+
+
+def test_images(capsys):
+    names = run("images.ipynb")
+    assert names["accuracy"] > 0.7  # chance is 0.25
+    assert 7.9 < names["state"].ledger.epsilon(1e-5).epsilon <= 8.0
+    assert names["dp_step"].decision.proven
+    assert "Use dpfunc.replace_batchnorm(model)" in capsys.readouterr().out
+
+
+def test_the_report(capsys):
+    names = run("report.ipynb")
+    assert names["record"].global_step == 20
+    shown = capsys.readouterr().out
+    assert "Not covered by this epsilon:" in shown
+    agrees, claim, rest = shown.split("Checks")[0], *shown.split("Checks")[1:]
+    assert "one patient" in agrees
+    assert "All agrees." in claim
+    assert "WRONG" not in claim
+    assert "WRONG" in rest
+    assert "exit code 1" in rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import tomllib
@@ -100,7 +101,9 @@ def test_the_quick_start_runs(capsys):
 def test_what_privacy_officers_read_is_what_runs_write():
     """The page names fields of `privacy_accounting.json`; and it has no code."""
     from dpfunc import clipping, insecure_key
-    from dpfunc.hf.trainer.files import ACCOUNTING, JOURNAL, accounting
+    from dpfunc.accounting.record import SIZES
+    from dpfunc.checkpoint import make_record
+    from dpfunc.hf.trainer.files import ACCOUNTING, JOURNAL
     from dpfunc.plan import Plan
     from dpfunc.sampling import Poisson
     from dpfunc.step import make_dp_step
@@ -111,7 +114,10 @@ def test_what_privacy_officers_read_is_what_runs_write():
     dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
     with pytest.warns(UserWarning, match="known to everybody"):
         state = dp_step.init({"w": torch.zeros(2)}, insecure_key(0))
-    assert set(re.findall(r"`(\w+)`", row.split("|")[2])) <= set(accounting(plan, state, 0.0))
+    values = json.loads(make_record(dp_step, state, unit="one row").to_json())
+    named = set(re.findall(r"`(\w+)`", row.split("|")[2]))
+    assert named - {"secret", "guessable"} == set(values) - {"schema"}  # all of them, and no other
+    assert set(SIZES) <= set(re.findall(r"`([\w ]+)`", page))
     assert f"| `{JOURNAL}`" in page
     assert "```" not in page
     assert len(page.split()) < 1500  # two pages

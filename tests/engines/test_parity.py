@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import devices
 from models import CASES, build
 from reference import loop_clipped_sum, loop_gradients
 
@@ -46,11 +47,12 @@ def gradients(engine, case):
     return per_sample.losses_B, per_sample.sq_norms(), grads
 
 
+@devices
 @engines
 @models
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
-def test_gradients_equal_the_loop(engine, name, dtype):
-    case = build(name, dtype=dtype)
+def test_gradients_equal_the_loop(engine, name, dtype, device):
+    case = build(name, dtype=dtype, device=device)
     losses_B, sq_norms, grads_B = gradients(ENGINES[engine], case)
     truth = loop_gradients(case.loss_fn, case.params, case.batch)
     losses = torch.stack([loss for loss, _ in truth])
@@ -76,10 +78,11 @@ def test_no_graph_is_left(engine, name):
     assert not any(value.requires_grad for value in sums.values())
 
 
+@devices
 @engines
 @models
-def test_clipped_sums_equal_the_loop(engine, name):
-    case = build(name, size=7, dtype=torch.float64)
+def test_clipped_sums_equal_the_loop(engine, name, device):
+    case = build(name, size=7, dtype=torch.float64, device=device)
     group_of = dict.fromkeys(case.params, "all")
     flat = lambda n, c: c / max(n, c)  # noqa: E731
     bound = 0.5

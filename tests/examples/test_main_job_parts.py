@@ -50,9 +50,46 @@ def test_a_run_with_a_secret_key_resumes_with_the_same_adapter(tmp_path):
     command = [sys.executable, str(JOB / "train.py"), "--smoke"]
     subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, cwd=ROOT)
     before = load_file(tmp_path / "adapter.safetensors")
-    picture = (tmp_path / "run.png").read_bytes()
+    names = ("run.png", "UNRELEASED_norms.png")
+    pictures = [(tmp_path / name).read_bytes() for name in names]
     subprocess.run([*command, "--resume", str(tmp_path)], check=True, capture_output=True, cwd=ROOT)
     after = load_file(tmp_path / "adapter.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (tmp_path / "run.png").read_bytes() == picture
+    assert [(tmp_path / name).read_bytes() for name in names] == pictures
+
+
+def test_the_picture_to_share_has_no_private_number(tmp_path, monkeypatch):
+    """What is drawn into run.png, and what only into the file whose name and title say UNRELEASED."""
+    import plots
+    from matplotlib.axes import Axes
+
+    drawn = []
+    for name in ("plot", "hist", "axhline", "axvline", "set"):
+        real = getattr(Axes, name)
+
+        def kept(self, *args, _real=real, _name=name, **kwargs):
+            drawn.append((_name, args, kwargs))
+            return _real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Axes, name, kept)
+    plots.plot_run(tmp_path / "run.png", [(1, 0.5), (2, 0.75)], [(1, 1.0), (2, 2.0)], 3.0, 0.9)
+    names = [name for name, _, _ in drawn]
+    assert "hist" not in names
+    assert [args for name, args, _ in drawn if name == "axhline"] == [(0.9,), (3.0,)]  # the twin, the budget
+    assert not any("UNRELEASED" in str(options) for _, _, options in drawn)
+    drawn.clear()
+    plots.plot_norms(tmp_path, [0.01, 0.5, 20.0, float("nan"), 0.0], 1.5)
+    assert {path.name for path in tmp_path.iterdir()} == {"run.png", "UNRELEASED_norms.png"}
+    (options,) = [options for name, _, options in drawn if name == "set" and "xscale" in options]
+    assert options["title"].startswith("UNRELEASED")
+    assert options["xscale"] == "log"
+    assert [args for name, args, _ in drawn if name == "axvline"] == [(1.5,)]  # the clip bound
+
+
+def test_no_norms_no_picture(tmp_path):
+    import plots
+
+    plots.plot_norms(tmp_path, [], 1.0)
+    plots.plot_norms(tmp_path, [1.0], 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["UNRELEASED_norms.png"]

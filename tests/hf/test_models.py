@@ -132,3 +132,44 @@ def test_L8_four_bits(monkeypatch):
     assert config.load_in_4bit
     assert config.bnb_4bit_quant_type == "nf4"
     assert config.bnb_4bit_compute_dtype == torch.bfloat16
+
+
+def test_quantised_weights_without_an_adapter_are_a_problem():
+    """An adapter over them is none, as is a quantised model that is not trained."""
+    from peft import LoraConfig, get_peft_model
+
+    model = zoo.llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(24, 8, dtype=torch.uint8), requires_grad=False)
+    assert "2 linear layers have quantised weights" in "".join(check_model(model).problems)
+    assert "get_peft_model" in "".join(check_model(model).problems)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert not check_model(adapted).problems
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # PEFT calls it
+@pytest.mark.parametrize(("options", "reentrant"), [({}, True), ({"use_reentrant": True}, True),
+                                                    ({"use_reentrant": False}, False)])  # fmt: skip
+def test_checkpointing_of_a_base_in_few_bits(options, reentrant):
+    """PEFT's preparation switches on the reentrant kind unless an option says otherwise."""
+    from peft import prepare_model_for_kbit_training
+
+    model = zoo.llama()
+    model.is_loaded_in_4bit = True
+    prepared = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=options)
+    prepared.lm_head.weight.requires_grad_()
+    problems = "".join(check_model(prepared).problems)
+    assert ("reentrant" in problems) == reentrant
+
+
+def test_speech_models_are_looked_at():
+    from task_models import build
+
+    model, _ = build("Wav2Vec2, CTC")
+    assert check_model(model).task == "ctc"
+    assert not check_model(model).problems
+    assert not check_model(model).advice
+    model.config.mask_time_prob, model.config.feat_extract_norm = 0.05, "group"
+    found = check_model(model)
+    assert "apply_spec_augment = False" in found.problems[0]
+    assert "pad all recordings to one public length" in found.advice[0]

@@ -13,7 +13,8 @@ from zoo import language as zoo
 from dpfunc import engines
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
-from dpfunc.hf import losses, tasks
+from dpfunc.hf import losses
+from dpfunc.hf.facts import facts_of
 from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
 
 
@@ -51,7 +52,7 @@ def test_T3_position_ids_are_not_needed_and_are_passed_on():
 
 
 def test_no_cache_where_the_model_could_keep_one():
-    facts = {make: tasks.facts_of(functionalize(make())[0]).options for make in (zoo.gpt2, zoo.llama, zoo.bert, zoo.t5)}
+    facts = {make: facts_of(functionalize(make())[0]).options for make in (zoo.gpt2, zoo.llama, zoo.bert, zoo.t5)}
     assert [dict(options) for options in facts.values()] == [{"use_cache": False}] * 2 + [{}] + [{"use_cache": False}]
 
 

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from devices import devices
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
@@ -180,7 +181,7 @@ def test_narrow_noise_is_refused(dtype):
         standard_normal(KEY, {"w": torch.zeros(3, dtype=dtype)})
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_generator_of_a_device(device, dtype):
     """What CUDA uses, run on every device there is: normal, stateless, a stream of its own for each leaf and key."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dpfunc.sampling.records import data_name
@@ -63,3 +64,10 @@ def test_images_that_records_name_are_part_of_them(tmp_path, record):
 def test_texts_between_types_are_not_confused():
     names = {data_name([value]) for value in ([1, 2], (1, 2), [1, 2.0], [[1], 2], [True, 2], ["1", 2], "12", [12])}
     assert len(names) == 8
+
+
+def test_arrays_of_objects_are_known_by_their_contents():
+    words = ["".join(["a", str(number)]) for number in range(3)]  # other objects than those of the second array
+    one, other = (np.array([*words, number], dtype=object) for number in (1000, 1001))
+    again = np.array(["".join(word) for word in ("a0", "a1", "a2")] + [int("1000")], dtype=object)
+    assert data_name([one]) == data_name([again]) != data_name([other])

@@ -96,6 +96,17 @@ def test_T11_texts_with_their_epsilon(here):
         assert right > 1.3 * wrong, words
 
 
+def test_json(here):
+    """One value on stdout; the texts are in their file."""
+    result = generate("--num", 3, "--out", here / "texts.jsonl", "--json")
+    assert result.exit_code == 0, result.output
+    spent = json.loads(Path("run/privacy_accounting.json").read_text())
+    assert json.loads(result.stdout) == {
+        "num_texts": 3, "out": str(here / "texts.jsonl"), "epsilon": spent["epsilon"], "delta": spent["delta"],
+    }  # fmt: skip
+    assert len(lines(here / "texts.jsonl")) == 3
+
+
 def test_the_same_seed_gives_the_same_texts(here):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert generate("--num", 6, "--seed", seed, "--out", here / f"{name}.jsonl").exit_code == 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.cost import Costs, Kernel, matrix, summed
 from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     ROUNDINGS,
@@ -31,8 +32,7 @@ from dpfunc.engines.numerics import (
     without_dropped,
 )
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.cost import KernelCost, matrix_form
-from dpfunc.engines.rules.table import Form, Grads, Rule, Use
+from dpfunc.engines.rules.table import Grads, Rule, Use
 
 # Numbers that may be formed at a time: 4 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
@@ -149,8 +149,9 @@ class Convolved:
                 to_accumulation_dtype(self.g_BmP.new_zeros(0)),
                 self.cancels,
             )
-        cost, ghost = self.cost(), self.cost().ghost_pays()
-        numbers = self.args.groups * (cost.cells**2 + cost.positions**2) if ghost else cost.numbers
+        kernel, costs = self.kernel(), self.kernel().costs()
+        ghost = costs.ghost_pays
+        numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if ghost else costs.numbers
         measure = self._ghost if ghost else self._measured
         pieces = [
             measure(to_accumulation_dtype(g), to_accumulation_dtype(x))
@@ -159,12 +160,12 @@ class Convolved:
         sq_norms_B, reach_B = (torch.cat(values) for values in zip(*pieces, strict=True))
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
 
-    def cost(self) -> KernelCost:
-        """Cost model of the gradient of one sample, by shapes."""
+    def kernel(self) -> Kernel:
+        """The kernel for the cost model, by shapes."""
         moved, still = self._sides(self.g_BmP, self.x_BmC)
         images = moved.shape[1]
         positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
-        return KernelCost(positions, cells, self.args.shape, self.args.stride, self.args.groups, len(moved))
+        return Kernel(positions, cells, self.args.shape, self.args.stride, self.args.groups)
 
     def _sides(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
         """The side that the kernel moves over, and the one with a value for each of its positions."""
@@ -219,8 +220,8 @@ class Convolved:
 
     def _of_windows(self, moved: Tensor, sizes: Sequence[int]) -> Tensor:
         """Products of all windows of a sample with each other, (n, m * T, m * T)."""
-        cost = self.cost()
-        if cost.unfolded() <= cost.by_cells():
+        kernel = self.kernel()
+        if kernel.unfolded() <= kernel.by_cells():
             windows = self.args.unfolded(moved, sizes)
             return windows.transpose(1, 2) @ windows
         by_axis = [self.args.taps_by_residue(axis) for axis in range(len(sizes))]
@@ -283,17 +284,17 @@ def _products(side: Tensor) -> Tensor:
     return flat_ncT.transpose(1, 2) @ flat_ncT
 
 
-def _form(use: Use, transposed: bool) -> Form:
-    """Choose the form for the weight; where it is not used on samples of axis 0, form the gradients."""
+def _costs(use: Use, transposed: bool) -> Costs:
+    """Costs of the kernel; gradients of a bias are formed."""
     if "weight" not in use.shapes or use.sample_axis.axis != 0 or len(use.output) != len(use.shapes["weight"]):
-        return "dense"
+        return summed(sum(math.prod(shape) for shape in use.shapes.values()))
     shape, options = use.shapes["weight"], use.options
     size = use.output.numel() // max(1, use.num_samples * use.output[1])
     stride = _tuple(options["stride"], len(shape) - 2)
     if not transposed and math.prod(shape[2:]) == options["groups"] == 1:
-        return matrix_form(size, shape[0], shape[1])
+        return matrix(size, shape[0], shape[1])
     positions, cells = (size // math.prod(stride), size) if transposed else (size, size * math.prod(stride))
-    return KernelCost(positions, cells, shape, stride, options["groups"], use.num_samples).form()
+    return Kernel(positions, cells, shape, stride, options["groups"]).costs()
 
 
 def _tuple(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
@@ -376,11 +377,11 @@ def _transposed(
 
 _NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
 RULES = (
-    Rule((F.conv1d, F.conv2d, F.conv3d), _convolution, _NEEDS, partial(_form, transposed=False)),
+    Rule((F.conv1d, F.conv2d, F.conv3d), _convolution, _NEEDS, partial(_costs, transposed=False)),
     Rule(
         (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
         _transposed,
         _NEEDS,
-        partial(_form, transposed=True),
+        partial(_costs, transposed=True),
     ),
 )

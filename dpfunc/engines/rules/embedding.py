@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.cost import Costs, table
 from dpfunc.engines.per_sample import Gather
-from dpfunc.engines.rules.table import Form, Grads, Rule, Use
+from dpfunc.engines.rules.table import Grads, Rule, Use
 
 
-def _form(use: Use) -> Form:
-    """Choose the form: tables that are smaller than the rows that are looked up are formed."""
+def _costs(use: Use) -> Costs:
+    """Costs of the table."""
     (shape,) = use.shapes.values()
-    return "dense" if math.prod(shape) <= use.output.numel() // use.num_samples else "factors"
+    d = math.prod(shape[1:])
+    return table(use.output.numel() // max(1, use.num_samples * d), shape[0], d)
 
 
 def _embedding(
@@ -63,7 +65,7 @@ def _index_select(use: Use, grad: Tensor, input: Tensor, dim: int, index: Tensor
 
 
 RULES = (
-    Rule((F.embedding,), _embedding, {"weight": ("input",)}, _form),
-    Rule((Tensor.__getitem__,), _getitem, {"input": ("index",)}, _form),
-    Rule((torch.index_select, Tensor.index_select), _index_select, {"input": ("index",)}, _form),
+    Rule((F.embedding,), _embedding, {"weight": ("input",)}, _costs),
+    Rule((Tensor.__getitem__,), _getitem, {"input": ("index",)}, _costs),
+    Rule((torch.index_select, Tensor.index_select), _index_select, {"input": ("index",)}, _costs),
 )

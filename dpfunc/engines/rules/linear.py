@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Sequence
 
@@ -9,18 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpfunc.engines.cost import Costs, matrix, summed
 from dpfunc.engines.numerics import to_accumulation_dtype
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.cost import matrix_form
-from dpfunc.engines.rules.table import Form, Grads, Rule, Use
+from dpfunc.engines.rules.table import Grads, Rule, Use
 
 
-def _form(use: Use) -> Form:
-    """Choose the form that takes less time; gradients of vectors are formed."""
-    matrices = [shape for shape in use.shapes.values() if len(shape) > 1]
-    if not matrices:
-        return "dense"
-    return matrix_form(use.output.numel() // max(1, use.num_samples * use.output[-1]), *matrices[0][-2:])
+def _costs(use: Use) -> Costs:
+    """Costs of the matrix; gradients of vectors and stacks are formed."""
+    (shape, *_) = sorted(use.shapes.values(), key=len, reverse=True)
+    positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
+    return matrix(positions, *shape) if len(shape) == 2 else summed(math.prod(shape), positions)
 
 
 def _column_sum(use: Use, grad: Tensor) -> Dense:
@@ -153,10 +153,10 @@ _GROUPED = tuple(  # newer versions of torch have them
     vars(space)[name] for space, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if name in vars(space)
 )
 RULES: Sequence[Rule] = (
-    Rule((F.linear,), _linear, {"weight": ("input",), "bias": ()}, _form),
-    Rule((torch.inner, Tensor.inner), _inner, {"other": ("input",)}, _form),
-    Rule((torch.addmm, Tensor.addmm), _addmm, {"mat2": ("mat1",), "input": ()}, _form),
-    Rule(_MATMULS, _matmul, {"other": ("input",), "input": ("other",)}, _form),
+    Rule((F.linear,), _linear, {"weight": ("input",), "bias": ()}, _costs),
+    Rule((torch.inner, Tensor.inner), _inner, {"other": ("input",)}, _costs),
+    Rule((torch.addmm, Tensor.addmm), _addmm, {"mat2": ("mat1",), "input": ()}, _costs),
+    Rule(_MATMULS, _matmul, {"other": ("input",), "input": ("other",)}, _costs),
     Rule(_GROUPED, _grouped, {"mat_b": ("mat_a", "offs")}),
-    Rule((F.bilinear, torch.bilinear), _bilinear, {"weight": ("input1", "input2"), "bias": ()}, _form),
+    Rule((F.bilinear, torch.bilinear), _bilinear, {"weight": ("input1", "input2"), "bias": ()}, _costs),
 )

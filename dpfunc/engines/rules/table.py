@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpfunc.engines.cost import Choice, Costs, summed
 from dpfunc.engines.per_sample import PerSampleGrad
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
 
 Grads = Mapping[str, PerSampleGrad]
-Form = Literal["dense", "factors"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Use:
     sample_axis: SampleAxis
     options: Mapping[str, Any]
     output: torch.Size
+
+    def choose(self, budget: float = math.inf, *, closes: bool = False) -> Choice:
+        """The form of its gradients by the cost model; see `Costs.choose`."""
+        numbers = sum(math.prod(shape) for shape in self.shapes.values())
+        costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
+        return costs.choose(self.num_samples, budget, closes=closes)
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., B * m, ...) -> (B, ..., m, ...)."""
@@ -70,15 +77,15 @@ class Rule:
         grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`, with the arguments named as in the operation
             and in its order. Tensors that `needs` does not name are None there.
         needs: argument that may be a parameter -> arguments whose tensors its gradient needs.
-        form: `"dense"` if the gradients are to be formed at once, `"factors"` if they are kept as they are. A function
-            of the use, by shapes; speed and memory only.
+        costs: of a use, by its shapes: they decide whether gradients are formed or kept as factors. None where the
+            gradients of the rule are formed already.
         names: of the arguments; None reads them from the signature of `grads`.
     """
 
     ops: tuple[Callable[..., Any], ...]
     grads: Callable[..., Grads]
     needs: Mapping[str, tuple[str, ...]]
-    form: Callable[[Use], Form] = field(default=lambda use: "dense")
+    costs: Callable[[Use], Costs] | None = None
     names: tuple[str, ...] | None = None
 
     _defaults: Mapping[str, Any] = field(init=False, repr=False, compare=False)

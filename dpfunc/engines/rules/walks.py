@@ -19,6 +19,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.tracing.backward import reviewed
+from dpfunc.engines.tracing.declared import declare_over_time
+from dpfunc.engines.tracing.trace import current_trace
+
 
 def _steps(length: int, reverse: bool) -> range:
     """The times of a walk, in its order."""
@@ -199,11 +204,24 @@ def walk(
         )
         return result
     dtype = before_TBP.dtype
-    with torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
-        shares = (x_TBG.to(dtype), own_TBG.to(dtype))
-        return kind.gates(*shares, before_TBP, mask_TB1, reverse, *(one.to(dtype) for one in cell))
+    x_TBG, own_TBG, *cell = (one.to(dtype) for one in (x_TBG, own_TBG, *cell))
+    with unseen(), torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
+        walked = kind.gates(x_TBG, own_TBG, before_TBP, mask_TB1, reverse, *cell)
+    _declare((*walked.saved, walked.last_BH, walked.inner_TBH), (x_TBG, own_TBG, before_TBP, mask_TB1, *cell), ())
+    return walked
 
 
+def _declare(results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
+    """Type the results of steps that the trace of this step does not see; see `declare_over_time`."""
+    trace = current_trace()
+    if trace is None:
+        return
+    with unseen():
+        given = ([tensor for tensor in tensors if tensor is not None] for tensors in (results, inputs, fixed))
+        declare_over_time(trace, *given)
+
+
+@reviewed
 class _Replay(torch.autograd.Function):
     """Known results, and their derivatives with respect to the inputs."""
 
@@ -223,8 +241,12 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Go back through time; modes are off, since they would take longer than the operations."""
-        with torch._C.DisableTorchFunction(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
-            return (*(None for _ in range(3 + ctx.num_known)), *ctx.back(ctx.saved_tensors, *grads))
+        every = ctx.saved_tensors  # checkpointing gives them once
+        with unseen(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
+            found = ctx.back(every, *grads)
+        *saved, weight, proj, mask_TB1 = every
+        _declare(found, (*grads, *saved, mask_TB1), (weight, proj))
+        return (*(None for _ in range(3 + ctx.num_known)), *found)
 
 
 def replay(

@@ -42,6 +42,19 @@ _DERIVATIVES = frozenset(
 """Nodes of torch whose gradients of a row are made of the gradients and saved numbers of that row, and of constants."""
 
 
+_REVIEWED: set[type] = {GradientTap._backward_cls}
+
+
+def reviewed(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Decorate a Function of an engine: the gradients of a row are made of the gradients and saved numbers of that row.
+
+    The forward pass must type the numbers that it joins: where rows of different samples meet there, no backward pass
+    is proven by it.
+    """
+    _REVIEWED.add(function._backward_cls)
+    return function
+
+
 def is_plain(losses_B: Tensor) -> bool:
     """True if there is a graph behind the losses, and it has only nodes of `_DERIVATIVES`, and those of engines."""
     return losses_B.grad_fn is not None and all(_is_plain(type(node)) for node in nodes_behind(losses_B))
@@ -50,7 +63,7 @@ def is_plain(losses_B: Tensor) -> bool:
 @functools.cache
 def _is_plain(kind: type) -> bool:
     if issubclass(kind, torch.autograd.function.BackwardCFunction):
-        return kind is GradientTap._backward_cls
+        return kind in _REVIEWED
     return kind.__name__ in _DERIVATIVES or kind.__name__ == "AccumulateGrad"
 
 

@@ -91,6 +91,18 @@ def tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from tensors_of(value)
 
 
+def doubt_in(kind: Type) -> str:
+    """The reason why numbers may depend on several samples; empty if they do not."""
+    return "" if kind is None else kind.reason if isinstance(kind, Mixed) else kind.doubt
+
+
+def doubted(kind: Rows | None, doubt: str) -> Type:
+    """Rows that are not proven for this reason, Mixed without rows; unchanged if the reason is empty."""
+    if kind is not None:
+        return kind.doubted(doubt)
+    return Mixed(doubt) if doubt else None
+
+
 class Aligned(NamedTuple):
     """A tensor whose axis `axis` corresponds to an axis of the result; -1 where it has none."""
 
@@ -132,29 +144,22 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
     doubt, constants = "", []
     for operand in operands:
         kind = call.type_of(operand.tensor)
+        doubt = doubt or doubt_in(kind)
         if kind is None:
             constants.append(operand)
-            continue
-        if isinstance(kind, Mixed):
-            doubt = doubt or kind.reason
-            continue
-        doubt = doubt or kind.doubt
-        axis = ONE_SAMPLE if kind.axis == ONE_SAMPLE else operand.axis_of(kind.axis)
-        if kind.axis != ONE_SAMPLE and (axis < 0 or axis in forbidden):
-            return call.mixed()
-        if found is None:
-            found = kind if axis == kind.axis else kind.moved(axis)
-        elif found.axis != axis or not alike(found, kind):
-            return call.mixed("of different samples")
-        elif kind.of > found.of:
-            found = kind.moved(axis)
-    if found is None:
-        return Mixed(doubt) if doubt else None
-    if found.axis != ONE_SAMPLE:
+        elif isinstance(kind, Rows):
+            axis = ONE_SAMPLE if kind.axis == ONE_SAMPLE else operand.axis_of(kind.axis)
+            if kind.axis != ONE_SAMPLE and (axis < 0 or axis in forbidden):
+                return call.mixed()
+            if found is not None and (found.axis != axis or not alike(found, kind)):
+                return call.mixed("of different samples")
+            if found is None or kind.of > found.of:
+                found = kind if axis == kind.axis else kind.moved(axis)
+    if found is not None and found.axis != ONE_SAMPLE:
         for operand in constants:
             if not call.types.uniform(operand.tensor, found, operand.axis_in(found.axis)):
                 doubt = doubt or f"{call.name} (with values that differ between positions of the batch)"
-    return found if found.doubt == doubt else found._replace(doubt=doubt)
+    return doubted(found, doubt)
 
 
 def assumed(call: Call, reason: str) -> list[Type]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing import rows as rows_module
+from dpfunc.engines.tracing.call import Call, Type, combined
 from dpfunc.engines.tracing.entries import Constant, fits, key_of
+from dpfunc.engines.tracing.families.aligning import nowhere
 from dpfunc.engines.tracing.families.packed import doubt_of_lengths
+from dpfunc.engines.tracing.families.recurrent import as_time_first, time_first
+from dpfunc.engines.tracing.operations import Kind, Known
+from dpfunc.engines.tracing.results import type_results
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, stored
 
 if TYPE_CHECKING:
@@ -107,6 +113,26 @@ def declare_padded(trace: Trace, data_Nd: Tensor, sizes_T: Tensor, rows_TB: Tens
     return known
 
 
+def declare_over_time(
+    trace: Trace, results: Sequence[Tensor], inputs: Sequence[Tensor], fixed: Sequence[Tensor]
+) -> None:
+    """Type what was computed unseen over the steps of a recurrent layer, where each row of a step goes on alone.
+
+    Args:
+        results, inputs: (T, B, d) or (B, d). Results that share the memory of an input keep its type.
+        fixed: matrices, which must not depend on a sample.
+    """
+    given = {key_of(tensor) for tensor in inputs}
+    made = [tensor for tensor in results if key_of(tensor) not in given]
+
+    def over_time(call: Call) -> list[Type]:
+        kind = combined(call, [*map(time_first, inputs), *map(nowhere, fixed)], (0, 2))
+        return [as_time_first(kind, tensor) for tensor in made]
+
+    call = Call.of(trace, "a recurrent layer", (*inputs, *fixed), {}, made)
+    type_results(trace, Known(Kind.FAMILY, call.name, over_time, ()), call)
+
+
 def are_sorted(trace: Trace, tensor: Tensor) -> bool:
     """True for sizes of sorted samples, and for rows in an order that depends on several samples."""
     entry = trace.entries.get(key_of(tensor))
@@ -149,11 +175,11 @@ def ordered(
         return made
     if isinstance(kind, Rows) and kind.axis == axis and fits(kind, made):
         kind = _relabelled(trace, kind, changed=changed, is_sorted=is_sorted)
-        kind = kind.doubted(doubt) if doubt else kind
+        kind = kind.doubted(doubt)
     elif isinstance(kind, Rows):
         if kind.axis != ONE_SAMPLE or kind.slots is not None:
             kind = Mixed("packed rows on another axis")
-        elif doubt:
+        else:
             kind = kind.doubted(doubt)
     trace.note(made, stored(kind, made) if isinstance(kind, Rows) else kind)
     return made

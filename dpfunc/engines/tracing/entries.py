@@ -88,8 +88,8 @@ def fits(kind: Rows, tensor: Tensor) -> bool:
 
 
 def doubted(entry: Stored, reason: str) -> Stored:
-    """The same rows, assumed and not proven."""
-    return replace(entry, doubt=entry.doubt or reason)
+    """The same rows, assumed and not proven for this reason; unchanged if it is empty."""
+    return replace(entry, doubt=reason) if reason and not entry.doubt else entry
 
 
 def carries_gradients(tensor: Tensor) -> bool:

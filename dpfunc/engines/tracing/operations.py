@@ -81,15 +81,16 @@ ORDERED = frozenset((
 ))  # fmt: skip
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 
-_known: dict[Any, Known] = {}
+# By identity: torch hashes operations in Python. The operation is kept, so that its identity is its own.
+_known: dict[int, tuple[Any, Known]] = {}
 
 
 def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
     """Look up an operation in the tables at its first call, later in a cache."""
-    found = _known.get(func)
+    found = _known.get(id(func))
     if found is None:
-        found = _known[func] = replace(_look_up(func), number=len(_known))
-    return found
+        found = _known[id(func)] = func, replace(_look_up(func), number=len(_known))
+    return found[1]
 
 
 def _look_up(func: Any) -> Known:  # noqa: ANN401

@@ -38,12 +38,7 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
         _type_filled(trace, known, call, results)
         return
     if call.constant():
-        constant: Entry = constant_of(trace, known, call.inputs)
-        if known.name in _LIFTED:  # numbers that may be of the batch stay in memory
-            constant = kept_numbers() or constant
-        for result in tensors_of(results):
-            if key_of(part(result)) not in trace.entries:
-                trace.note(part(result), constant)
+        _type_constants(trace, known, call, results)
         return
     kinds = types_of(trace, known, call, len(results))
     if any(isinstance(kind, Mixed) for kind in kinds) and as_numbers(trace, call, kinds[0]):
@@ -56,6 +51,16 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
         for statistic in tensors_of(call.args[3:5]):
             if key_of(part(statistic)) in trace.entries:
                 trace.note(part(statistic), Mixed(f"statistics of {known.name}"))
+
+
+def _type_constants(trace: Trace, known: Known, call: Call, results: Sequence[Any]) -> None:
+    """Store the types of results that depend on no sample."""
+    constant: Entry = constant_of(trace, known, call.inputs)
+    if known.name in _LIFTED:  # numbers that may be of the batch stay in memory
+        constant = kept_numbers() or constant
+    for result in tensors_of(results):
+        if key_of(part(result)) not in trace.entries:
+            trace.note(part(result), constant)
 
 
 def _type_filled(trace: Trace, known: Known, call: Call, results: Sequence[Any]) -> None:

@@ -49,8 +49,8 @@ class Rows(NamedTuple):
     of: int = 0
 
     def doubted(self, reason: str) -> Rows:
-        """The same, assumed and not proven."""
-        return self if self.doubt else self._replace(doubt=reason)
+        """The same, assumed and not proven for this reason; unchanged if it is empty."""
+        return self if self.doubt or not reason else self._replace(doubt=reason)
 
     def moved(self, axis: int) -> Rows:
         """The same rows on another axis."""

@@ -94,7 +94,7 @@ class DiscoveryRecorder:
     unclear: set[Key] = field(default_factory=set)
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
-        return all(self.trace.type_of(tensor) is None for tensor in others)
+        return all(map(self.trace.depends_on_none, others))
 
     def of(self, key: Key, output: Tensor) -> SampleAxis:
         return self._to_sample_axis(key, self.trace.type_of(output))
@@ -158,7 +158,7 @@ class DiscoveryRecorder:
         return None
 
     def constant(self, value: Tensor) -> bool:
-        return self.trace.type_of(value) is None
+        return self.trace.depends_on_none(value)
 
     def note_copies(self, leaf: Tensor, axis: int) -> None:
         self.trace.note_copies(leaf, axis)

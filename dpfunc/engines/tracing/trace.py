@@ -144,7 +144,7 @@ class Trace(DispatchMode):
                     "bank, a running mean, a cache): its records would reach the gradients of this one. Compute it "
                     "from the batch of this step, or from what was released."
                 )
-            if key not in self.untraced_memory:
+            if key not in self.untraced_memory and own.untyped_storage().nbytes():  # what is empty has no numbers
                 self.untraced_memory[key] = StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]
             return None
         if isinstance(entry[1], Constant) or not own.numel():
@@ -156,6 +156,14 @@ class Trace(DispatchMode):
             self.clean = self.clean and not carries_gradients(own)
             return Mixed(f"a view {tuple(tensor.shape)} across samples")
         return found
+
+    def depends_on_none(self, tensor: Tensor) -> bool:
+        """True if the type of a tensor is None. Quick where its memory has rows."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            known = self.entries.get(tensor.untyped_storage()._cdata)
+            if known is not None and not isinstance(known[1], Constant):
+                return not tensor.numel()
+        return self.type_of(tensor) is None
 
     def _is_constant(self, sparse: Tensor) -> bool:
         """True of a sparse tensor made here of constants: of others, the memory was made elsewhere, or is mixed."""

@@ -100,12 +100,9 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None
 
 def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Constant) -> None:
     if target.layout is not torch.strided:
-        for piece in pieces_of(target):
-            if kind is not None and not trace.alone and key_of(piece) in trace.entries:
-                trace.note(piece, Mixed("a sparse tensor of the batch"))
+        _overwrite_sparse(trace, target, kind)
         return
-    key = key_of(target)
-    known_entry = trace.entries.get(key)
+    known_entry = trace.entries.get(key_of(target))
     if (known_entry is None and kind is None) or not target.numel():
         return
     entry = Constant.ANY if known_entry is None else known_entry[1]
@@ -125,6 +122,12 @@ def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Con
         trace.note(target, kind if covers_all or not isinstance(entry, Stored) else doubted(entry, kind.reason))
     else:
         trace.note(target, _entry_after_write(trace, target, kind, entry, covers_all))
+
+
+def _overwrite_sparse(trace: Trace, target: Tensor, kind: Type) -> None:
+    for piece in pieces_of(target):
+        if kind is not None and not trace.alone and key_of(piece) in trace.entries:
+            trace.note(piece, Mixed("a sparse tensor of the batch"))
 
 
 def _type_of_ragged_write(trace: Trace, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
@@ -174,7 +177,7 @@ def _entry_after_write(trace: Trace, target: Tensor, kind: Rows, entry: Entry, c
     current = located(entry, target, trace.num_samples)
     if current is None or current.axis != kind.axis or not rows_module.alike(current, kind):
         return stored(kind, target) if covers_all else Mixed("a write over other samples")
-    return doubted(entry, kind.doubt) if kind.doubt else entry
+    return doubted(entry, kind.doubt)
 
 
 def _rows_of_base(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:

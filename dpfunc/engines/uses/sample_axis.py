@@ -43,6 +43,8 @@ class SampleAxis:
         A view, unless rows are permuted. Where samples have different numbers of rows, the shorter ones are filled up
         with zeros.
         """
+        if self.axis == 0 and self.pre == self.post == 1 and self.ids is None:
+            return tensor.unsqueeze(1)
         count = tensor.shape[self.axis] // (self.pre * self.post)
         rows = torch.unflatten(tensor, self.axis, (self.pre, count, self.post)).movedim(self.axis + 1, 0)
         rows = rows.flatten(self.axis + 1, self.axis + 2)

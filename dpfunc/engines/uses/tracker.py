@@ -139,6 +139,7 @@ class Tracker(TorchFunctionMode):
             )
             if custom and self.sample_axes.constant(value):
                 self.tracked[id(value)] = Tracked("a value of parameters", value)
+                self.recorder.derived([self.tracked[id(param)] for param in self.params.values()])  # any of them
 
     def _nested(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)

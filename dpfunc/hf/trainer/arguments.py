@@ -12,6 +12,7 @@ from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import ACCOUNTANTS, Plan
+from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.step import ENGINES
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
@@ -43,12 +44,14 @@ class PrivacyArguments:
         dp_delta: 0 < delta < 1, below 1 / number of records. Required.
         dp_max_grad_norm: bound C on the gradient of one sample, > 0. Required for dp_clip="flat"; 1 for "automatic",
             where it acts like a learning rate.
+        dp_recipe: take batch size, steps, rate, schedule and optimizer from `dpfunc.recipes.recipe`: `head`, `lora`,
+            `projector`, `full` or `pretrained`. Those of TrainingArguments are then left at their defaults.
         dp_noise_multiplier: noise / sensitivity, > 0, used as it is.
         dp_max_epsilon: with dp_noise_multiplier: the run has no more steps than this allows.
         dp_poisson_sampling: False shuffles the records each epoch and claims no amplification.
         dp_secure_mode: noise from a keyed AES stream, as always on a CPU; False takes the generator of a CUDA device.
         dp_physical_batch_size: samples differentiated at once, for memory only; None is the Trainer's batch size.
-        dp_clip: `flat` or `automatic`.
+        dp_clip: `flat` or `automatic`; None is `flat` with dp_max_grad_norm, else `automatic`.
         dp_engine: see `make_dp_step`. dp_accountant: `auto`, `tilted`, `prv` or `rdp`.
         dp_adjacency: None is `add_remove`, and `zero_out` without Poisson sampling.
         dp_dry_run: show the plan and train nothing.
@@ -73,7 +76,9 @@ class PrivacyArguments:
     dp_poisson_sampling: bool = _option(True, "Without it batches are shuffled and no amplification is claimed.")
     dp_secure_mode: bool = _option(True, "Noise from a keyed AES stream, not from the device's generator.")
     dp_physical_batch_size: int | None = _option(None, "Samples differentiated at once; memory only.")
-    dp_clip: Literal["flat", "automatic"] = _option("flat", "Clip to a ball, or normalise every gradient.")
+    dp_clip: Literal["flat", "automatic"] | None = _option(
+        None, "Clip to a ball (flat), or normalise every gradient (automatic); flat where a norm is given."
+    )
     dp_engine: str = _option("auto", "How per-sample gradients are found: auto, bookkeeping, ghost, vmap, loop.")
     dp_accountant: Literal["auto", "tilted", "prv", "rdp"] = _option("auto", "How epsilon is found.")
     dp_adjacency: Literal["add_remove", "zero_out", "replace_one"] | None = _option(None, "What neighbours are.")
@@ -82,13 +87,21 @@ class PrivacyArguments:
     dp_allow_large_delta: bool = _option(False, "Accept delta >= 1 / number of records.")
     dp_dataset_size: int | None = _option(None, "Public number that the number of records cannot exceed.")
     dp_log_unreleased: bool = _option(False, "Log the training loss, which is private, as unreleased/loss.")
+    dp_recipe: Literal["head", "lora", "projector", "full", "pretrained"] | None = _option(
+        None, "Take batch size, steps and learning rate from a recipe."
+    )
 
     def __post_init__(self) -> None:
-        one_of("dp_clip", self.dp_clip, CLIPS)
         one_of("dp_engine", self.dp_engine, ENGINES)
         one_of("dp_accountant", self.dp_accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
-        if self.dp_adjacency is not None:
-            one_of("dp_adjacency", self.dp_adjacency, ADJACENCIES)
+        for name, allowed in {"dp_clip": CLIPS, "dp_adjacency": ADJACENCIES, "dp_recipe": STRATEGIES}.items():
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), allowed)
+        if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
+            raise InvalidArgument(
+                f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and "
+                f"dp_delta={self.dp_delta}: the recipe depends on them, also for the twin without privacy."
+            )
         probability("dp_warn_at", self.dp_warn_at)
         for name in ("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"):
             if getattr(self, name) is not None:
@@ -147,9 +160,11 @@ class PrivacyArguments:
         return self.dp_adjacency or ("add_remove" if self.dp_poisson_sampling else "zero_out")
 
     def clip(self) -> ClipRule:
-        """Clip rule named by `dp_clip`; its bound is 1 by default."""
-        bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
-        return Flat(bound) if self.dp_clip == "flat" else Automatic(bound)
+        """Clip rule named by `dp_clip`; flat where only a norm is given, automatic with a bound of 1 without."""
+        bound = self.dp_max_grad_norm
+        if bound is None:
+            return Automatic()
+        return Automatic(bound) if self.dp_clip == "automatic" else Flat(bound)
 
     def public_size(self, num_records: int) -> int:
         """Number of records that the plan publishes: `dp_dataset_size`, or what there are.

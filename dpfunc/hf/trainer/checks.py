@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dpfunc._utils.validation import wrong_type
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -73,6 +73,13 @@ def _loss(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
         (
             args.neftune_noise_alpha is not None, "neftune_noise_alpha",
             "It hooks noise into the embeddings. Leave it out: private gradients are noisy enough.",
+        ),
+        *(
+            (
+                bool(getattr(args, name, False)), name,
+                "Packed records share rows, and a row is what is clipped and protected. Give each record a row.",
+            )
+            for name in ("packing", "padding_free")
         ),
         (
             args.use_liger_kernel, "use_liger_kernel",
@@ -167,6 +174,25 @@ def refuse_model(model: nn.Module) -> None:
     if hasattr(model, "_orig_mod") or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UnsupportedModel(f"Expected the model itself, got it wrapped in {type(model).__name__}.")
     refuse_unsupported(model, checkpointing=True)
+
+
+def refuse_optimizer(optimizer: Any, params: Mapping[str, Tensor]) -> None:  # noqa: ANN401  (an optimizer, or None)
+    """Refuse an optimizer that leaves trained parameters as they are: the budget would be spent on them for nothing.
+
+    Raises:
+        InvalidArgument: naming a parameter that it does not have.
+    """
+    if optimizer is None:
+        return
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [name for name, param in params.items() if id(param) not in held]
+    if missing:
+        raise InvalidArgument(
+            f"Expected an optimizer of all {len(params)} trained parameters of the model, got one without "
+            f"{len(missing)} of them, e.g. {missing[0]!r}: they would cost noise and never change. Build it from the "
+            "parameters of the model that DPTrainer gets (of PEFT: after get_peft_model), or freeze the others: "
+            "requires_grad_(False)."
+        )
 
 
 def refuse_values(model: object, privacy: object, key: object, model_init: object, compute_loss_func: object) -> None:

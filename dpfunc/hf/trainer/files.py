@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.format import (
     Checkpoint,
@@ -31,11 +32,10 @@ from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState
-from dpfunc.types import Params, schedule_at
+from dpfunc.types import Params
 
 logger = logging.getLogger(__name__)
 
-ACCOUNTING = "privacy_accounting.json"
 JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
 TRAINER_STATE = "trainer_state.json"
@@ -299,35 +299,9 @@ def check_journal(journal: Path, state: StepState) -> None:
         )
 
 
-def accounting(plan: Plan, state: StepState, epoch: float) -> dict[str, Any]:
-    """Privacy spent by a run up to a state, earlier phases included, with the facts needed to check it. Public."""
-    answer = state.ledger.epsilon(plan.delta, plan.accountant)
-    size = plan.sampler.expected_batch_size(state.step)
-    return {
-        "epsilon": answer.epsilon,
-        "delta": plan.delta,
-        "target_epsilon": plan.epsilon,
-        "max_grad_norm": plan.clip.clip_norm,
-        "noise_multiplier": schedule_at(plan.noise_multiplier, state.step),
-        "global_step": state.step,
-        "epoch": epoch,
-        "num_steps": state.limit,
-        "sampler": type(plan.sampler).__name__,
-        "sampling_prob": size / plan.sampler.dataset_size,
-        "expected_batch_size": size,
-        "dataset_size": plan.sampler.dataset_size,
-        "adjacency": plan.adjacency,
-        "clip": type(plan.clip).__name__,
-        "accountant": answer.method,
-        "note": answer.note,
-        "epsilon_rdp": state.ledger.epsilon(plan.delta, "rdp").epsilon,
-        "ledger": json.loads(state.ledger.to_json()),
-    }
-
-
-def write_accounting(folder: Path, record: dict[str, Any]) -> Path:
+def write_accounting(folder: Path, record: Record) -> Path:
     """Write a record as `privacy_accounting.json`, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ACCOUNTING
-    replace_file(path, json.dumps(record, indent=1))
+    replace_file(path, record.to_json() + "\n")
     return path

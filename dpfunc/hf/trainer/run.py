@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpfunc import distributed
 from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.distributed.ranks import Ranks
@@ -180,16 +181,16 @@ def plan_text(plan: Plan, microbatch: int) -> str:
     )
 
 
-def metrics(record: Mapping[str, Any]) -> dict[str, float]:
+def metrics(record: Record) -> dict[str, float]:
     """Privacy metrics for loggers, from the accounting of a state."""
     values = {
-        "privacy/epsilon": record["epsilon"],
-        "privacy/epsilon_rdp": record["epsilon_rdp"],
-        "privacy/delta": record["delta"],
-        "privacy/max_grad_norm": record["max_grad_norm"],
-        "privacy/noise_multiplier": record["noise_multiplier"],
-        "privacy/steps_left": record["num_steps"] - record["global_step"],
+        "privacy/epsilon": record.epsilon,
+        "privacy/epsilon_rdp": record.epsilon_rdp,
+        "privacy/delta": record.delta,
+        "privacy/max_grad_norm": record.max_grad_norm,
+        "privacy/noise_multiplier": record.noise_multiplier,
+        "privacy/steps_left": record.num_steps - record.global_step,
     }
-    if record["target_epsilon"] is not None:
-        values["privacy/remaining_epsilon"] = max(0.0, record["target_epsilon"] - record["epsilon"])
+    if record.target_epsilon is not None:
+        values["privacy/remaining_epsilon"] = max(0.0, record.target_epsilon - record.epsilon)
     return values

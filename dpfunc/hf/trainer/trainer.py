@@ -20,7 +20,9 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.format import Checkpoint
+from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument
@@ -33,10 +35,12 @@ from dpfunc.hf.trainer.checks import (
     refuse_arguments,
     refuse_data,
     refuse_model,
+    refuse_optimizer,
     refuse_overrides,
     refuse_values,
 )
 from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
+from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
     Loss,
     Run,
@@ -50,6 +54,7 @@ from dpfunc.hf.trainer.run import (
     warning_text,
 )
 from dpfunc.plan import Plan
+from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling.loader import Collate, Draws, data_loader
 from dpfunc.sampling.records import check_repeatable, data_name
@@ -58,6 +63,7 @@ from dpfunc.state import StepState
 logger = logging.getLogger(__name__)
 
 NOT_RESUMED = "Nothing was resumed"
+LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
 class DPTrainer(Trainer):  # type: ignore[misc]
@@ -115,8 +121,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
+        self.recipe = _recipe_of(model, train_dataset, privacy)
+        if self.recipe is not None:
+            at_once = privacy.dp_physical_batch_size or PHYSICAL
+            args = changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        self.physical_batch_size = privacy.dp_physical_batch_size or args.per_device_train_batch_size
+        unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
+        self.physical_batch_size = privacy.dp_physical_batch_size or unasked
         self._task = loss
         self._given_key = key
         self._earlier = ledger
@@ -126,6 +137,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._plan: Plan | None = None
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
+        self._warned_of_one_class = False
         if privacy.dp_enabled:
             refuse_arguments(args)
             refuse_overrides(self, DPTrainer, Trainer)
@@ -181,6 +193,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The expected logical batch of a private run, which all processes share."""
         return self.logical_batch_size if self.privacy.dp_enabled else int(super().get_total_train_batch_size(args))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's own; with a recipe its Adam, in which a new head beside adapters has its own rate."""
+        if self.optimizer is None and self.recipe is not None:
+            params, head = trainable(self.model), new_head(self.recipe.strategy, self.model)
+            self.optimizer: Any = self.recipe.optimizer(params.values(), head.values())
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        return optimizer
 
     # Training
 
@@ -249,6 +269,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         plan = self.plan
         self.model.train()
         refuse_model(self.model)
+        refuse_optimizer(self.optimizer, trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
@@ -274,9 +295,24 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             )
         if writes and start.limit < self._num_steps(plan.sampler.dataset_size):
             logger.warning("The budget allows %d steps: training stops there, as does the schedule.", start.limit)
+        advice = self._advice()
+        if writes and advice is not None:
+            logger.warning(advice)
         self.args = changed(self.args, {"max_steps": start.limit})
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
+
+    def _advice(self) -> str | None:
+        """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
+        if self.recipe is not None:
+            return self.recipe.advice()
+        if self.privacy.dp_epsilon is None or self.privacy.dp_delta is None or self.optimizer is not None:
+            return None
+        n = self.plan.sampler.dataset_size
+        return short_way(
+            self.model, self.args, dataset_size=n, num_steps=self._num_steps(n), epsilon=self.privacy.dp_epsilon,
+            delta=self.privacy.dp_delta,
+        )  # fmt: skip
 
     def _described_data(self) -> str:
         check_repeatable(self.train_dataset, self._collator())
@@ -390,6 +426,23 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             self._twin = twin_loss(self.model, model, self._task)
         return self._twin(inputs)
 
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:  # noqa: ANN401  (an EvalLoopOutput)
+        """The Trainer's own; predictions that are all one class are warned of, once."""
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
+        if found is not None:
+            self._warned_of_one_class = True
+            if distributed.is_writer(self._ranks):
+                logger.warning("%s %s", found, self._advice() or "Is the learning rate too small, or epsilon?")
+        return output
+
     # What is logged and saved
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -403,14 +456,19 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                     logs.update(metrics(self._accounting()))
         super().log(logs, start_time)
 
-    def _accounting(self, journal: Path | None = None) -> dict[str, Any]:
+    def _accounting(self, journal: Path | None = None) -> Record:
         if self._run is None:
             raise InvalidArgument("Expected a run under way, got none.")
         state = self._run.state
         if journal is not None:
             state = trainer_state.as_charged(state, self.plan, journal)
-        return trainer_state.accounting(
-            self.plan, state, state.step / self._steps_per_epoch(self.plan.sampler.dataset_size)
+        return make_record(
+            self._run.dp_step,
+            state,
+            unit="one record of the training data set",
+            public_bound=self.privacy.dp_dataset_size is not None,
+            epoch=state.step / self._steps_per_epoch(self.plan.sampler.dataset_size),
+            not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
@@ -448,3 +506,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         """Refuse the search: each trial reads the private records."""
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
+
+
+def _recipe_of(model: nn.Module, train_dataset: object, privacy: PrivacyArguments) -> Recipe | None:
+    """The recipe that the arguments ask for."""
+    if privacy.dp_recipe is None or privacy.dp_epsilon is None or privacy.dp_delta is None:
+        return None
+    size = privacy.public_size(refuse_data(train_dataset))
+    return model_recipe(privacy.dp_recipe, model, dataset_size=size, epsilon=privacy.dp_epsilon, delta=privacy.dp_delta)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,9 +11,10 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, one_of, shorten, whole
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.vision_language.one_image import ONE_SIZE, OneImage, one_image, processed
+from dpfunc.hf.vision_language.reading import opened
 
 IGNORED = -100
-MOST_PIXELS = 2**26  # 192 MiB in memory
 KEYS = ("prompt", "answer", "image", "images")
 
 
@@ -30,8 +28,13 @@ class ImageTextCollator:
     padding_side: Literal["left", "right"]
     pad_to_multiple_of: int | None
     chat: bool
-    tokens_per_image: int
-    blank_CHW: Tensor = field(repr=False, compare=False)
+    image_size: tuple[int, int] | None
+    image: OneImage = field(repr=False, compare=False)
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Number of positions that an image takes."""
+        return len(self.image.tokens)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch of a list of samples; with no rows for the empty list."""
@@ -43,7 +46,9 @@ class ImageTextCollator:
             for i, name in enumerate(("input_ids", "attention_mask", "labels"))
         }
         if self.max_images:
-            batch["pixel_values"] = self._pixels([_images_of(sample) for sample in samples])
+            marks = (batch["input_ids"] == self.processor.image_token_id).long()
+            batch |= dict.fromkeys(self.image.marks, marks)
+            batch |= self._tensors([_images_of(sample) for sample in samples])
         return batch
 
     def _encode(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
@@ -83,13 +88,15 @@ class ImageTextCollator:
                 f"Expected one {token} in the prompt for each of its {images} images, got {ids.count(image_id)}. "
                 "With chat=True the template puts them in: leave them out of the prompt."
             )
-        return [i for one in ids for i in ([one] * self.tokens_per_image if one == image_id else [one])]
+        return [i for one in ids for i in (self.image.tokens if one == image_id else [one])]
 
     def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Remove words, never image tokens. The answer may take half of the room; the prompt keeps its beginning, and
-        its end, which asks for the answer."""
+        """Remove words, never tokens of an image.
+
+        The answer may take half of the room; the prompt keeps its beginning, and its end, which asks for the answer.
+        """
         room = self.max_length - self.max_images * self.tokens_per_image
-        words = [i for i, one in enumerate(prompt) if one != self.processor.image_token_id]
+        words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
         answer = answer[: max(room - len(words), room // 2)]
         kept = room - len(answer)
         dropped = set(words[1 : len(words) - kept + 1])
@@ -104,7 +111,7 @@ class ImageTextCollator:
 
     def _pad(self, ids: list[int], labels: list[int], images: int, length: int) -> tuple[list[int], ...]:
         """Blank images take image tokens too, in the padding, where the attention mask is 0."""
-        blank = [self.processor.image_token_id] * ((self.max_images - images) * self.tokens_per_image)
+        blank = list(self.image.tokens) * (self.max_images - images)
         fill = [self.processor.tokenizer.pad_token_id] * (length - len(ids) - len(blank))
         missing = len(blank) + len(fill)
         mask, ignored = [1] * len(ids), [IGNORED] * missing
@@ -112,17 +119,34 @@ class ImageTextCollator:
             return ids + blank + fill, mask + [0] * missing, labels + ignored
         return fill + blank + ids, [0] * missing + mask, ignored + labels
 
-    def _pixels(self, images_of: list[list[Any]]) -> Tensor:
-        every = [image for images in images_of for image in images]
-        pixels = iter(_pixel_values(self.processor, every)) if every else iter(())
+    def _tensors(self, images_of: list[list[Any]]) -> dict[str, Tensor]:
+        """Tensors of all images of a sample one after another on axis 1."""
         rows = []
         for images in images_of:
-            real = [next(pixels).to(self.blank_CHW.dtype) for _ in images]
-            blank = [self.blank_CHW] * (self.max_images - len(real))
-            rows.append(torch.stack(real + blank if self.padding_side == "right" else blank + real))
-        shape = (self.max_images, *self.blank_CHW.shape)
-        pixels_BICHW = torch.stack(rows) if rows else self.blank_CHW.new_zeros((0, *shape))
-        return pixels_BICHW[:, 0] if self.max_images == 1 else pixels_BICHW
+            real = [self._tensors_of(image) for image in images]
+            blanks = [dict(self.image.tensors)] * (self.max_images - len(real))
+            rows.append(real + blanks if self.padding_side == "right" else blanks + real)
+        batch = {}
+        for name, blank in self.image.tensors.items():
+            shape = (self.max_images * len(blank), *blank.shape[1:])
+            stacked = [torch.cat([each[name] for each in row]) for row in rows]
+            values = torch.stack(stacked) if rows else blank.new_zeros((0, *shape))
+            batch[name] = values[:, 0] if shape[0] == 1 and not self.image.nested else values
+        return batch
+
+    def _tensors_of(self, image: Any) -> dict[str, Tensor]:  # noqa: ANN401
+        """Tensors of one image, with those of a blank one as the example."""
+        found = processed(self.processor, [opened(image, self.image_size)])
+        tensors = {}
+        for name, blank in self.image.tensors.items():
+            value = found[name][0] if self.image.nested else found[name]
+            if value.shape != blank.shape:
+                raise UnsupportedModel(
+                    f"Expected a processor that gives every image the same shape, got {name} of {tuple(blank.shape)} "
+                    f"and of {tuple(value.shape)}. {ONE_SIZE}"
+                )
+            tensors[name] = value.to(blank.dtype)
+        return tensors
 
 
 def image_text_collator(
@@ -133,15 +157,17 @@ def image_text_collator(
     padding_side: Literal["left", "right"] = "right",
     pad_to_multiple_of: int | None = None,
     chat: bool = True,
+    image_size: tuple[int, int] | None = None,
 ) -> ImageTextCollator:
-    """A collate function for LLaVA: `{"prompt", "answer", "image" or "images"}` -> a batch with axis 0 = sample.
+    """A collate function for images in text: `{"prompt", "answer", "image" or "images"}` -> a batch, axis 0 = sample.
 
-    LLaVA puts the features of all images of a batch, in order, where the image tokens of all texts are. So that this
-    order never crosses from one sample to another, every sample has `max_images` images: a blank one where it has
-    fewer, whose image tokens are in the padding. Blank images change nothing.
+    LLaVA, and most models like it, put the features of all images of a batch, in order, where the image tokens of all
+    texts are. So that this order never crosses from one sample to another, every sample has `max_images` images: a
+    blank one where it has fewer, whose image tokens are in the padding. Blank images change nothing.
 
     Args:
-        processor: `LlavaProcessor`, or another one that gives each image the same number of tokens.
+        processor: of LLaVA 1.5, or another one that gives each image the same number of tokens; with image_size of
+            LLaVA-NeXT, Qwen2-VL, Qwen2.5-VL, Idefics3, SmolVLM.
         max_length: positions of the longest row, image tokens included. Where it is too short the prompt
             loses words after its first one, and an answer over half of the room its end; image tokens are never
             removed.
@@ -151,17 +177,20 @@ def image_text_collator(
             nothing about the batch. A number pads to the next multiple of it.
         chat: put prompts into the processor's chat template, images first. False takes them as they are, with one image
             token for each image.
+        image_size: height and width. Every image is fitted into this size, with a margin, before the processor sees
+            it: for processors that give images of different sizes different numbers of tokens. A public choice.
 
     Returns:
         A function of a list of samples. An image is a PIL image, an array or a path. The batch: input_ids,
         attention_mask and labels (B, T), int64, labels -100 where the position is not of the answer; pixel_values
-        (B, C, H, W), or (B, I, C, H, W) with I = max_images > 1, which `flatten_images` takes apart; absent with
-        max_images=0. The empty list gives a batch of no rows.
+        (B, C, H, W), or (B, I, C, H, W) with I = max_images > 1, and what else the processor says about images, with
+        samples on axis 0. The losses `image_text_loss` and `"vqa"` give them to the model as it takes them. Absent
+        with max_images=0. The empty list gives a batch of no rows.
 
     Raises:
         InvalidArgument: a max_length that has no room for the images and two more tokens; from the function also
             samples with other keys or too many images.
-        UnsupportedModel: the number of tokens of an image depends on the image.
+        UnsupportedModel: the number of tokens of an image depends on the image, and there is no image_size.
 
     Guarantees:
         tests/hf/vision_language/test_strategies.py: padding and blank images change no loss
@@ -181,7 +210,10 @@ def image_text_collator(
         whole("pad_to_multiple_of", pad_to_multiple_of, minimum=1)
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
         raise InvalidArgument("Expected a tokenizer with a padding token and an end token. Set tokenizer.pad_token.")
-    tokens, blank_CHW = _tokens_of_an_image(processor) if max_images else (0, torch.zeros(3, 1, 1))
+    if image_size is not None:
+        image_size = _checked_size(image_size)
+    image = one_image(processor, image_size) if max_images else OneImage((), {}, False, ())
+    tokens = len(image.tokens)
     needed = max_images * tokens + 2
     if max_length < needed:
         raise fail(
@@ -189,20 +221,39 @@ def image_text_collator(
             "max_length", max_length,
         )  # fmt: skip
     return ImageTextCollator(
-        processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, tokens, blank_CHW
+        processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size, image
     )
 
 
-def flatten_images(pixel_values: Tensor) -> Tensor:
-    """(B, I, C, H, W) -> (B * I, C, H, W), the images of a sample next to each other; (B, C, H, W) as it is.
+def _checked_size(image_size: object) -> tuple[int, int]:
+    if not isinstance(image_size, (tuple, list)) or len(image_size) != 2:
+        raise fail("image_size to be (height, width)", "image_size", image_size)
+    height, width = (whole("image_size", size, minimum=1) for size in image_size)
+    return height, width
+
+
+def flatten_images(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch with its images as models take them: those of all samples on axis 0, next to those of the same sample.
 
     Args:
-        pixel_values: from an `ImageTextCollator`.
+        batch: with samples on axis 0 of all tensors. Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or
+            (B, I, 3); several images (B, I, C, H, W), or (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others,
+            and those with `pixel_attention_mask` (Idefics3), are left as they are.
 
-    >>> flatten_images(torch.zeros(4, 2, 3, 8, 8)).shape
+    >>> flatten_images({"pixel_values": torch.zeros(4, 2, 3, 8, 8)})["pixel_values"].shape
     torch.Size([8, 3, 8, 8])
     """
-    return pixel_values.flatten(0, 1) if pixel_values.dim() == 5 else pixel_values
+    result = dict(batch)
+    pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
+    if pixels is None or "pixel_attention_mask" in batch:
+        return result
+    several = grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3)
+    if several:
+        result["pixel_values"] = pixels.flatten(0, 1)
+    for name, value in (("image_grid_thw", grids), ("image_sizes", sizes)):
+        if value is not None and value.dim() == 3:
+            result[name] = value.flatten(0, 1)
+    return result
 
 
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:
@@ -211,81 +262,3 @@ def _images_of(sample: Mapping[str, Any]) -> list[Any]:
     if sample.get("image") is not None:
         return [sample["image"]]
     return list(sample.get("images") or ())
-
-
-def _pixel_values(processor: Any, images: Sequence[Any]) -> Tensor:  # noqa: ANN401
-    opened = [_opened(image) for image in images]
-    pixels: Tensor = processor.image_processor(images=opened, return_tensors="pt")["pixel_values"]
-    return pixels
-
-
-def _opened(image: Any) -> Any:  # noqa: ANN401
-    if not isinstance(image, (str, Path)):
-        return image.convert("RGB") if hasattr(image, "convert") else image
-    with opened_image(image) as file:
-        return file.convert("RGB")
-
-
-@contextmanager
-def opened_image(path: Path | str) -> Iterator[Any]:
-    """Open an image file, of which only the header is read so far, if it has no more than `MOST_PIXELS`.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not
-            name the file, which can be private.
-
-    Guarantees:
-        tests/hf/vision_language/test_strategies.py::test_images_that_take_all_memory_are_refused.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as file:
-                if file.width * file.height > MOST_PIXELS:
-                    raise InvalidArgument(
-                        f"Expected an image of at most {MOST_PIXELS} pixels, got {file.width} x {file.height}. Make it "
-                        "smaller: the model sees far fewer."
-                    )
-                yield file
-    except InvalidArgument:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InvalidArgument(
-            f"Expected an image of at most {MOST_PIXELS} pixels, got one with more. Make it smaller."
-        ) from error
-    except UnidentifiedImageError:
-        reason = "it is of no format that is known"
-    except FileNotFoundError:
-        reason = "there is no such file"
-    except (OSError, ValueError, SyntaxError, EOFError):  # of PIL, about a damaged file
-        reason = "it is damaged"
-    else:
-        return
-    raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")
-
-
-def _tokens_of_an_image(processor: Any) -> tuple[int, Tensor]:  # noqa: ANN401
-    """Number of tokens of an image, and the pixels of a blank one.
-
-    Raises:
-        UnsupportedModel: the number depends on the image.
-    """
-    from PIL import Image
-
-    seen = []
-    for size in ((32, 32), (96, 32)):
-        image = Image.new("RGB", size)
-        out = processor(text=[processor.image_token], images=[image], return_tensors="pt")
-        count = int((out["input_ids"] == processor.image_token_id).sum())
-        seen.append((count, tuple(out["pixel_values"].shape)))
-    if seen[0] != seen[1] or len(seen[0][1]) != 4:
-        raise UnsupportedModel(
-            f"Expected a processor that gives every image the same number of tokens and pixels, got {seen[0]} for a "
-            f"square and {seen[1]} for a wide one. Use the fixed size of LLaVA 1.5, or resize images to one size."
-        )
-    return seen[0][0], torch.zeros_like(out["pixel_values"][0])

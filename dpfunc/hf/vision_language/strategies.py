@@ -297,12 +297,13 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
 def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of the answers in batches of an `ImageTextCollator`: one or several images a sample, or none.
 
-    For `make_loss_fn(forward, image_text_loss)` and `DPTrainer(loss=image_text_loss)`; the task `"vqa"` is the same for
-    one image a sample.
+    For `make_loss_fn(forward, image_text_loss)` and `DPTrainer(loss=image_text_loss)`; the task `"vqa"` is the same,
+    and refuses batches without images.
 
     Args:
         forward: of the model. params: its parameters.
-        batch: input_ids, attention_mask, labels, and pixel_values (B, C, H, W) or (B, I, C, H, W).
+        batch: input_ids, attention_mask, labels, and pixel_values (B, C, H, W) or (B, I, C, H, W), or as
+            `flatten_images` takes them.
 
     Returns:
         (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.
@@ -315,7 +316,5 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     >>> image_text_loss(projector.forward, projector.params, batch).shape
     torch.Size([1])
     """
-    inputs: dict[str, Any] = {**batch, "use_cache": False}  # a cache is for generation: here it only takes memory
-    if "pixel_values" in batch:
-        inputs["pixel_values"] = flatten_images(batch["pixel_values"])
+    inputs: dict[str, Any] = {**flatten_images(batch), "use_cache": False}  # a cache is for generation
     return causal_lm(forward, params, inputs)

@@ -16,7 +16,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
 
 VISION = ("vision_tower", "vision_model", "visual")
-PROJECTOR = ("multi_modal_projector", "mm_projector", "connector")
+PROJECTOR = ("multi_modal_projector", "mm_projector", "connector", "merger")
 LANGUAGE = ("language_model", "text_model")
 
 
@@ -125,13 +125,16 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def takes_pixels_alone(model: nn.Module) -> bool:
-    """True if `model.get_image_features(pixel_values)` needs no other arguments."""
-    function = getattr(model, "get_image_features", None)
-    if function is None:
+    """True if `get_image_features(pixel_values)` takes images of one size, and needs to know nothing else of them."""
+    inner = getattr(model, "model", model)
+    function: Any = getattr(inner, "get_image_features", getattr(model, "get_image_features", None))
+    config: Any = getattr(model, "config", None)
+    if function is None or not hasattr(getattr(config, "vision_config", None), "image_size"):
         return False
     arguments = inspect.signature(function).parameters.values()
     needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)]
-    return needed == ["pixel_values"]
+    described = any(a.name in ("image_grid_thw", "pixel_attention_mask") for a in arguments)
+    return needed == ["pixel_values"] and not described
 
 
 def image_features(model: nn.Module, pixels: Tensor) -> Tensor:

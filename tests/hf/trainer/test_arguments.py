@@ -72,6 +72,12 @@ def test_earlier_phases_count():
 
 def test_automatic_clipping_needs_no_bound():
     assert PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-5, dp_clip="automatic").clip() == Automatic(1.0)
+    assert PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-5).clip() == Automatic(1.0)
+
+
+def test_a_norm_alone_is_flat_clipping():
+    assert PrivacyArguments(**GUIDE).clip() == Flat(1.0)
+    assert PrivacyArguments(**GUIDE, dp_clip="automatic").clip() == Automatic(1.0)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,7 @@ def test_automatic_clipping_needs_no_bound():
         ({"dp_delta": 1e-5, "dp_max_grad_norm": 1.0}, "exactly one of dp_epsilon and dp_noise_multiplier, got neither"),
         ({**GUIDE, "dp_noise_multiplier": 1.0}, "exactly one of dp_epsilon and dp_noise_multiplier, got both"),
         ({"dp_epsilon": 8.0, "dp_max_grad_norm": 1.0}, "dp_delta to be given"),
-        ({"dp_epsilon": 8.0, "dp_delta": 1e-5}, "dp_max_grad_norm to be given"),
+        ({"dp_epsilon": 8.0, "dp_delta": 1e-5, "dp_clip": "flat"}, "dp_max_grad_norm to be given"),
         ({**GUIDE, "dp_epsilon": 0.0}, "0 < dp_epsilon"),
         ({**GUIDE, "dp_delta": 1.0}, "0 < dp_delta < 1"),
         ({**GUIDE, "dp_max_epsilon": 3.0}, "dp_max_epsilon together with dp_noise_multiplier"),

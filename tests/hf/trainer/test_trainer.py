@@ -28,11 +28,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_linear
 
 import dpfunc
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import EXACT_SIZE
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.checks import changed
-from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
 from dpfunc.sampling import Shuffled
 
 DATA = labelled()
@@ -215,8 +216,11 @@ def test_a_public_bound_on_the_number_of_records(tmp_path):
         trainer.train()
         assert trainer._run.state.num_records == number
         written[number] = json.loads((folder / "privacy_accounting.json").read_text())
+        assert written[number].pop("date")
     assert written[60] == written[50]
     assert (written[60]["dataset_size"], written[60]["sampling_prob"]) == (64, 12 / 64)
+    assert written[60]["dataset_size_is"] == "public bound on the number of records"
+    assert EXACT_SIZE not in written[60]["not_covered"]
     with pytest.raises(InvalidArgument, match="at most dp_dataset_size=50 records, got 60"):
         private(classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_dataset_size=50)).train()
 
@@ -258,6 +262,7 @@ def test_an_unreleased_loss_is_named_so(tmp_path):
     )  # fmt: skip
     trainer.train()
     assert 0.3 < seen.logs[0]["unreleased/loss"] < 1.5
+    assert LOGGED_LOSS in json.loads((tmp_path / "privacy_accounting.json").read_text())["not_covered"]
     assert 0.3 < seen.logs[-1]["unreleased/train_loss"] < 1.5
     assert not {"loss", "train_loss"} & (seen.logs[0].keys() | seen.logs[-1].keys())
 
@@ -271,6 +276,8 @@ def test_L11_accounting_in_each_checkpoint_and_at_the_end(finished):
         assert (record["delta"], record["target_epsilon"], record["max_grad_norm"]) == (1e-3, 8.0, 1.0)
         assert record["noise_multiplier"] == trainer.plan.noise_multiplier
         assert Ledger.from_json(json.dumps(record["ledger"])) == trainer.plan.ledger(taken)
+        assert EXACT_SIZE in record["not_covered"]
+        assert LOGGED_LOSS not in record["not_covered"]
     assert journal_ledger(folder / "privacy_journal.jsonl") == trainer.plan.ledger()
 
 

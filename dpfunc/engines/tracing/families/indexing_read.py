@@ -8,11 +8,12 @@ must be a permutation of all rows, which leaves none out because of another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type
+from dpfunc.engines.tracing.call import Call, Handler, Type, doubt_in, doubted
 from dpfunc.engines.tracing.families.positions import (
     Positions,
     doubt_of,
@@ -58,42 +59,71 @@ def _index_select(call: Call) -> Type:
     return _indexed(call, self, [*[None] * axis, Positions(positions, call.type_of(call.args[2]))])
 
 
+class _Read(NamedTuple):
+    """Numbers that are read from a table at positions.
+
+    Args:
+        call: the operation. table: what is read; kind: its rows, None if it is constant.
+        indexed: the axes that are indexed; given: the positions on each of them.
+        start, width: of the common axes of the positions, in the result.
+    """
+
+    call: Call
+    table: Tensor
+    kind: Rows | None
+    indexed: Sequence[int]
+    given: Sequence[Positions]
+    start: int
+    width: int
+
+    def positions_are_uniform(self, item: Positions, rows: Rows) -> bool:
+        """True if fixed positions are the same for each of these rows on the common axes."""
+        if rows.axis == ONE_SAMPLE:
+            return True
+        return self.call.types.uniform(item.values, rows, rows.axis - (self.width - item.values.ndim))
+
+    def in_result(self, rows: Rows) -> Rows:
+        """Rows on the common axes, on those of the result."""
+        return rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + self.start)
+
+
 def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> Type:
     """The rows of what is read at positions."""
     kind = call.type_of(self)
     if isinstance(kind, Mixed):
         return kind
     start, width, indexed = indexed_axes(indices, self.ndim)
-    given = [item for item in indices if item is not None]
-    if kind is not None and kind.axis == ONE_SAMPLE:
-        return kind if all(item.kind is None or _of_same_sample(item.kind, kind) for item in given) else call.mixed()
-    if kind is None or kind.axis not in indexed:
-        return _of_other_axes(call, self, kind, given, start, width, indexed)
-    on_samples = indices[kind.axis]
-    if on_samples is None:
-        return call.mixed()
-    target = samples_by_position(kind)[on_samples.values.cpu()]
-    found = single_axis(target)
+    read = _Read(call, self, kind, indexed, [item for item in indices if item is not None], start, width)
+    if kind is None or (kind.axis not in indexed and kind.axis != ONE_SAMPLE):
+        return _of_other_axes(read)
+    if kind.axis == ONE_SAMPLE:
+        own = all(item.kind is None or _of_same_sample(item.kind, kind) for item in read.given)
+        return kind if own else call.mixed()
+    return _of_samples(read, kind, read.given[indexed.index(kind.axis)])
+
+
+def _of_samples(read: _Read, kind: Rows, on_samples: Positions) -> Type:
+    """Positions on the axis of the samples, and perhaps on others."""
+    call = read.call
+    found = single_axis(samples_by_position(kind)[on_samples.values.cpu()])
     if found is None:
         return call.mixed("of several samples")
     axis, ids = found
-    ordered = _reordered(call, self, kind, on_samples, ids, start)
+    ordered = _reordered(read, kind, on_samples, ids)
     if ordered is not None:
-        return ordered if len(given) == 1 else ordered.doubted("several lists of positions in a changed order")
-    doubt = kind.doubt or doubt_of(on_samples) or doubt_of_counts(kind, on_samples, self.shape[kind.axis])
-    if kind.slots is not None:
-        doubt = doubt or "positions of samples among rows whose order depends on several samples"
-    rows = _rows_at(call, on_samples, ids, axis, width - target.ndim)
+        return ordered if len(read.given) == 1 else ordered.doubted("several lists of positions in a changed order")
+    rows = _rows_at(call, on_samples, ids, axis, read.width - on_samples.values.ndim)
     if rows is None:
         return call.mixed("at several positions of each row")
-    for item in given:
-        problem = _doubt_about(call, item, rows, width, item is on_samples)
-        if problem is None:
+    doubts = [kind.doubt, doubt_of(on_samples), doubt_of_counts(kind, on_samples, read.table.shape[kind.axis])]
+    if kind.slots is not None:
+        doubts.append("positions of samples among rows whose order depends on several samples")
+    for item in read.given:
+        if isinstance(item.kind, Rows) and not _same_samples(item, item.kind, rows, read.width):
             return call.mixed("at positions of other samples")
-        doubt = doubt or problem
-    ragged = any(isinstance(item.kind, Rows) and item.kind.ragged for item in given)
-    moved = rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + start)
-    return moved._replace(doubt=doubt, ragged=ragged or kind.ragged)
+        doubts.append(_doubt_about(read, item, rows, item is on_samples))
+    ragged = kind.ragged or any(isinstance(item.kind, Rows) and item.kind.ragged for item in read.given)
+    return read.in_result(rows)._replace(doubt=next(filter(None, doubts), ""), ragged=ragged)
 
 
 def _rows_at(call: Call, item: Positions, ids: Tensor, axis: int, shift: int) -> Rows | None:
@@ -116,70 +146,61 @@ def _of_same_sample(one: Type, other: Rows) -> bool:
     return isinstance(one, Rows) and one.axis == other.axis == ONE_SAMPLE and same_ids(one.ids, other.ids)
 
 
-def _reordered(call: Call, self: Tensor, kind: Rows, item: Positions, ids: Tensor, start: int) -> Rows | None:
+def _reordered(read: _Read, kind: Rows, item: Positions, ids: Tensor) -> Rows | None:
     """Rows at positions that several samples decide: all of them, each as often as the others, in another order."""
-    values, length = item.values.cpu(), self.shape[kind.axis]
+    values, length, types = item.values.cpu(), read.table.shape[kind.axis], read.call.types
     if not isinstance(item.kind, Mixed) or values.ndim != 1 or kind.doubt or not equally_often(values, length):
         return None
     if kind.slots is not None and len(kind.slots) != length:  # several positions a row
         return None
-    slots, of = (kind.slots, kind.of) if kind.slots is not None else slots_of(kind, call.types.num_samples)
-    found = shuffled(ids, start, slots[values], of, call.types.num_samples, kind.slots is not None)
-    if found.slots is not None and not call.out.is_floating_point() and call.out.ndim == 1:
-        call.types.keep_integers(call.out)
+    slots, of = (kind.slots, kind.of) if kind.slots is not None else slots_of(kind, types.num_samples)
+    found = shuffled(ids, read.start, slots[values], of, types.num_samples, kind.slots is not None)
+    if found.slots is not None and not read.call.out.is_floating_point() and read.call.out.ndim == 1:
+        types.keep_integers(read.call.out)
     return found
 
 
-def _doubt_about(call: Call, item: Positions, rows: Rows, width: int, on_samples: bool) -> str | None:
-    """A doubt about positions, empty if none; None if they belong to other samples than the rows do."""
-    shift = width - item.values.ndim
-    if item.kind is None:
-        if on_samples or rows.axis == ONE_SAMPLE or call.types.uniform(item.values, rows, rows.axis - shift):
-            return ""
-        return "indices that differ between positions of the batch"
+def _same_samples(item: Positions, kind: Rows, rows: Rows, width: int) -> bool:
+    """True if positions belong to the samples of these rows, or to rows in another order, which is a doubt."""
+    if not same_slots(kind, rows):
+        return True
+    here = rows_in_result(kind, item, width)
+    if ONE_SAMPLE in (kind.axis, rows.axis):
+        return kind.axis == rows.axis and same_ids(kind.ids, rows.ids)
+    return here.axis == rows.axis and same_ids(samples_by_position(kind), samples_by_position(rows))
+
+
+def _doubt_about(read: _Read, item: Positions, rows: Rows, on_samples: bool) -> str:
+    """A doubt about positions; empty if none."""
     if isinstance(item.kind, Mixed):
         return "" if on_samples else item.kind.reason
-    if (item.kind.slots is not None or rows.slots is not None) and not same_slots(item.kind, rows):
-        return "positions in another order"
-    if item.kind.axis == ONE_SAMPLE or rows.axis == ONE_SAMPLE:
-        same = item.kind.axis == rows.axis and same_ids(item.kind.ids, rows.ids)
-        return item.kind.doubt if same else None
-    if item.kind.axis + shift != rows.axis or not same_ids(samples_by_position(item.kind), samples_by_position(rows)):
-        return None
-    return item.kind.doubt
+    if item.kind is None:
+        uniform = on_samples or read.positions_are_uniform(item, rows)
+        return "" if uniform else "indices that differ between positions of the batch"
+    return item.kind.doubt if same_slots(item.kind, rows) else "positions in another order"
 
 
-def _of_other_axes(
-    call: Call, self: Tensor, kind: Rows | None, given: Sequence[Positions], start: int, width: int, indexed: list[int]
-) -> Type:
+def _of_other_axes(read: _Read) -> Type:
     """Positions on axes without samples: of a constant table, or the same for each sample."""
+    call, kind = read.call, read.kind
     rows: Rows | None = None
     doubt = ""
-    for item in given:
-        if isinstance(item.kind, Mixed):
-            if item.values.numel() > 1 or not loops_over_experts():
-                doubt = doubt or item.kind.reason
-        elif item.kind is not None:
-            doubt = doubt or item.kind.doubt
-            here = rows_in_result(item.kind, item, width)
+    for item in read.given:
+        if isinstance(item.kind, Rows):
+            here = rows_in_result(item.kind, item, read.width)
             if rows is not None and (here.axis != rows.axis or not same_rows(here, rows)):
                 return call.mixed("at positions of different samples")
             rows = here
-    if kind is not None and rows is not None:
-        return call.mixed("at positions of other samples")
-    if kind is not None:
-        moved = kind.moved(kept_axis(kind.axis, start, width, indexed))
-        return moved.doubted(doubt) if doubt else moved
+        if not isinstance(item.kind, Mixed) or item.values.numel() > 1 or not loops_over_experts():
+            doubt = doubt or doubt_in(item.kind)
     if rows is None:
-        return Mixed(doubt) if doubt else None
-    for item, axis in zip(given, indexed, strict=True):
-        if item.kind is not None or rows.axis == ONE_SAMPLE:
-            continue
-        uniform = call.types.uniform(item.values, rows, rows.axis - (width - item.values.ndim))
-        if not uniform and not _all_equal_along(self, axis):
-            doubt = doubt or "indices that differ between positions of the batch"
-    moved = rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + start)
-    return moved._replace(doubt=doubt)
+        return doubted(kind and kind.moved(kept_axis(kind.axis, read.start, read.width, read.indexed)), doubt)
+    if kind is not None:
+        return call.mixed("at positions of other samples")
+    for item, axis in zip(read.given, read.indexed, strict=True):
+        fixed = item.kind is not None or read.positions_are_uniform(item, rows) or _all_equal_along(read.table, axis)
+        doubt = doubt or ("" if fixed else "indices that differ between positions of the batch")
+    return read.in_result(rows)._replace(doubt=doubt)
 
 
 def _all_equal_along(table: Tensor, axis: int) -> bool:

@@ -38,7 +38,7 @@ def _masked_scatter(call: Call) -> Type:
     counts_B = mask.expand_as(self).reshape(call.types.num_samples, -1).sum(1)
     if not bool((counts_B == source.numel() // call.types.num_samples).all()):
         return mask_rows.doubted("masked_scatter with counts that differ between samples")
-    return mask_rows.doubted(filled.doubt) if filled.doubt else mask_rows
+    return mask_rows.doubted(filled.doubt)
 
 
 def _one_sample_after_the_other(kind: Type) -> TypeGuard[Rows]:

@@ -11,7 +11,7 @@ from dpfunc.engines.tracing.families.aligning import nowhere
 from dpfunc.engines.tracing.rows import Rows
 
 
-def _time_first(tensor: Tensor) -> Aligned:
+def time_first(tensor: Tensor) -> Aligned:
     """(T, B, d) or (B, d)."""
     return Aligned(tensor, lambda axis: axis + (tensor.ndim == 2), lambda axis: axis - (tensor.ndim == 2))
 
@@ -19,12 +19,12 @@ def _time_first(tensor: Tensor) -> Aligned:
 def _recurrent(call: Call) -> list[Type]:
     """A whole layer over (T, B, d), with its states; the workspace is opaque, and only goes to the backward pass."""
     states = [call.args[0], *call.args[5:7]]
-    operands = [_time_first(t) for t in states] + [nowhere(t) for t in call.args[1:5] if isinstance(t, Tensor)]
+    operands = [time_first(t) for t in states] + [nowhere(t) for t in call.args[1:5] if isinstance(t, Tensor)]
     kind = combined(call, operands, (0, 2))
-    return [_as_time_first(kind, value) for value in call.out[:-1]] + [None]
+    return [as_time_first(kind, value) for value in call.out[:-1]] + [None]
 
 
-def _as_time_first(kind: Any, value: object) -> Type:  # noqa: ANN401
+def as_time_first(kind: Any, value: object) -> Type:  # noqa: ANN401
     if isinstance(kind, Rows) and isinstance(value, Tensor) and value.ndim == 2:
         return kind.moved(0)
     return kind  # type: ignore[no-any-return]
@@ -35,10 +35,10 @@ def _recurrent_backward(call: Call) -> list[Type]:
     tensors = [v for v in call.args if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2]
     weights = [v for v in call.args[1:5] if isinstance(v, Tensor)]
     own = [t for t in tensors if not any(t is weight for weight in weights)]
-    kind = combined(call, [_time_first(t) for t in own], (0, 2))
+    kind = combined(call, [time_first(t) for t in own], (0, 2))
     mixed = call.mixed("gradient of weights")
     return [
-        mixed if 1 <= position <= 4 else _as_time_first(kind, value) for position, value in enumerate(call.out)
+        mixed if 1 <= position <= 4 else as_time_first(kind, value) for position, value in enumerate(call.out)
     ]  # fmt: skip
 
 

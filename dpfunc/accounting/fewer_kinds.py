@@ -8,15 +8,15 @@ from dpfunc.accounting.ledger import canonical
 from dpfunc.types import Event
 
 MAX_KINDS = 32
-FINEST = 1.002
+_FINEST = 1.002
 
 
-def coarsen(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
+def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """At most `max_kinds` events that cost at least as much, and a note on what was rounded ("" for nothing).
 
     Events are put into cells of a geometric grid, as fine as the limit allows; all events of a cell get its smallest
-    noise multiplier and its largest sampling probability. The grid hangs on the smallest noise and the largest
-    probability of all, so that scaling all noise multipliers scales what they are rounded to.
+    noise multiplier and its largest sampling probability. The grid starts at the smallest noise and the
+    largest probability of all, so that scaling all noise multipliers scales what they are rounded to.
     """
     if len(events) <= max_kinds:
         return events, ""
@@ -24,7 +24,7 @@ def coarsen(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tupl
     largest = max(event.sampling_prob for event in events)
     noisiest = max(event.noise_multiplier for event in events)
     rarest = min(event.sampling_prob for event in events)
-    step = min(math.log(FINEST), math.log(noisiest / smallest * (largest / rarest)) / max_kinds)
+    step = min(math.log(_FINEST), math.log(noisiest / smallest * (largest / rarest)) / max_kinds)
     while True:
         cells: dict[tuple[int, int], list[Event]] = {}
         for event in events:
@@ -34,11 +34,11 @@ def coarsen(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tupl
         if len(cells) <= max_kinds:
             ratio = math.exp(step) - 1
             note = f"{len(events)} kinds of steps rounded to {len(cells)}, each value by {ratio:.2g} of itself at most"
-            return canonical(worst(cell) for cell in cells.values()), note
+            return canonical(_worst(cell) for cell in cells.values()), note
         step *= 1.3
 
 
-def worst(cell: list[Event]) -> Event:
+def _worst(cell: list[Event]) -> Event:
     """The steps of all events with the least noise and the largest probability among them."""
     return Event(
         max(event.sampling_prob for event in cell),

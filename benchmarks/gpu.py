@@ -1,0 +1,131 @@
+"""Tests and benchmarks that need a GPU, in at most ten minutes: `make gpu`, or `python -m benchmarks.gpu`.
+
+Without a GPU nothing is run, and the exit code is 2. With one: the tests that are marked `cuda`, the clipped sums of
+`benchmarks.engines`, and what noise costs from both sources. The results are JSON files, and pages made of them. A part
+that would take longer than the time that is left is stopped; the file says so. The exit code is 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.engines.report import machine, rounded, versions, write
+from benchmarks.engines.timing import seconds_of
+from benchmarks.pages import markdown
+from dpfunc.noise.streams import Source, standard_normal
+from dpfunc.rng import fold_in, insecure_key
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
+LIMIT_SECONDS = 600.0
+NO_GPU = 2
+ROUNDS = 11
+CASES = "w1,w2n,w3,w4,bert,gpt2,resnet18"
+CONTESTANTS = "plain,vmap,bookkeeping,ghost,auto"
+NUMBERS = (10**5, 10**7)
+
+
+def commands(results: Path, pages: Path) -> dict[str, list[str]]:
+    """Programs that are run, by name, in their order."""
+    python, engines = sys.executable, results / "engines_gpu.json"
+    measure = ["--device", "cuda", "--cases", CASES, "--engines", CONTESTANTS, "--rounds", "7", "--out", str(engines)]
+    return {
+        "tests": [python, "-m", "pytest", "-m", "cuda", str(ROOT / "tests")],
+        "engines": [python, "-m", "benchmarks.engines", *measure],
+        "page of engines": [python, "-m", "benchmarks.engines.plots", str(engines), "--out", str(pages)],
+    }
+
+
+def run(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Run a program, for so many seconds at most: its status and the seconds that it took."""
+    start = time.monotonic()
+    try:
+        code = subprocess.run(command, cwd=ROOT, timeout=max(seconds, 1.0), check=False).returncode
+        status = "ok" if code == 0 else f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        status = "stopped: the time was over"
+    return {"status": status, "seconds": time.monotonic() - start}
+
+
+def noise(device: str, numbers: Sequence[int] = NUMBERS, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """Seconds of noise on a device from each source: drawn by the host and copied, or drawn by the GPU."""
+    sources: tuple[Source, ...] = ("secure", "device") if device.startswith("cuda") else ("secure",)
+    return [
+        {"numbers": size, "source": source, "best_ns": 1e9 * _best_seconds(size, source, device, rounds) / size}
+        for size in numbers
+        for source in sources
+    ]
+
+
+def _best_seconds(size: int, source: Source, device: str, rounds: int) -> float:
+    like, keys = {"w": torch.zeros(size, device=device)}, count()
+
+    def draw() -> object:
+        return standard_normal(fold_in(insecure_key(0), next(keys)), like, source)
+
+    draw()  # warms up
+    return min(seconds_of(draw, device) for _ in range(rounds))
+
+
+def page(report: dict[str, Any]) -> str:
+    """What was run, and what noise costs."""
+    parts = [[name, part["status"], f"{part['seconds']:.0f}"] for name, part in report["parts"].items()]
+    costs = [[f"{row['numbers']:,}", row["source"], f"{row['best_ns']:.2f}"] for row in report["noise"]]
+    lines = [
+        "# On a GPU",
+        f"{report['machine']['gpu']}; {', '.join(f'{name} {number}' for name, number in report['versions'].items())}. "
+        "`make gpu` wrote this page; the sums are in [engines_gpu](engines_gpu.md).",
+        markdown(("part", "status", "seconds"), parts),
+        markdown(("numbers of noise", "source", "ns for each"), costs),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], float], dict[str, Any]] = run) -> int:
+    """Run all parts, write the results; the exit code."""
+    end = time.monotonic() + LIMIT_SECONDS
+    parts: dict[str, Any] = {}
+    report: dict[str, Any] = {
+        "machine": machine(torch.get_num_threads(), "cuda"),
+        "versions": versions(),
+        "parts": parts,
+        "noise": rounded(noise("cuda")),
+    }
+    for name, command in commands(results, pages).items():
+        parts[name] = rounded(runner(command, end - time.monotonic()))
+        write(report, results / "gpu.json")
+    pages.mkdir(parents=True, exist_ok=True)
+    (pages / "gpu.md").write_text(page(json.loads((results / "gpu.json").read_text())))
+    return 0 if all(part["status"] == "ok" for part in parts.values()) else 1
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option(
+    "--results", default=RESULTS, type=click.Path(file_okay=False, path_type=Path), help="For the JSON files."
+)
+@click.option("--pages", default=PAGES, type=click.Path(file_okay=False, path_type=Path), help="For the pages.")
+def main(results: Path, pages: Path) -> None:
+    """Run everything that needs a GPU, or say that there is none."""
+    if not torch.cuda.is_available():
+        build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", which is built without CUDA")
+        click.echo(
+            f"No GPU was found by {build}, so nothing was run. Run this where torch.cuda.is_available() is true, with "
+            "a torch that is built for CUDA.",
+            err=True,
+        )
+        sys.exit(NO_GPU)
+    sys.exit(everything(results, pages))
+
+
+if __name__ == "__main__":
+    main()

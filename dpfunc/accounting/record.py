@@ -1,0 +1,258 @@
+"""Record of what a run has cost and of what that cost does not count: the content of `privacy_accounting.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dpfunc._utils.validation import (
+    apart,
+    fail,
+    integer,
+    non_negative,
+    one_of,
+    open_unit,
+    positive,
+    probability,
+    unique_json,
+)
+from dpfunc.accounting.ledger import Ledger
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import ADJACENCIES, Adjacency
+
+RECORD_FILE = "privacy_accounting.json"
+_SCHEMA = "dpfunc.accounting/1"
+
+NEIGHBOURS: dict[Adjacency, str] = {
+    "add_remove": "data sets that differ by one unit, which is in one of them and not in the other",
+    "zero_out": "data sets of the same size that differ by one unit, whose contribution is zero in one of them",
+    "replace_one": "data sets of the same size that differ by one unit, which is another one",
+}
+"""The two data sets that epsilon and delta compare, in words."""
+
+COVERED = (
+    "the trained parameters, and all that is computed from them without the training records: answers, texts, "
+    "accuracy on public records",
+    "this record: settings of the run, epsilon and delta",
+)
+"""What a run releases at the cost that is recorded."""
+
+NOT_COVERED = (
+    "losses, gradient norms and accuracy on training records",
+    "metrics on other private records, e.g. for validation, and choices made with them",
+    "runs on the same records that are not in the ledger, and settings that were chosen with them",
+    "what a pretrained base model has learnt from these records before",
+    "people with more than one unit: several units of one person are protected less",
+    "side channels: time, memory, messages, and rounding of floating-point numbers",
+)
+"""What the epsilon of no run covers."""
+
+EXACT_SIZE = "the exact number of records, which dataset_size publishes"
+SECRET, GUESSABLE = "secret", "guessable"
+SIZES = ("number of records", "public bound on the number of records")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run has cost, the facts needed to check it, and what is not covered. It holds public facts only.
+
+    Args:
+        date: when it was written, UTC, as ISO 8601.
+        unit: what one row of a batch is: what is protected.
+        adjacency: which data sets are neighbours; `NEIGHBOURS` says it in words.
+        epsilon: upper bound for all steps in `ledger`; infinite without protection. delta: that it holds at.
+        target_epsilon: the budget, or None.
+        accountant: the method that found epsilon. note: its error. epsilon_rdp: an independent upper bound.
+        ledger: all that was counted, earlier runs included.
+        mechanism: kind of noise. noise_multiplier: noise / sensitivity, of the last step.
+        noise_source: generator of the noise. noise_key: `secret`, or `guessable`: then nothing is protected.
+        max_grad_norm: bound on the gradient of one unit. clip: the rule.
+        sampler: how batches are drawn. sampling_prob: chance of a unit to be in a batch. expected_batch_size: of it.
+        dataset_size: number that was used for sampling. dataset_size_is: one of `SIZES`.
+        global_step: steps that were taken. num_steps: steps of the plan or of the budget. epoch: passes over the data.
+        versions: of dpfunc, torch and python.
+        not_covered: sentences on what epsilon and delta do not cover.
+
+    Raises:
+        InvalidArgument: a value outside its domain, or values that contradict each other.
+
+    Guarantees:
+        tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
+    """
+
+    date: str
+    unit: str
+    adjacency: Adjacency
+    epsilon: float
+    delta: float
+    target_epsilon: float | None
+    accountant: str
+    note: str
+    epsilon_rdp: float
+    ledger: Ledger
+    mechanism: str
+    noise_multiplier: float
+    noise_source: str
+    noise_key: str
+    max_grad_norm: float
+    clip: str
+    sampler: str
+    sampling_prob: float
+    expected_batch_size: float
+    dataset_size: int
+    dataset_size_is: str
+    global_step: int
+    num_steps: int
+    epoch: float
+    versions: dict[str, str]
+    not_covered: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
+        if self.ledger.adjacency != self.adjacency:
+            raise fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
+
+    def to_json(self) -> str:
+        """The record as JSON, with its schema; an infinite epsilon is null, as JSON has no infinity."""
+        values = {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            **{name: _finite(getattr(self, name)) for name in ("epsilon", "epsilon_rdp")},
+            "ledger": json.loads(self.ledger.to_json()),
+        }
+        return json.dumps({"schema": _SCHEMA, **values, "neighbours": NEIGHBOURS[self.adjacency]}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Record:
+        """Read a record that `to_json` wrote.
+
+        Raises:
+            InvalidArgument: not JSON, no schema or another one, or a field that is missing, unknown, there twice or
+                outside its domain.
+        """
+        try:
+            values = unique_json(text)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"Expected the record of a run as JSON: {error}.") from error
+        if not is_record(values):
+            raise InvalidArgument(f"Expected the record of a run, as {RECORD_FILE} holds it, got other JSON.")
+        if values.get("schema") != _SCHEMA:
+            raise fail(f"a record with schema {_SCHEMA!r}", "schema", values.get("schema"), _OTHER_SCHEMA)
+        given = set(values) - {"schema"}
+        expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
+        if given != expected:
+            raise InvalidArgument(
+                f"Expected the fields of the schema {_SCHEMA!r}, got a record "
+                f"{apart(expected - given, given - expected)}. The file was changed: restore it."
+            )
+        for name in ("epsilon", "epsilon_rdp"):
+            if values[name] is None:
+                values[name] = math.inf
+        if isinstance(values["not_covered"], list):
+            values["not_covered"] = tuple(values["not_covered"])
+        values["ledger"] = Ledger.from_json(json.dumps(values["ledger"]))
+        neighbours = values.pop("neighbours")
+        record = cls(**{name: value for name, value in values.items() if name != "schema"})
+        if neighbours != NEIGHBOURS[record.adjacency]:
+            raise fail(f"the neighbours of {record.adjacency!r}", "neighbours", neighbours, "The file was changed.")
+        return record
+
+
+def is_record(values: object) -> bool:
+    """True for the JSON values of a record of any version; those without a schema are older than the first schema.
+
+    >>> is_record({"schema": "dpfunc.accounting/1"}), is_record({"schema": "dpfunc.ledger/1"})
+    (True, False)
+    """
+    if not isinstance(values, dict):
+        return False
+    return str(values.get("schema")).startswith("dpfunc.accounting/") or is_old_record(values)
+
+
+def is_old_record(values: dict[str, Any]) -> bool:
+    """True for the values of a record that was written before records had a schema."""
+    return "schema" not in values and {"epsilon", "delta", "global_step"} <= set(values)
+
+
+def read_ledger(text: str | bytes) -> Ledger:
+    """The ledger in the text of a file: a ledger, or the record of a run, of any version that has one.
+
+    Raises:
+        InvalidArgument: something else, or a ledger or record that cannot be read.
+
+    >>> ledger = Ledger()
+    >>> read_ledger(ledger.to_json()) == read_ledger(json.dumps({"ledger": json.loads(ledger.to_json())})) == ledger
+    True
+    """
+    try:
+        values = unique_json(text)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"Expected a ledger or the record of a run as JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise InvalidArgument("Expected a ledger or the record of a run, got other JSON.")
+    if "schema" not in values and "ledger" in values:
+        return Ledger.from_json(json.dumps(values["ledger"]))
+    return Record.from_json(text).ledger if is_record(values) else Ledger.from_json(text)
+
+
+_OTHER_SCHEMA = "Use the version of dpfunc that wrote it, or name its journal, or a file with its ledger alone."
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value
+
+
+def _text(name: str, value: object) -> None:
+    """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise fail("a line of printable text", name, value)
+
+
+def _bound(name: str, value: object) -> None:
+    if value != math.inf:
+        non_negative(name, value)
+
+
+def _texts(name: str, value: object) -> None:
+    if not isinstance(value, tuple):
+        raise fail("a list of lines of text", name, value)
+    for line in value:
+        _text(name, line)
+
+
+def _versions(name: str, value: object) -> None:
+    if not isinstance(value, dict) or not value:
+        raise fail("versions by name", name, value)
+    _texts(name, (*value, *value.values()))
+
+
+def _ledger(name: str, value: object) -> None:
+    if not isinstance(value, Ledger):
+        raise fail("a Ledger", name, value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("date", "unit", "accountant", "note", "mechanism", "noise_source", "clip", "sampler"), _text),
+    "adjacency": lambda name, value: one_of(name, value, ADJACENCIES),
+    "epsilon": _bound,
+    "epsilon_rdp": _bound,
+    "delta": open_unit,
+    "target_epsilon": lambda name, value: None if value is None else positive(name, value),
+    "ledger": _ledger,
+    "noise_multiplier": non_negative,
+    "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
+    "max_grad_norm": positive,
+    "sampling_prob": probability,
+    "expected_batch_size": positive,
+    "dataset_size": lambda name, value: integer(name, value, minimum=1),
+    "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
+    "global_step": integer,
+    "num_steps": integer,
+    "epoch": non_negative,
+    "versions": _versions,
+    "not_covered": _texts,
+}

@@ -1,0 +1,112 @@
+"""Record of the privacy cost of a run, to be published with its result: `privacy_accounting.json`."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from dpfunc.accounting.record import EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
+from dpfunc.errors import InvalidArgument
+from dpfunc.state import StepState
+from dpfunc.step import DPStep
+from dpfunc.types import schedule_at
+
+_SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "Philox generator of the CUDA device"}
+_MECHANISMS = {"uniform": "Gaussian", "optimal": "Gaussian, scaled by group"}
+
+
+def make_record(
+    dp_step: DPStep,
+    state: StepState,
+    *,
+    unit: str,
+    public_bound: bool = False,
+    epoch: float | None = None,
+    not_covered: Sequence[str] = (),
+) -> Record:
+    """The record of a run up to a state, earlier phases included.
+
+    Args:
+        dp_step: of the run. state: after its last step.
+        unit: what one row of a batch is, e.g. `"one patient"`: what is protected.
+        public_bound: the plan's `dataset_size` is a public number that the number of records cannot exceed. False: it
+            is the number of records, which the record then publishes, and says so.
+        epoch: passes over the data; None computes it from the steps.
+        not_covered: sentences on what else was seen or published, besides `dpfunc.accounting.record.NOT_COVERED`.
+
+    Returns:
+        What `dpfunc ledger show` reads: write its `to_json()` into a file, by convention `privacy_accounting.json`, and
+        publish it with the result.
+
+    Raises:
+        InvalidArgument: an empty unit, or a text with control characters.
+
+    Guarantees:
+        tests/checkpoint/test_record.py::test_a_record_says_what_the_run_was.
+
+    >>> from dpfunc import clipping, sampling
+    >>> from dpfunc.plan import Plan
+    >>> from dpfunc.rng import secure_key
+    >>> from dpfunc.step import make_dp_step
+    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> loss_fn, params = lambda params, batch: (params["w"] * batch).sum(1), {"w": torch.zeros(2)}
+    >>> dp_step = make_dp_step(loss_fn, plan)
+    >>> state = dp_step.init(params, secure_key())
+    >>> grads, state, _ = dp_step(params, torch.ones(100, 2)[next(iter(plan.batches(state)))], state)
+    >>> record = make_record(dp_step, state, unit="one patient")
+    >>> print(f"{record.unit}: epsilon={record.epsilon:.2f} after {record.global_step} step")
+    one patient: epsilon=0.65 after 1 step
+    """
+    plan = dp_step.plan
+    if not unit.strip():
+        raise InvalidArgument(f"Expected what one row of a batch is, e.g. unit='one patient', got unit={unit!r}.")
+    answer = state.ledger.epsilon(plan.delta, plan.accountant)
+    last = max(0, state.step - 1)
+    n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
+    publishes_size = plan.adjacency == "add_remove" and not public_bound
+    return Record(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        unit=unit,
+        adjacency=plan.adjacency,
+        epsilon=answer.epsilon,
+        delta=plan.delta,
+        target_epsilon=plan.epsilon,
+        accountant=answer.method,
+        note=answer.note,
+        epsilon_rdp=state.ledger.epsilon(plan.delta, "rdp").epsilon,
+        ledger=state.ledger,
+        mechanism=_MECHANISMS[plan.allocation],
+        noise_multiplier=schedule_at(plan.noise_multiplier, last),
+        noise_source=_SOURCES[dp_step.noise_source],
+        noise_key=GUESSABLE if state.key.guessable else SECRET,
+        max_grad_norm=_total(plan.clip.clip_norm),
+        clip=type(plan.clip).__name__,
+        sampler=type(plan.sampler).__name__,
+        sampling_prob=size / n,
+        expected_batch_size=size,
+        dataset_size=n,
+        dataset_size_is=SIZES[public_bound],
+        global_step=state.step,
+        num_steps=state.limit,
+        epoch=state.step * size / n if epoch is None else epoch,
+        versions={"dpfunc": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        not_covered=(*((EXACT_SIZE,) if publishes_size else ()), *not_covered, *NOT_COVERED),
+    )
+
+
+def _total(clip_norm: float | Mapping[str, float]) -> float:
+    """Bound on the whole gradient, from one number or from the bounds of groups."""
+    return math.hypot(*clip_norm.values()) if isinstance(clip_norm, Mapping) else clip_norm
+
+
+def _own_version() -> str:
+    """Version of the installed package; a source tree that is not installed has none."""
+    try:
+        return version("dpfunc")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,283 @@
+"""The commands `dpfunc ledger show` and `dpfunc ledger check`: what runs have cost, from the files that they left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dpfunc import accounting
+from dpfunc._utils.validation import open_unit, unique_json
+from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_old_record, is_record
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
+from dpfunc.errors import InvalidArgument
+
+_ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
+_METHODS = click.Choice(["auto", "tilted", "prv", "rdp"])
+_path_argument = click.argument("path", type=click.Path(exists=True, path_type=Path))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the files of a run say about its cost.
+
+    Args:
+        path: of the file that was read. ledger: all that it counts. record: None for a ledger or a journal.
+        uncounted: steps in the journals of the same folder that the ledger does not count; None without a journal.
+        old: the record is older than the first schema.
+        delta: that the file claims an epsilon at; None for a ledger or a journal.
+    """
+
+    path: Path
+    ledger: Ledger
+    record: Record | None = None
+    uncounted: int | None = None
+    old: bool = False
+    delta: float | None = None
+
+
+def _read_source(path: Path) -> _Source:
+    """Read a record, a ledger or a journal, or what there is of them in the folder of a run.
+
+    Raises:
+        InvalidArgument: something else, or a file that cannot be read. CheckpointError: a journal that lost lines.
+    """
+    file = _file_of(path) if path.is_dir() else path
+    if file.suffix == ".jsonl":
+        return _Source(file, journal_ledger(file))
+    values = _json_of(file)
+    if is_record(values):
+        old = is_old_record(values)
+        if old and "ledger" not in values:
+            raise InvalidArgument(
+                f"Expected a record with a ledger, got {str(file)!r}, which has none: nothing in it can be computed "
+                "again. Name the journal or the ledger of its run."
+            )
+        record = None if old else Record.from_json(file.read_bytes())
+        counted = Ledger.from_json(json.dumps(values["ledger"]))
+        return _Source(
+            file, counted, record, _uncounted(file.parent, counted), old, open_unit("delta", values["delta"])
+        )
+    # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
+    if isinstance(values, dict) and str(values.get("schema")).startswith("dpfunc.ledger/"):
+        return _Source(file, Ledger.from_json(file.read_bytes()))
+    raise InvalidArgument(
+        f"Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run "
+        f"({RECORD_FILE}), got {str(path)!r}, which is none of them. The journal of a run of dpfunc train is "
+        "privacy_journal.jsonl."
+    )
+
+
+def _file_of(folder: Path) -> Path:
+    """The file in the folder of a run that says most: the record, else the journal, else the ledger."""
+    journals = sorted(folder.glob("*journal.jsonl"))
+    candidates: list[Path] = [folder / RECORD_FILE, *(journals if len(journals) == 1 else ()), folder / "ledger.json"]
+    for file in candidates:
+        if file.is_file():
+            return file
+    raise InvalidArgument(
+        f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, got "
+        f"{str(folder)!r} with {len(journals) or 'none'} of them. Name the file."
+    )
+
+
+def _json_of(file: Path) -> Any:  # noqa: ANN401  (any JSON)
+    """The values in a file; None if it is not JSON."""
+    try:
+        return unique_json(file.read_bytes())
+    except ValueError as error:  # of the encoding, or of JSON
+        if "occurs twice" in str(error):
+            raise InvalidArgument(f"The file {str(file)!r} cannot be read: {error}.") from error
+        return None
+
+
+def _uncounted(folder: Path, counted: Ledger) -> int | None:
+    """Number of steps in the journals of a folder that a ledger does not count; None without a journal."""
+    journals = [journal_ledger(file) for file in sorted(folder.glob("*journal.jsonl"))]
+    if not journals:
+        return None
+    known = {(event.sampling_prob, event.noise_multiplier): event.num_steps for event in counted.events}
+    taken = journals[0].compose(*journals[1:])
+    return sum(max(0, e.num_steps - known.get((e.sampling_prob, e.noise_multiplier), 0)) for e in taken.events)
+
+
+@click.group()
+def ledger() -> None:
+    """Show and check what runs have cost, from the files that they left.
+
+    A run leaves a record (privacy_accounting.json), a journal (.jsonl) or a ledger (.json). None of them holds private
+    data. Nothing is changed.
+    """
+
+
+@ledger.command("show")
+@_path_argument
+@click.option("--delta", "-d", type=float, help="Delta, below 1 / number of records. A record has its own.")
+@click.option("--method", type=_METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
+@json_option
+def show_ledger(path: Path, delta: float | None, method: str | None, as_json: bool) -> None:
+    """Show the privacy cost of a run, and what it covers and does not.
+
+    PATH is a record (privacy_accounting.json), a journal (.jsonl), a ledger (.json), or the folder of a run.
+
+    Example: dpfunc ledger show runs/mails
+    """
+    source = _read_source(path)
+    _note(source)
+    if source.record is not None and delta is None and method is None:
+        _show_record(source.record, as_json)
+        return
+    if delta is None:
+        delta = _required_delta(source)
+    guarantee = accounting.epsilon(source.ledger, delta, method or "auto")
+    if as_json:
+        events = [dataclasses.asdict(event) for event in source.ledger.events]
+        print_json({**describe(guarantee), "num_steps": source.ledger.num_steps, "events": events})
+        return
+    _print_events(source.ledger)
+    click.echo(str(guarantee))
+
+
+def _required_delta(source: _Source) -> float:
+    if source.delta is not None:
+        return source.delta
+    raise click.UsageError(
+        f"Missing option '--delta' / '-d'. {str(source.path)!r} has no delta of its own: choose one below "
+        "1 / number of records."
+    )
+
+
+def _note(source: _Source) -> None:
+    """Say on stderr what a reader of the numbers must know first."""
+    if source.record is not None and source.record.noise_key == GUESSABLE:
+        click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
+    if source.old:
+        click.echo(
+            "Note: this record is older than the first schema: only its ledger is used. The unit, the key and what is "
+            "not covered were not recorded.",
+            err=True,
+        )
+    if source.uncounted:
+        click.echo(
+            f"Warning: the journal beside {source.path.name} has {source.uncounted} steps that it does not count: the "
+            "true cost is higher. Name the journal.",
+            err=True,
+        )
+
+
+def _show_record(record: Record, as_json: bool) -> None:
+    if as_json:
+        print_json({**json.loads(record.to_json()), "covered": list(COVERED)})
+        return
+    budget = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
+    print_values("What the run has cost", {
+        "protected": record.unit,
+        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}{budget}",
+        "neighbours": NEIGHBOURS[record.adjacency] + f" ({record.adjacency})",
+        "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
+        "steps": f"{record.global_step} of {record.num_steps}, {record.epoch:.4g} passes over the data",
+        "noise": f"{record.mechanism}, {record.noise_multiplier:.6g} times the sensitivity",
+        "noise source": f"{record.noise_source}, {record.noise_key}",
+        "clipping": f"{record.clip}, norm at most {record.max_grad_norm:g}",
+        "sampling": f"{record.sampler}, probability {record.sampling_prob:.6g}, expected batch size "
+                    f"{record.expected_batch_size:g}",
+        "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
+        "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
+    })  # fmt: skip
+    _print_events(record.ledger)
+    print_list("Covered, and may be published:", COVERED)
+    print_list("Not covered by this epsilon:", record.not_covered)
+    click.echo("\nAs it was written. Computed again by: dpfunc ledger check")
+
+
+def _print_events(spent: Ledger) -> None:
+    rows = [(f"{e.sampling_prob:g}", f"{e.noise_multiplier:g}", str(e.num_steps)) for e in spent.events]
+    print_rows(f"{spent.num_steps} steps, {spent.adjacency}", ("sampling prob", "noise multiplier", "steps"), rows)
+
+
+@ledger.command("check")
+@_path_argument
+@click.option("--epsilon", "-e", type=float, help="Claim to check; by default that of the record.")
+@click.option("--delta", "-d", type=float, help="Delta of the claim; by default that of the record.")
+@click.option("--method", type=_METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
+@json_option
+def check_ledger(path: Path, epsilon: float | None, delta: float | None, method: str | None, as_json: bool) -> None:
+    """Compute epsilon again from the steps that were counted, and compare it with what is claimed.
+
+    PATH is as for `dpfunc ledger show`. Of a folder, the journal is compared as well. The exit code is 0 if all agrees,
+    else 1.
+
+    Example: dpfunc ledger check runs/mails
+    """
+    source = _read_source(path)
+    record = source.record
+    if epsilon is None and record is None:
+        raise click.UsageError(
+            f"Missing option '--epsilon' / '-e'. {str(source.path)!r} claims no epsilon of its own: name the "
+            "one to check."
+        )
+    claim = record.epsilon if epsilon is None and record is not None else float(epsilon or 0)
+    at = _required_delta(source) if delta is None else delta
+    found = accounting.epsilon(source.ledger, at, method or (record.accountant if record is not None else "auto"))
+    rows = [_compare(claim, found), *_consistent(source, claim, at)]
+    agrees = all(fine for _, fine, _ in rows)
+    if as_json:
+        checks = [{"check": name, "agrees": fine, "found": text} for name, fine, text in rows]
+        claimed = None if math.isinf(claim) else claim
+        print_json({"agrees": agrees, "claimed_epsilon": claimed, **describe(found), "checks": checks})
+    else:
+        print_rows("Checks", ("", "", "found"), [(name, "ok" if fine else "WRONG", text) for name, fine, text in rows])
+        click.echo("All agrees." if agrees else "Do not publish the claim: see WRONG.")
+    if not agrees:
+        sys.exit(1)
+
+
+_Row = tuple[str, bool, str]
+"""Name of a check, True if it agrees, and what was found."""
+
+
+def _compare(claim: float, found: accounting.Guarantee) -> _Row:
+    """Compare a claimed epsilon with the one that the counted steps cost."""
+    computed = f"claimed {claim:.6g}, computed {found.epsilon:.6g} by {found.method} at delta {found.delta:g}"
+    if claim < found.epsilon * (1 - _ROUNDING):
+        return "epsilon", False, f"{computed}: the claim is too small"
+    if claim > found.epsilon * (1 + _ROUNDING):
+        return "epsilon", True, f"{computed}: the claim is an upper bound"
+    return "epsilon", True, computed
+
+
+def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
+    """Compare the facts of a record with each other, and with the journal beside it."""
+    rows: list[_Row] = []
+    if source.uncounted is not None:
+        found = f"{source.uncounted} of its steps are not counted" if source.uncounted else "all its steps are counted"
+        rows.append(("journal", source.uncounted == 0, found))
+    record = source.record
+    if record is None:
+        return rows
+    n = record.dataset_size
+    rows += [
+        ("key", record.noise_key != GUESSABLE, record.noise_key),
+        ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
+        _sampling(record),
+    ]
+    if record.target_epsilon is not None:
+        rows.append(("budget", claim <= record.target_epsilon * (1 + _ROUNDING), f"{record.target_epsilon:g}"))
+    return rows
+
+
+def _sampling(record: Record) -> _Row:
+    """Compare the settings of the last step with the steps that were counted."""
+    size, n, q, sigma = record.expected_batch_size, record.dataset_size, record.sampling_prob, record.noise_multiplier
+    events = record.ledger.events
+    counted = not events or any(e.sampling_prob in (q, 1.0) and e.noise_multiplier == sigma for e in events)
+    found = f"{size:g} of {n} expected, probability {q:.6g}, noise {sigma:.6g}"
+    return "sampling", math.isclose(q * n, size, rel_tol=1e-9) and counted, found

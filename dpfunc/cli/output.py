@@ -1,0 +1,84 @@
+"""Results on stdout: tables, lines in terminals that are too narrow for a table, or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dpfunc.accounting import Guarantee
+
+json_option: Callable[[Any], Any] = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value instead."
+)
+
+
+def describe(guarantee: Guarantee) -> dict[str, Any]:
+    """A guarantee as JSON values; infinity as null, since JSON has none."""
+    values = dataclasses.asdict(guarantee)
+    return {**values, "epsilon": None if math.isinf(guarantee.epsilon) else guarantee.epsilon}
+
+
+def print_json(values: object) -> None:
+    """Print one JSON value."""
+    click.echo(json.dumps(values, indent=2, allow_nan=False))
+
+
+def print_values(title: str, values: Mapping[str, Any]) -> None:
+    """Print a few values beside their names; None is an infinite epsilon, see `describe`."""
+    shown = {name.replace("_", " "): _shown(value) for name, value in values.items()}
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in shown.items():
+        table.add_row(Text(name), Text(value))
+    _print_table(table, title, (f"{name}: {value}" for name, value in shown.items()))
+
+
+def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their header."""
+    table = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    lines = (
+        ", ".join(f"{name}: {value}" if name else value for name, value in zip(header, row, strict=True))
+        for row in rows
+    )
+    _print_table(table, title, (f"- {line}" for line in lines))
+
+
+def print_list(title: str, lines: Iterable[str]) -> None:
+    """Print a title, and sentences under it that are broken between words."""
+    click.echo(f"\n{title}")
+    for line in lines:
+        click.echo(
+            textwrap.fill(line, max(20, Console().width), initial_indent="- ", subsequent_indent="  ",
+                          break_long_words=False, break_on_hyphens=False)
+        )  # fmt: skip
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "infinite"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _print_table(table: Table, title: str, lines: Iterable[str]) -> None:
+    """Print a table; in a terminal that is too narrow for its numbers, print lines of text with the same content."""
+    console = Console()
+    cells = [str(cell) for column in table.columns for cell in (column.header, *column.cells)]
+    with console.capture() as captured:
+        console.print(table)
+    if all(word in captured.get() for cell in cells for word in cell.split()):
+        console.print(table)
+        return
+    for line in (title, *lines):
+        click.echo(line)

@@ -1,0 +1,167 @@
+"""Clip groups that are closed during the backward pass: nothing of a group is kept after its last parameter.
+
+The factor of a group is known as soon as the gradients of all its parameters are. Its clipped sum is then made at once,
+and activations and gradients are dropped: the memory of a step without privacy.
+Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy, give
+the norms; He et al. 2023, Exploring the Limits of Differentially Private Deep Learning with Group-wise Clipping, the
+groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines.guards.draws import Draw
+from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.numerics import exact
+from dpfunc.engines.per_sample import PerSample, PerSampleGrad, Zeros, add
+from dpfunc.engines.rules.table import Grads, Use
+from dpfunc.engines.uses.gradient_taps import leaf
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import GroupFactors, Params
+
+# Factors that are asked for at the end may differ from those that were used by rounding only.
+_ROUNDING = 1e-5
+
+
+@dataclass
+class CaughtGrads:
+    """Per-sample gradients that one backward pass has given so far, and the clip groups that they complete.
+
+    Args:
+        weights: factors of a group; None if no group is summed before the end. params: leaves by name. anchor: a leaf
+            that makes autograd run the backward of every use.
+        missing: uses without a gradient so far, by the identity of the parameter. late: names of parameters some of
+            whose gradients are known only after the backward pass.
+        kept: identity -> gradients of open groups. sums, sq_norms, factors: of the closed ones, by name.
+        differentiating: the forward pass is over: later uses are repeated by checkpointing.
+    """
+
+    weights: GroupFactors | None
+    params: Params
+    anchor: Tensor
+    missing: Counter[int] = field(default_factory=Counter)
+    late: set[str] = field(default_factory=set)
+    kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    sq_norms: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    differentiating: bool = False
+    _open: dict[str, list[str]] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(weights: GroupFactors | None, params: Params) -> CaughtGrads:
+        """Nothing so far: all groups of these parameters are open."""
+        first = next(iter(params.values()))
+        caught = CaughtGrads(weights, params, leaf((), first.dtype, first.device))
+        if weights is not None:
+            for name, param in params.items():
+                caught._open.setdefault(weights.group_of[name], []).append(name)
+                caught._names[id(param)] = name
+        return caught
+
+    def expect(self, use: Use) -> None:
+        """Count a use of the forward pass, whose gradients will come."""
+        if not self.differentiating:
+            self.missing.update(use.targets.values())
+
+    def begin(self) -> None:
+        """Note the end of the forward pass. Groups with a late parameter are not closed early."""
+        self.differentiating = True
+        for group in [group for group, names in self._open.items() if not self.late.isdisjoint(names)]:
+            del self._open[group]
+
+    def take(self, use: Use, form: Callable[[], Grads]) -> tuple[None]:
+        """Take the gradients of a use, and close the groups that they complete.
+
+        Raises:
+            UnsupportedModel: more gradients than uses.
+        """
+        if not self.differentiating:  # the loss differentiates inside of itself
+            return (None,)
+        grads = form()
+        for argument, target in use.targets.items():
+            if not self.missing[target]:
+                raise use.refuse("its backward pass runs more often than its forward pass.")
+            self.missing[target] -= 1
+            self.kept.setdefault(target, []).append(grads[argument])
+        if self.weights is not None:
+            self._close_groups(self.weights, use.targets.values())
+        return (None,)
+
+    def _close_groups(self, weights: GroupFactors, targets: Iterable[int]) -> None:
+        """Sum the groups of these parameters that have all their gradients now."""
+        for group in {weights.group_of[self._names[target]] for target in targets if target in self._names}:
+            names = self._open.get(group, ())
+            if names and not any(self.missing[id(self.params[name])] for name in names):
+                self._close(weights, group)
+
+    def _close(self, weights: GroupFactors, group: str) -> None:
+        grads = {name: self._gradient(weights, name) for name in self._open.pop(group)}
+        with unseen(), exact(self.anchor.device), torch.no_grad():
+            sq_norms = {name: grad.sq_norms() for name, grad in grads.items()}
+            factors_B = weights.factors(group, sq_norms)
+            for name, grad in grads.items():
+                self.sums[name], self.factors[name] = grad.weighted_sum(factors_B), factors_B
+        self.sq_norms.update(sq_norms)
+
+    def _gradient(self, weights: GroupFactors, name: str) -> PerSampleGrad:
+        param = self.params[name]
+        uses = self.kept.pop(id(param), [])
+        return add(uses) if uses else Zeros(weights.num_samples, param.detach())
+
+
+@dataclass(frozen=True)
+class ClosedSums:
+    """Losses and norms of B samples, sums of groups that were closed, and gradients of the others.
+
+    Args:
+        losses_B: of each sample. rest: gradients of groups that are open. caught: those of the closed ones. weights:
+            their factors.
+        doubts, draws, untraced, coarse: see `PerSample`.
+    """
+
+    losses_B: Tensor
+    rest: PerSample
+    caught: CaughtGrads = field(repr=False)
+    weights: GroupFactors = field(repr=False)
+    doubts: tuple[str, ...] = ()
+    draws: tuple[Draw, ...] = ()
+    untraced: bool = False
+    coarse: bool = False
+
+    def sq_norms(self) -> dict[str, Tensor]:
+        """Squared norms of the gradients of each sample: name -> (B,)."""
+        norms = {**self.rest.sq_norms(), **self.caught.sq_norms}
+        return {name: norms[name] for name in self.caught.params}
+
+    def is_finite(self) -> bool:
+        """True if no sample has a group whose norm is not finite: it would contribute to other groups, and must not."""
+        totals: dict[str, Tensor] = {}
+        for name, value in self.sq_norms().items():
+            group = self.weights.group_of[name]
+            totals[group] = totals[group] + value if group in totals else value
+        return bool(torch.isfinite(torch.stack(list(totals.values()))).all())
+
+    def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weighted sums over the samples: name -> parameter shape.
+
+        Raises:
+            InvalidArgument: other factors than those that closed groups were summed with.
+        """
+        for name, used_B in self.caught.factors.items():
+            same = torch.allclose(used_B, factors[name], rtol=_ROUNDING, atol=0)
+            if not same or not torch.equal(used_B == 0, factors[name] == 0):
+                raise InvalidArgument(
+                    f"Expected the factors of {name!r} that its clip group was summed with, got others: they depend on "
+                    "more than the norms of the group. Use a clip rule without by_group=True, or one group. Nothing "
+                    "was released and nothing was spent."
+                )
+        sums = {**self.rest.weighted_sum({name: factors[name] for name in self.rest.grads}), **self.caught.sums}
+        return {name: sums[name] for name in self.caught.params}

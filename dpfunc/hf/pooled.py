@@ -1,0 +1,152 @@
+"""A classifier over the mean of an encoder's last hidden states: what sentence encoders were trained for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]
+    """An encoder, the mean of its last hidden states over the tokens, and a linear layer that starts at zero.
+
+        logits = W layer_norm(mean over tokens of encoder(input_ids)) + b
+
+    The layer norm has no parameters, so the inputs of W have a known norm, sqrt(width): the rate of a private run
+    depends on it (docs/recipes.md). `load_mean_pooled` reads a bare encoder or a classifier that was saved.
+
+    Args:
+        config: of the encoder, with `num_labels`.
+
+    Guarantees:
+        tests/hf/test_pooled.py: a row is not changed by padding (test_padding_changes_nothing); the part that was
+        computed before training gives the same logits (test_what_is_frozen_can_be_computed_before).
+    """
+
+    base_model_prefix = "backbone"
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401  (a configuration of Transformers)
+        super().__init__(config)
+        self.backbone: Any = _without_pooler(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.first_layer: int | None = None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is getattr(self, "classifier", None):
+            nn.init.zeros_(self.classifier.weight)
+            nn.init.zeros_(self.classifier.bias)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        hidden: Tensor | None = None,
+        features: Tensor | None = None,
+        labels: Tensor | None = None,
+        **unused: object,
+    ) -> SequenceClassifierOutput:
+        """Logits (B, classes), from whatever part of the way was computed before.
+
+        Args:
+            input_ids: (B, T). attention_mask: (B, T), 1 at tokens. hidden: (B, T, width), as `lower` gives it.
+            features: (B, width), as `pooled` gives them. labels: (B,) classes; the loss is their mean cross-entropy.
+        """
+        if features is None:
+            features = self.pooled(input_ids, attention_mask, hidden)
+        logits = self.classifier(features.to(self.classifier.weight.dtype))
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def pooled(self, input_ids: Tensor | None, attention_mask: Tensor | None, hidden: Tensor | None = None) -> Tensor:
+        """Normalised mean (B, width) over the tokens."""
+        if hidden is None:
+            x_BTd = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        else:
+            x_BTd = _through(self.backbone.encoder.layer[self.first_layer :], hidden.to(self.dtype), attention_mask)
+        mask_BT1 = torch.ones_like(x_BTd[..., :1]) if attention_mask is None else attention_mask[..., None].to(x_BTd)
+        mean_Bd = (x_BTd * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
+        return F.layer_norm(mean_Bd, mean_Bd.shape[-1:])
+
+    def lower(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Hidden states (B, T, width) before the layer at which `cut_at` has cut the encoder."""
+        x_BTd = self.backbone.embeddings(input_ids=input_ids)
+        return _through(self.backbone.encoder.layer[: self.first_layer], x_BTd, attention_mask)
+
+    def cut_at(self, layer: int) -> bool:
+        """Cut the encoder below a layer: `lower` computes what is below, and `forward(hidden=...)` goes on from there.
+
+        Returns:
+            False if the encoder is not of BERT's form: on a public input the parts do not give what the encoder gives.
+        """
+        self.first_layer = layer
+        ids = torch.tensor([[1, 2, 3, 0]], device=self.device).clamp(max=self.config.vocab_size - 1)
+        mask = torch.tensor([[1, 1, 1, 0]], device=self.device)
+        was_training = self.training
+        self.train(False)
+        try:
+            with torch.no_grad():
+                whole = self.pooled(ids, mask)
+                same = torch.allclose(self.pooled(None, mask, self.lower(ids, mask)), whole, rtol=1e-3, atol=1e-3)
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # another form
+            same = False
+        self.train(was_training)
+        self.first_layer = layer if same else None
+        return same
+
+
+def _without_pooler(config: Any) -> Any:  # noqa: ANN401
+    """The encoder of a configuration, without a pooler that would be trained and not used."""
+    try:
+        return AutoModel.from_config(config, add_pooling_layer=False)
+    except TypeError:  # this kind has none
+        return AutoModel.from_config(config)
+
+
+def _through(layers: Iterable[nn.Module], x_BTd: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Hidden states after layers of BERT's form."""
+    bias_B11T = None
+    if attention_mask is not None:
+        hidden = torch.zeros(attention_mask.shape, dtype=x_BTd.dtype, device=x_BTd.device)
+        bias_B11T = hidden.masked_fill(attention_mask == 0, -1e9)[:, None, None, :]
+    for layer in layers:
+        output = layer(x_BTd, bias_B11T)
+        x_BTd = output[0] if isinstance(output, tuple) else output
+    return x_BTd
+
+
+def load_mean_pooled(path: str, *, config: Any = None, local_files_only: bool = True) -> MeanPooledClassifier:  # noqa: ANN401
+    """Read a bare encoder, or a classifier that was saved, in float32.
+
+    Args:
+        path: folder, as save_pretrained writes it. config: None reads that of the folder; of a bare encoder give one
+            with `num_labels`. local_files_only: False allows downloads.
+    """
+    if config is None:
+        config = AutoConfig.from_pretrained(path, local_files_only=local_files_only)
+    model: MeanPooledClassifier = MeanPooledClassifier.from_pretrained(
+        path, config=config, dtype=torch.float32, local_files_only=local_files_only
+    )
+    return model
+
+
+def wants_mean(path: str) -> bool:
+    """True if the folder of a model says that it is a sentence encoder whose tokens are averaged.
+
+    Sentence Transformers writes it into `1_Pooling/config.json`.
+
+    >>> wants_mean("no-such-folder")
+    False
+    """
+    file = Path(path) / "1_Pooling" / "config.json"
+    try:
+        return json.loads(file.read_text("utf-8")).get("pooling_mode_mean_tokens") is True
+    except (OSError, ValueError, AttributeError):
+        return False

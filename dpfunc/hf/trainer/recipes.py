@@ -1,0 +1,197 @@
+"""The recipe of a model: which trained parameters are a new head, how long its inputs are, what a rate can reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from dpfunc._utils.validation import fail
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.trainer.run import trainable
+from dpfunc.recipes import Recipe, Strategy, recipe
+
+ADAPTER = "lora_"  # in the names of parameters, by PEFT
+PHYSICAL = 64  # records differentiated at once where nobody says how many
+_PROBES = (8, 32)  # made-up texts and their tokens
+# What a recipe decides, besides the two sizes of batches. Trainer has one rate; a new head gets its own.
+_DECIDED = (
+    "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "optim", "weight_decay", "lr_scheduler_type", "warmup_steps",
+)  # fmt: skip
+# Below this share of the way that the recipe's rate can go, a run of Adam hardly leaves its start.
+_SHORT = 0.2
+
+
+def model_recipe(strategy: Strategy, model: nn.Module, *, dataset_size: int, epsilon: float, delta: float) -> Recipe:
+    """The recipe for the parameters of a model that require gradients.
+
+    Args:
+        strategy: see `dpfunc.recipes.recipe`. model: of Transformers or PEFT.
+        dataset_size: public number of records. epsilon, delta: the budget.
+
+    Raises:
+        InvalidArgument: `head` for what is no single linear layer.
+
+    Guarantees:
+        tests/hf/trainer/test_recipes.py: the length of a head's inputs is measured on made-up tokens
+        (test_the_length_of_features_is_measured_without_data).
+    """
+    head = new_head(strategy, model)
+    weights = [p for p in head.values() if p.dim() == 2]
+    linear = len(weights) == 1 and all(p.shape in (weights[0].shape, weights[0].shape[:1]) for p in head.values())
+    if strategy == "head" and not linear:
+        raise InvalidArgument(
+            f"Expected one linear layer to be trained with the recipe 'head', got {sorted(head)}. Freeze the others "
+            "(requires_grad_(False)); or give batch size, steps and rate yourself."
+        )
+    facts: dict[str, Any] = {}
+    if linear:
+        facts = {
+            "num_classes": len(weights[0]),
+            "num_head_parameters": sum(p.numel() for p in head.values()),
+            "feature_norm": _feature_norm(model, list(head.values())),
+        }
+    return recipe(
+        strategy,
+        dataset_size=dataset_size,
+        num_parameters=sum(p.numel() for p in trainable(model).values()),
+        epsilon=epsilon,
+        delta=delta,
+        **facts,
+    )
+
+
+def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters of a new head: all with `head`, those that are no adapters with `lora`, else none."""
+    params = trainable(model)
+    if strategy == "lora":
+        return {name: p for name, p in params.items() if ADAPTER not in name}
+    return params if strategy == "head" else {}
+
+
+def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
+    """Norm of the inputs of a linear head, on made-up tokens; None for models that take no tokens.
+
+    The gradient of one logit for the head is its input, and 1 for the bias. No record is read.
+    """
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return None
+    count, length = _PROBES
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(int(vocabulary), (count, min(length, _positions(config))), generator=source)
+    was_training = model.training
+    model.train(False)
+    try:
+        lengths = []
+        for row_T in ids.to(head[0].device):
+            logits = model(input_ids=row_T[None], attention_mask=torch.ones_like(row_T[None])).logits
+            grads = torch.autograd.grad(logits[0, 0], head, allow_unused=True)
+            lengths.append(math.sqrt(sum(float(g.square().sum()) for g in grads if g is not None)))
+    finally:
+        model.train(was_training)
+    return sum(lengths) / count or None
+
+
+def _positions(config: Any) -> int:  # noqa: ANN401  (a configuration of Transformers)
+    """Length of a text that the model can take, less what some models add to position numbers."""
+    return max(1, int(getattr(config, "max_position_embeddings", None) or 512) - 2)
+
+
+def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:  # noqa: ANN401
+    """Values of `TrainingArguments` that a recipe decides.
+
+    Args:
+        args: `TrainingArguments`. A value that is not the default of Transformers was given, and is not replaced in
+            silence; one that equals the default cannot be told from one that was not given, and is replaced.
+        physical: records differentiated at once. private: False for the twin, which accumulates a batch.
+
+    Raises:
+        InvalidArgument: an argument that the recipe decides was given, and is another.
+    """
+    values = found.training_arguments()
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    for name in _DECIDED:
+        given, default = (_plain(value) for value in (getattr(args, name), defaults[name]))
+        if given not in (default, values.get(name, default)):
+            raise fail(
+                f"{name} to be left out with dp_recipe", name, given,
+                f"The recipe {found.strategy!r} takes {values.get(name, 'max_steps')}. Leave it out, or leave "
+                "dp_recipe out and give all values yourself. Memory is decided by dp_physical_batch_size.",
+            )  # fmt: skip
+    if not private:
+        at_once = min(physical, found.expected_batch_size)
+        values["per_device_train_batch_size"] = at_once
+        values["gradient_accumulation_steps"] = -(-found.expected_batch_size // at_once)
+    return values
+
+
+def _plain(value: object) -> object:
+    """The text of an enumeration, e.g. of optimizers; other values as they are."""
+    return getattr(value, "value", value)
+
+
+def short_way(
+    model: nn.Module,
+    args: Any,  # noqa: ANN401  (TrainingArguments)
+    *,
+    dataset_size: int,
+    num_steps: int,
+    epsilon: float,
+    delta: float,
+) -> str | None:
+    """A sentence with the rate that would help, where a run of Adam hardly leaves its start; else None.
+
+    Known are adapters, and a linear head alone: there, the recipe says how far a run should go. Adam moves a parameter
+    by at most about its rate in a step, so rates times steps are compared.
+    """
+    strategy = _guessed(model)
+    if strategy is None or "adam" not in str(_plain(args.optim)).lower():
+        return None
+    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta)
+    way, wanted = args.learning_rate * num_steps, found.learning_rate * found.num_steps
+    if way >= _SHORT * wanted:
+        return None
+    steps = max(num_steps, found.num_steps // 4)
+    return (
+        f"learning_rate={args.learning_rate:g} over {num_steps} steps moves a parameter by at most about {way:.2g}; "
+        f"private training of this model needs about {wanted:.2g}, so it will hardly leave its start. Set "
+        f"learning_rate={wanted / steps:.2g} and max_steps={steps}, or PrivacyArguments(dp_recipe={strategy!r}), which "
+        f"sets batch size, steps and rate ({found.expected_batch_size}, {found.num_steps}, {found.learning_rate:.2g})."
+    )
+
+
+def _guessed(model: nn.Module) -> Strategy | None:
+    """The strategy of a model, where its trained parameters tell: adapters, or one linear layer."""
+    params = trainable(model)
+    if any(ADAPTER in name for name in params):
+        return "lora"
+    matrices = [p for p in params.values() if p.dim() > 1]
+    return "head" if len(matrices) == 1 and len(params) <= 2 and matrices[0].dim() == 2 else None
+
+
+def one_class(predictions: object, labels: object) -> str | None:
+    """A sentence if all predictions (n, classes) are one class while the labels (n,) are several; else None.
+
+    >>> one_class(np.array([[0.0, 1.0], [0.2, 0.3]]), np.array([0, 1]))
+    'All 2 predictions are class 1, which 1 of the records have: the model learnt no more than that.'
+    >>> one_class(np.array([[0.0, 1.0], [0.4, 0.3]]), np.array([0, 1]))
+    """
+    if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray):
+        return None
+    if predictions.ndim != 2 or predictions.shape[1] < 2 or labels.shape != predictions.shape[:1]:
+        return None
+    chosen = np.unique(predictions.argmax(1))
+    if len(chosen) > 1 or len(np.unique(labels)) < 2:
+        return None
+    return (
+        f"All {len(labels)} predictions are class {chosen[0]}, which {int((labels == chosen[0]).sum())} of the records "
+        "have: the model learnt no more than that."
+    )

@@ -1,0 +1,83 @@
+"""Images of a data set: files, pictures and arrays, read and fitted into one size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dpfunc.errors import InvalidArgument
+
+MOST_PIXELS = 2**26  # 192 MiB in memory
+
+
+def opened(image: Any, size: tuple[int, int] | None) -> Any:  # noqa: ANN401  (of PIL)
+    """A picture or an array, read from a file if it is a path.
+
+    Args:
+        image: a path, a PIL image or an array. size: height and width to fit it into, or None.
+
+    >>> from PIL import Image
+    >>> opened(Image.new("RGB", (4, 8)), (16, 24)).size
+    (24, 16)
+    """
+    if isinstance(image, (str, Path)):
+        with opened_image(image) as file:
+            image = file.convert("RGB")
+    elif hasattr(image, "convert"):
+        image = image.convert("RGB")
+    return image if size is None else _fitted(image, size)
+
+
+def _fitted(image: Any, size: tuple[int, int]) -> Any:  # noqa: ANN401
+    """The image in a frame of this height and width, as large as it can be."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    picture = image if hasattr(image, "convert") else Image.fromarray(np.asarray(image)).convert("RGB")
+    return ImageOps.pad(picture, (size[1], size[0]))
+
+
+@contextmanager
+def opened_image(path: Path | str) -> Iterator[Any]:
+    """Open an image file, of which only the header is read so far, if it has no more than `MOST_PIXELS`.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not
+            name the file, which can be private.
+
+    Guarantees:
+        tests/hf/vision_language/test_strategies.py::test_images_that_take_all_memory_are_refused.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as file:
+                if file.width * file.height > MOST_PIXELS:
+                    raise InvalidArgument(
+                        f"Expected an image of at most {MOST_PIXELS} pixels, got {file.width} x {file.height}. Make it "
+                        "smaller: the model sees far fewer."
+                    )
+                yield file
+    except InvalidArgument:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InvalidArgument(
+            f"Expected an image of at most {MOST_PIXELS} pixels, got one with more. Make it smaller."
+        ) from error
+    except UnidentifiedImageError:
+        reason = "it is of no format that is known"
+    except FileNotFoundError:
+        reason = "there is no such file"
+    except (OSError, ValueError, SyntaxError, EOFError):  # of PIL, about a damaged file
+        reason = "it is damaged"
+    else:
+        return
+    raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")

@@ -1,0 +1,111 @@
+"""What frozen layers give for each record, computed once before training instead of in every step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from dpfunc.hf.pooled import MeanPooledClassifier
+from dpfunc.train.config import Job
+from dpfunc.train.dataset import PADDING, Records
+
+_MIB = 2**20
+_BYTES = {"features": 4, "hidden": 2}  # of a number
+
+
+def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool) -> tuple[Records, str | None]:
+    """Records with the outputs of the frozen part in the place of their tokens, where that part is known.
+
+    Each record is computed alone and without dropout: what is kept is a function of this record, and costs no privacy.
+    A head is trained on features; adapters in the highest layers on the hidden states below them.
+
+    Args:
+        job: strategy and `training.cache_mib`. model: with what is trained requiring gradients.
+        records: as they were read. shows: draw a progress bar on stderr.
+
+    Returns:
+        The records, and a line that says what was done, if anything could be.
+
+    Guarantees:
+        tests/train/test_frozen.py: the model gives the same logits (test_logits_are_those_of_the_whole_model), also
+        for a record among others (test_a_record_is_computed_alone), within the memory (test_the_limit).
+    """
+    peft: Any = model
+    base = peft.get_base_model() if hasattr(peft, "get_base_model") else model
+    if not isinstance(base, MeanPooledClassifier) or not job.training.cache_mib:
+        return records, None
+    kind = "features" if job.strategy == "head" else "hidden"
+    if kind == "hidden" and not _cuts(base, job.lora.top_layers, model):
+        return records, None
+    count, tokens = (sum(sizes) for sizes in zip(*((1, len(r["input_ids"])) for r in _all(records)), strict=True))
+    numbers = (count if kind == "features" else tokens) * base.config.hidden_size
+    needed = -(-numbers * _BYTES[kind] // _MIB)
+    if needed > job.training.cache_mib:
+        return records, (
+            f"Frozen layers are computed in every step: to keep what they give needs {needed} MiB, more than "
+            f"training.cache_mib={job.training.cache_mib}."
+        )
+    if torch.accelerator.is_available():
+        base.to(torch.accelerator.current_accelerator())
+    was_training = base.training
+    base.train(False)
+    rows = track(_all(records), "frozen layers", console=Console(stderr=True), disable=not shows)
+    computed = [_computed(base, kind, record) for record in rows]
+    base.train(was_training)
+    split = len(records.train)
+    kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
+    return kept, f"Frozen layers were computed once for each record and take {needed} MiB."
+
+
+def _all(records: Records) -> list[Mapping[str, Any]]:
+    return [*records.train, *records.evaluation]
+
+
+def _cuts(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
+    """True if the layers below the adapters could be cut off, and nothing in them is trained."""
+    if top_layers is None or not base.cut_at(base.config.num_hidden_layers - top_layers):
+        return False
+    upper = [*base.backbone.encoder.layer[base.first_layer :], base.classifier]
+    known = {id(p) for module in upper for p in module.parameters()}
+    return all(id(p) in known for p in model.parameters() if p.requires_grad)
+
+
+def _computed(base: MeanPooledClassifier, kind: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    ids = torch.tensor([record["input_ids"]], device=base.device)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
+    return {kind: found.cpu(), "labels": record["labels"]}
+
+
+@dataclass(frozen=True)
+class CollateFrozen:
+    """A collator of what `compute_frozen` gives: features as they are, hidden states padded on the right.
+
+    >>> records = [{"hidden": torch.ones(2, 4), "labels": 1}, {"hidden": torch.ones(3, 4), "labels": 0}]
+    >>> batch = CollateFrozen(max_length=8)(records)
+    >>> batch["hidden"].shape, batch["attention_mask"].sum(1)
+    (torch.Size([2, 8, 4]), tensor([2, 3]))
+    """
+
+    max_length: int
+
+    def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The batch: labels (B,), and features (B, width), or hidden (B, T, width) and attention_mask (B, T)."""
+        labels = torch.tensor([record["labels"] for record in records], dtype=torch.long)
+        if "features" in records[0]:
+            return {"features": torch.stack([record["features"] for record in records]), "labels": labels}
+        lengths = torch.tensor([len(record["hidden"]) for record in records])
+        length = min(-(-int(lengths.max()) // PADDING) * PADDING, self.max_length)
+        hidden = records[0]["hidden"].new_zeros(len(records), length, records[0]["hidden"].shape[1])
+        for row, record in zip(hidden, records, strict=True):
+            row[: len(record["hidden"])] = record["hidden"]
+        mask = (torch.arange(length) < lengths[:, None]).long()
+        return {"hidden": hidden, "attention_mask": mask, "labels": labels}

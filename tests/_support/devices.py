@@ -1,0 +1,9 @@
+"""Devices that tests run on: the CPU, and a GPU where there is one (`make gpu`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+GPU = [pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []
+devices = pytest.mark.parametrize("device", ["cpu", *GPU])

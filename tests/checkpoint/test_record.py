@@ -1,0 +1,97 @@
+"""The record that a run leaves: what it was, with the journal's steps, and what is not covered."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+
+import pytest
+import torch
+
+from dpfunc import clipping, sampling
+from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
+from dpfunc.checkpoint import make_record
+from dpfunc.errors import InvalidArgument
+from dpfunc.plan import Plan
+from dpfunc.rng import insecure_key, secure_key
+from dpfunc.step import make_dp_step
+from dpfunc.types import Schedule
+
+
+def run(plan, key, steps=2, **init):
+    dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    params, data = {"w": torch.zeros(2)}, torch.ones(plan.sampler.dataset_size, 2)
+    state = dp_step.init(params, key, **init)
+    for _ in range(steps):
+        _, state, _ = dp_step(params, data[plan.draw(state, state.step)], state)
+    return dp_step, state
+
+
+def plan(**changes):
+    values = {"noise_multiplier": 2.0, "num_steps": 5, "delta": 1e-3, "epsilon": 3.0, **changes}
+    return Plan(values.pop("sampler", sampling.Poisson(100, 0.1)), clipping.Flat(1.5), **values)
+
+
+def test_a_record_says_what_the_run_was():
+    before = datetime.now(UTC).replace(microsecond=0)
+    dp_step, state = run(plan(), secure_key())
+    record = make_record(dp_step, state, unit="one patient")
+    assert record == Record.from_json(record.to_json())
+    assert record.epsilon == plan().ledger(2).epsilon(1e-3).epsilon
+    assert record.ledger == plan().ledger(2)
+    assert (record.unit, record.noise_key, record.mechanism) == ("one patient", "secret", "Gaussian")
+    assert (record.max_grad_norm, record.clip, record.sampler) == (1.5, "Flat", "Poisson")
+    assert (record.global_step, record.num_steps, record.epoch) == (2, 5, 0.2)
+    assert before <= datetime.fromisoformat(record.date) <= datetime.now(UTC)
+    assert record.date.endswith("+00:00")
+    assert record.versions["python"] == platform.python_version()
+    assert record.versions["torch"] == torch.__version__
+
+
+def test_a_key_that_can_be_guessed_is_said():
+    with pytest.warns(UserWarning, match="known to everybody"):
+        dp_step, state = run(plan(), insecure_key(0))
+    assert make_record(dp_step, state, unit="one row").noise_key == "guessable"
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out"])
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_number_of_records(adjacency, bound):
+    """Under add/remove it is private; whether it is published depends on what the caller says, not on the records."""
+    dp_step, state = run(plan(adjacency=adjacency), secure_key(), num_records=100)
+    record = make_record(dp_step, state, unit="one row", public_bound=bound)
+    assert (EXACT_SIZE in record.not_covered) == (adjacency == "add_remove" and not bound)
+    assert record.dataset_size_is == ("public bound on the number of records" if bound else "number of records")
+    assert record.not_covered[-len(NOT_COVERED) :] == NOT_COVERED
+
+
+def test_settings_are_those_of_the_last_step_that_was_taken():
+    noise = Schedule(((2, 2.0), (3, 4.0)))
+    dp_step, state = run(plan(noise_multiplier=noise, epsilon=None), secure_key(), steps=2)
+    assert make_record(dp_step, state, unit="one row").noise_multiplier == 2.0
+    dp_step, state = run(plan(noise_multiplier=noise, epsilon=None), secure_key(), steps=3)
+    assert make_record(dp_step, state, unit="one row").noise_multiplier == 4.0
+
+
+def test_bounds_of_groups_are_one_bound():
+    values = {"noise_multiplier": 2.0, "num_steps": 5, "delta": 1e-3}
+    rule = clipping.Flat({"w": 3.0, "v": 4.0}, groups=clipping.PerParameter())
+    own = Plan(sampling.Poisson(100, 0.1), rule, **values)
+    dp_step = make_dp_step(lambda params, batch: (params["w"] + params["v"]) * batch[:, 0], own)
+    state = dp_step.init({"w": torch.zeros(()), "v": torch.zeros(())}, secure_key())
+    record = make_record(dp_step, state, unit="one row")
+    assert record.max_grad_norm == 5.0
+    assert (record.global_step, record.epsilon) == (0, 0.0)
+
+
+@pytest.mark.parametrize("unit", ["", "  ", "one\nrow"])
+def test_a_unit_is_named(unit):
+    dp_step, state = run(plan(), secure_key(), steps=0)
+    with pytest.raises(InvalidArgument, match="unit"):
+        make_record(dp_step, state, unit=unit)
+
+
+def test_what_else_is_not_covered_comes_first():
+    dp_step, state = run(plan(), secure_key(), steps=1)
+    record = make_record(dp_step, state, unit="one row", not_covered=["accuracy on private test records"])
+    assert record.not_covered[:2] == (EXACT_SIZE, "accuracy on private test records")

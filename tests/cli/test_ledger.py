@@ -1,0 +1,197 @@
+"""`dpfunc ledger show` and `dpfunc ledger check`: records, journals, ledgers and folders of runs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from click.testing import CliRunner
+from journal_cases import line, written
+from record_cases import LEDGER, RECORD, record
+
+from dpfunc.accounting.record import NOT_COVERED
+from dpfunc.cli.main import main
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["ledger", *map(str, arguments)])
+
+
+def words(result):
+    """What was printed, with lines and borders of tables taken away."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a run of ten steps: record and journal."""
+    place = tmp_path / "run"
+    place.mkdir()
+    (place / "privacy_accounting.json").write_text(RECORD.to_json())
+    written(place / "privacy_journal.jsonl", *(line(step) for step in range(10)))
+    return place
+
+
+def rewrite(folder, **changes):
+    (folder / "privacy_accounting.json").write_text(record(**changes).to_json())
+
+
+@pytest.mark.parametrize("width", [40, 120])
+@pytest.mark.parametrize("name", ["", "privacy_accounting.json"])
+def test_a_record_is_shown_with_what_it_covers(folder, monkeypatch, name, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = run("show", folder / name)
+    assert result.exit_code == 0, result.output
+    shown = words(result)
+    for text in (
+        "one patient",
+        "at delta 1e-05, within the budget 3",
+        "10 of 10",
+        "(add_remove)",
+        "5 times",
+        "secret",
+        "torch 2.13.0",
+    ):
+        assert text in shown
+    covered, not_covered = shown.split("Not covered by this epsilon:")
+    assert "may be published: - the trained parameters" in covered
+    assert all(sentence in not_covered for sentence in NOT_COVERED)
+
+
+def test_a_record_as_json(folder):
+    values = json.loads(run("show", folder, "--json").stdout)
+    assert values["epsilon"] == RECORD.epsilon
+    assert values["covered"]
+    assert values["not_covered"] == list(NOT_COVERED)
+
+
+def test_another_delta_is_computed(folder):
+    values = json.loads(run("show", folder, "--delta", 1e-6, "--json").stdout)
+    assert values["epsilon"] == LEDGER.epsilon(1e-6).epsilon
+    assert run("show", folder, "--method", "tilted").exit_code == 0
+
+
+def test_a_journal_needs_a_delta(folder):
+    (folder / "privacy_accounting.json").unlink()
+    result = run("show", folder)
+    assert result.exit_code == 2
+    assert "privacy_journal.jsonl' has no delta of its own" in words(result)
+    assert "2.594" in run("show", folder, "--delta", 1e-5).stdout
+
+
+def test_a_folder_of_no_run(tmp_path):
+    result = run("show", tmp_path)
+    assert result.exit_code == 1
+    assert "Expected the folder of a run" in result.stderr
+    for name in ("a", "b"):
+        written(tmp_path / f"{name}_journal.jsonl", line(0))
+    assert "with 2 of them. Name the file." in run("show", tmp_path).stderr
+
+
+def test_an_older_record_is_read_as_its_ledger(tmp_path):
+    path = tmp_path / "privacy_accounting.json"
+    old = {"epsilon": 2.6, "delta": 1e-5, "global_step": 10}
+    path.write_text(json.dumps({**old, "ledger": json.loads(LEDGER.to_json())}))
+    result = run("show", path)
+    assert result.exit_code == 0
+    assert "older than the first schema: only its ledger is used" in result.stderr
+    assert "2.594" in result.stdout
+    path.write_text(json.dumps(old))
+    result = run("show", path, "--delta", 1e-5)
+    assert result.exit_code == 1
+    assert "which has none: nothing in it can be computed again" in result.stderr
+
+
+def test_a_record_of_a_later_version_is_refused(folder):
+    values = json.loads(RECORD.to_json())
+    (folder / "privacy_accounting.json").write_text(json.dumps({**values, "schema": "dpfunc.accounting/2"}))
+    for command in ("show", "check"):
+        result = run(command, folder)
+        assert result.exit_code == 1
+        assert "Use the version of dpfunc that wrote it" in result.stderr
+
+
+def test_what_agrees(folder):
+    result = run("check", folder)
+    assert result.exit_code == 0, result.output
+    assert "All agrees." in result.stdout
+    assert "WRONG" not in result.stdout
+    assert "all its steps are counted" in words(result)
+    values = json.loads(run("check", folder, "--json").stdout)
+    assert values["agrees"] is True
+    assert {row["check"] for row in values["checks"]} == {"epsilon", "journal", "key", "delta", "sampling", "budget"}
+
+
+WRONG = {
+    "epsilon": {"epsilon": RECORD.epsilon * 0.999},
+    "key": {"noise_key": "guessable"},
+    "delta": {"dataset_size": 10**5, "expected_batch_size": 1e5},
+    "sampling": {"sampling_prob": 0.5, "expected_batch_size": 50.0, "noise_multiplier": 6.0},
+    "budget": {"target_epsilon": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_agree(folder, name):
+    rewrite(folder, **WRONG[name])
+    result = run("check", folder, "--json")
+    assert result.exit_code == 1
+    values = json.loads(result.stdout)
+    assert [row["check"] for row in values["checks"] if not row["agrees"]] == [name]
+    assert values["agrees"] is False
+    assert "Do not publish the claim" in run("check", folder).stdout
+
+
+def test_a_batch_size_that_is_not_the_probability(folder):
+    rewrite(folder, sampling_prob=0.25)
+    assert run("check", folder).exit_code == 1
+
+
+def test_a_journal_with_more_steps_than_the_record(folder):
+    written(folder / "privacy_journal.jsonl", *(line(step) for step in range(12)))
+    assert "beside privacy_accounting.json has 2 steps that it does not count" in run("show", folder).stderr
+    result = run("check", folder)
+    assert result.exit_code == 1
+    assert "2 of its steps are not counted" in words(result)
+
+
+def test_a_larger_claim_is_an_upper_bound(folder):
+    result = run("check", folder, "--epsilon", 3.0)
+    assert result.exit_code == 0
+    assert "the claim is an upper bound" in words(result)
+    assert run("check", folder, "--epsilon", 2.5).exit_code == 1
+    assert run("check", folder, "--delta", 1e-6).exit_code == 1  # its epsilon at a smaller delta is larger
+
+
+def test_an_infinite_claim(folder):
+    rewrite(folder, epsilon=math.inf, target_epsilon=None)
+    assert json.loads(run("check", folder, "--json").stdout)["claimed_epsilon"] is None
+    assert json.loads(run("show", folder, "--json").stdout)["epsilon"] is None
+
+
+def test_the_claim_about_a_journal(folder):
+    path = folder / "privacy_journal.jsonl"
+    assert run("check", path, "--epsilon", 2.6, "--delta", 1e-5).exit_code == 0
+    assert run("check", path, "--epsilon", 2.5, "--delta", 1e-5).exit_code == 1
+    for options in ((), ("--epsilon", 2.6)):
+        assert run("check", path, *options).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_a_guessable_key_is_warned_about(folder, command):
+    rewrite(folder, noise_key="guessable")
+    result = run(command, folder)
+    assert "guess" in result.output
+    assert result.exit_code == (1 if command == "check" else 0)
+
+
+def test_a_record_cannot_write_to_the_terminal(folder):
+    """Markup is printed as it is; control characters are refused."""
+    rewrite(folder, unit="[bold red]one row[/]")
+    assert "[bold red]one row[/]" in run("show", folder).stdout
+    text = RECORD.to_json().replace("one patient", "one\\u001b[2Jpatient")
+    (folder / "privacy_accounting.json").write_text(text)
+    result = run("show", folder)
+    assert result.exit_code == 1
+    assert "\x1b" not in result.output

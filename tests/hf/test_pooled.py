@@ -1,0 +1,96 @@
+"""The classifier over mean hidden states: padding, parts of the encoder, what is saved."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import BertConfig, DistilBertConfig
+
+from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled, wants_mean
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def model(**changes):
+    torch.manual_seed(0)
+    made = MeanPooledClassifier(BertConfig(vocab_size=50, num_labels=3, **SIZES, **changes)).eval()
+    torch.nn.init.normal_(made.classifier.weight)
+    return made
+
+
+def rows():
+    ids = torch.randint(1, 50, (4, 9), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(9) < torch.tensor([9, 5, 1, 7])[:, None]).long()
+    return ids * mask, mask
+
+
+def test_a_new_head_starts_at_zero():
+    made = MeanPooledClassifier(BertConfig(vocab_size=50, num_labels=3, **SIZES))
+    assert not made.classifier.weight.any()
+    assert not made.classifier.bias.any()
+    assert any(p.any() for p in made.backbone.encoder.parameters())
+
+
+def test_features_have_a_known_norm():
+    ids, mask = rows()
+    norms = model().pooled(ids, mask).norm(dim=1)
+    torch.testing.assert_close(norms, torch.full((4,), 4.0), rtol=1e-3, atol=0.0)
+
+
+def test_padding_changes_nothing():
+    ids, mask = rows()
+    made = model()
+    together = made(ids, mask).logits
+    for row, length in enumerate(mask.sum(1).tolist()):
+        alone = made(ids[row : row + 1, :length]).logits
+        torch.testing.assert_close(alone, together[row : row + 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_what_is_frozen_can_be_computed_before(layer):
+    ids, mask = rows()
+    made = model()
+    assert made.cut_at(layer)
+    whole = made(ids, mask).logits
+    torch.testing.assert_close(made(hidden=made.lower(ids, mask), attention_mask=mask).logits, whole)
+    torch.testing.assert_close(made(features=made.pooled(ids, mask)).logits, whole)
+
+
+def test_an_encoder_of_another_form_is_not_cut():
+    config = DistilBertConfig(vocab_size=50, num_labels=3, dim=16, hidden_dim=24, n_layers=2, n_heads=2)
+    made = MeanPooledClassifier(config)
+    assert not made.cut_at(1)
+    assert made.training
+    ids, mask = rows()
+    assert made(ids, mask).logits.shape == (4, 3)
+
+
+def test_a_cut_in_the_wrong_place_is_seen(monkeypatch):
+    """The parts are compared with the whole: layers that take another mask, e.g., are not cut."""
+    made = model()
+    monkeypatch.setattr("dpfunc.hf.pooled._through", lambda layers, x, mask: x)
+    assert not made.cut_at(1)
+
+
+def test_it_is_saved_and_read(tmp_path):
+    made, (ids, mask) = model(), rows()
+    made.save_pretrained(tmp_path)
+    read = load_mean_pooled(str(tmp_path)).eval()
+    assert torch.equal(read(ids, mask).logits, made(ids, mask).logits)
+
+
+@pytest.mark.parametrize(
+    ("content", "mean"),
+    [
+        (json.dumps({"pooling_mode_mean_tokens": True}), True),
+        (json.dumps({"pooling_mode_cls_token": True}), False),
+        ("[1]", False),
+        ("{", False),
+    ],
+)
+def test_the_folder_says_how_tokens_are_pooled(tmp_path, content, mean):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(content)
+    assert wants_mean(str(tmp_path)) is mean

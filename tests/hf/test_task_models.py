@@ -1,0 +1,252 @@
+"""A table of tasks and models: the default engine equals single samples, and a loss is the model's own for one row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Case
+from task_models import IGNORED, MODELS, SoftmaxLoss, alone, build, sentence_model, sentences
+from torch import nn
+from trainer_cases import PRIVACY, training_arguments
+from zoo.parity import differences, truth_of
+
+from dpfunc import engines
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize
+from dpfunc.hf.facts import facts_of
+from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.rng import insecure_key
+from dpfunc.sampling.users import group_by_person, mean_over_texts
+
+
+def engine_that_equals_the_loop(case):
+    auto = engines.auto()
+    assert max(differences(auto, case, truth_of(case)).values()) < 1e-5
+    return auto.decision(case.loss_fn).engine
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_engine_equals_single_samples(name):
+    model, batch = build(name)
+    assert infer_task(model) == MODELS[name].task
+    forward, params = functionalize(model)
+    case = Case(make_loss_fn(forward, infer_task(model)), params, batch)
+    assert engine_that_equals_the_loop(case) == MODELS[name].engine
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.own])
+def test_a_loss_is_the_models_own_for_a_row_without_padding(name):
+    """Transformers' loss of a batch of one: the same head, the same labels, nothing of other rows or of padding."""
+    model, batch = build(name)
+    forward, params = functionalize(model)
+    with torch.no_grad():
+        found = make_loss_fn(forward, infer_task(model))(params, batch)
+        for row, loss in enumerate(found):
+            torch.testing.assert_close(loss, model(**alone(name, batch, row)).loss, rtol=1e-4, atol=1e-5)
+
+
+TRAINED = ("regression", "several labels", "multiple choice", "classes of tokens", "masked language model", "T5", "mBART",
+           "Whisper", "Wav2Vec2, CTC", "classes of videos")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_private_training(name, tmp_path):
+    """Two steps of the Trainer change the parameters; the task is that of the class."""
+    model, batch = build(name)
+    before = [value.clone() for value in model.parameters()]
+    data = [{key: value[row] for key, value in batch.items()} for row in range(4)] * 6
+    trainer = DPTrainer(
+        model, training_arguments(tmp_path, max_steps=2), privacy=PRIVACY, train_dataset=data,
+        data_collator=lambda records: {key: torch.stack([each[key] for each in records]) for key in records[0]},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert any(not torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["classes of a text", "regression", "several labels", "T5", "Wav2Vec2, CTC"])
+def test_people_as_units(name):
+    """A person's loss is the mean over the person's own records, of any task."""
+    model, batch = build(name)
+    forward, params = functionalize(model)
+    people = group_by_person(["ann", "bob", "ann", "cid"], max_texts=2, key=insecure_key(0))
+    of_people = mean_over_texts(TASKS[MODELS[name].task])
+    case = Case(make_loss_fn(forward, of_people), params, people.batch(batch))
+    engine_that_equals_the_loop(case)
+    with torch.no_grad():
+        each = make_loss_fn(forward, infer_task(model))(params, batch)
+        of_persons = case.loss_fn(params, case.batch)
+    torch.testing.assert_close(of_persons, torch.stack([(each[0] + each[2]) / 2, each[1], each[3]]))
+
+
+def test_similarity_of_sentences():
+    """Equal to the formula of CosineSimilarityLoss for each pair alone, whatever the padding."""
+    model, scores = sentence_model(), torch.tensor([0.1, 0.9, 0.5, 0.3])
+    forward, params = functionalize(model)
+    case = Case(make_loss_fn(forward, "sentence_similarity"), params, {**sentences(), "label": scores})
+    assert engine_that_equals_the_loop(case) == "bookkeeping"
+    losses = case.loss_fn(params, case.batch)
+    for row in range(4):
+        parts = []
+        for column in ("premise", "hypothesis"):
+            length = int(sentences()[f"{column}_attention_mask"][row].sum())
+            inputs = {
+                key: sentences()[f"{column}_{key}"][row : row + 1, :length] for key in ("input_ids", "attention_mask")
+            }
+            parts.append(model(inputs)["sentence_embedding"])
+        expected = nn.functional.mse_loss(torch.cosine_similarity(*parts), scores[row : row + 1])
+        torch.testing.assert_close(losses[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_classes_of_sentences():
+    forward, params = functionalize(SoftmaxLoss(sentence_model()))
+    case = Case(make_loss_fn(forward, "sentence_classes"), params, {**sentences(), "label": torch.tensor([0, 2, 1, 1])})
+    assert engine_that_equals_the_loop(case) == "bookkeeping"
+    assert "classifier.weight" in params
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [({"label": torch.zeros(4)}, "_input_ids"), (sentences(), "one of label"),
+     ({"a_input_ids": torch.ones(4, 2), "label": torch.zeros(4)}, "two sentences"),
+     ({**sentences(), "label": torch.zeros(4), "score": torch.zeros(4)}, "one of label")],
+)  # fmt: skip
+def test_other_batches_of_sentences_are_refused(batch, message):
+    forward, params = functionalize(sentence_model())
+    with pytest.raises(InvalidArgument, match=message):
+        make_loss_fn(forward, "sentence_similarity")(params, batch)
+
+
+def test_a_model_without_sentence_embeddings_is_refused():
+    loss_fn = make_loss_fn(lambda params, sentence: sentence["input_ids"], "sentence_similarity")
+    with pytest.raises(InvalidArgument, match="sentence_embedding"):
+        loss_fn({}, {**sentences(), "label": torch.zeros(4)})
+
+
+@pytest.mark.parametrize(
+    "name", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss", "BatchHardTripletLoss", "CoSENTLoss",
+             "GISTEmbedLoss", "OnlineContrastiveLoss"],
+)  # fmt: skip
+def test_losses_that_compare_records_are_refused(name, tmp_path):
+    loss = type(name, (nn.Module,), {})()
+    with pytest.raises(UnsupportedModel, match=f"{name} compares the records.*in-batch negatives"):
+        make_loss_fn(lambda params, x: x, loss)
+    with pytest.raises(UnsupportedModel, match="in-batch negatives"):
+        DPTrainer(
+            sentence_model(), training_arguments(tmp_path), privacy=PRIVACY, loss=loss, train_dataset=[{"x": 1}] * 60
+        ).train()
+
+
+def test_other_modules_are_no_losses():
+    with pytest.raises(UnsupportedModel, match="CrossEntropyLoss, which gives one value for a batch"):
+        make_loss_fn(lambda params, x: x, nn.CrossEntropyLoss())
+
+
+# What is refused, by name
+
+
+def test_random_masks_of_speech_are_refused_in_training_mode():
+    model, batch = build("Wav2Vec2, CTC")
+    model.config.mask_time_prob = 0.05
+    forward, params = functionalize(model)
+    loss_fn = make_loss_fn(forward, "ctc")
+    loss_fn(params, batch)
+    model.train()
+    with pytest.raises(UnsupportedModel, match="SpecAugment.*apply_spec_augment = False"):
+        loss_fn(params, batch)
+    model.config.apply_spec_augment = False
+    make_loss_fn(forward, "ctc")(params, batch)
+
+
+@pytest.mark.parametrize(("norm", "depends"), [("group", True), ("layer", False)])
+def test_group_norm_of_speech_sees_the_padding(norm, depends):
+    """As docs/padding.md says: how long the longest recording of a batch is changes the losses of the others."""
+    model, batch = build("Wav2Vec2, CTC")
+    if norm == "group":
+        config = type(model.config)(**{**model.config.to_dict(), "feat_extract_norm": "group"})
+        model = type(model)(config).eval()
+    forward, params = functionalize(model)
+    loss_fn = make_loss_fn(forward, "ctc")
+    longer = {
+        key: nn.functional.pad(value, (0, 80)) if value.shape[1] == 400 else value for key, value in batch.items()
+    }
+    assert torch.allclose(loss_fn(params, batch), loss_fn(params, longer), rtol=1e-5) != depends
+
+
+def test_a_model_without_lengths_of_frames_has_no_ctc_loss():
+    model, batch = build("causal language model")
+    forward, params = functionalize(model)
+    with pytest.raises(UnsupportedModel, match="how many frames"):
+        make_loss_fn(forward, "ctc")(params, batch)
+
+
+def packed():
+    """As DataCollatorWithFlattening makes it: one row, positions that restart, no mask."""
+    from transformers import DataCollatorWithFlattening
+
+    records = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    return dict(DataCollatorWithFlattening(return_tensors="pt")(records))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [packed(), {**build("causal language model")[1], "seq_idx": torch.zeros(4, 8)},
+     {**build("causal language model")[1], "seq_lengths": torch.ones(4, 2)}],
+    ids=["flattened", "seq_idx", "seq_lengths"],
+)  # fmt: skip
+def test_packed_rows_are_refused(batch):
+    model, _ = build("causal language model")
+    forward, params = functionalize(model)
+    with pytest.raises(InvalidArgument, match=r"packed rows.*padding_free=False"):
+        make_loss_fn(forward, "causal_lm")(params, batch)
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_packing_of_an_sft_trainer_is_refused(name, tmp_path):
+    model, batch = build("causal language model")
+    args = training_arguments(tmp_path)
+    setattr(args, name, True)  # as an SFTConfig has it
+    with pytest.raises(InvalidArgument, match=f"{name}=True.*share rows"):
+        DPTrainer(model, args, privacy=PRIVACY, train_dataset=[batch] * 60)
+
+
+def test_positions_beside_a_mask_are_passed_on():
+    model, batch = build("causal language model")
+    forward, params = functionalize(model)
+    loss_fn = make_loss_fn(forward, "causal_lm")
+    positions = torch.arange(8).expand(4, 8)
+    torch.testing.assert_close(loss_fn(params, {**batch, "position_ids": positions}), loss_fn(params, batch))
+
+
+def paligemma():
+    from benchmarks.survey.multimodal import in_text
+    from benchmarks.survey.tiny import built
+
+    torch.manual_seed(0)
+    model = built("PaliGemmaForConditionalGeneration", "paligemma", projection_dim=16,
+                  vision_config={"projection_dim": 16}).eval()  # fmt: skip
+    batch = {**in_text(4), "pixel_values": torch.randn(4, 3, 16, 16)}
+    return model, {**batch, "token_type_ids": (batch["labels"] != IGNORED).long()}
+
+
+def test_paligemma_needs_the_types_of_tokens():
+    """Without them Transformers attends to later tokens where no row of a batch has padding, and else not."""
+    model, batch = paligemma()
+    forward, params = functionalize(model)
+    case = Case(make_loss_fn(forward, "vqa"), params, batch)
+    assert engine_that_equals_the_loop(case) == "bookkeeping"
+    del batch["token_type_ids"]
+    with pytest.raises(InvalidArgument, match="token_type_ids"):
+        case.loss_fn(params, batch)
+
+
+def test_the_start_of_a_decoder_is_the_models_own():
+    """mBART's decoder starts with the language, the last label, and not with a fixed token."""
+    starts = {}
+    for name in ("T5", "BART", "mBART", "Marian"):
+        model, batch = build(name)
+        found = facts_of(functionalize(model)[0]).decoder_inputs(batch["labels"])
+        assert torch.equal(found, model.prepare_decoder_input_ids_from_labels(batch["labels"]))
+        starts[name] = found[:, 0].tolist()
+    assert len(set(starts["mBART"])) > 1

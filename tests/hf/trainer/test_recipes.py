@@ -1,0 +1,205 @@
+"""Recipes in the Trainer: what they decide, what they refuse, and the warnings of runs that cannot learn."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.trainer import recipes
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.recipes import recipe
+from tests._support.trainer_cases import classifier, labelled, training_arguments
+
+N = 400
+DATA = labelled(N)
+BUDGET = {"dp_epsilon": 8.0, "dp_delta": 1e-3}
+FREE = {  # nothing that a recipe decides
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "learning_rate": 5e-5,
+}  # fmt: skip
+
+
+def head_only(seed=0):
+    model = classifier(seed)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("classifier"))
+    return model
+
+
+def adapted(seed=0):
+    return get_peft_model(classifier(seed), LoraConfig(task_type="SEQ_CLS", r=2))
+
+
+MODELS = {"head": head_only, "lora": adapted, "pretrained": classifier}
+
+
+class Stop(TrainerCallback):
+    """Ends a run after its first step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def trainer(folder, model, *, changes=None, data=DATA, callbacks=None, **privacy):
+    arguments = training_arguments(folder, **{**FREE, **(changes or {})})
+    privacy = PrivacyArguments(**{**BUDGET, **privacy})
+    return DPTrainer(model, arguments, privacy=privacy, train_dataset=data, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("strategy", MODELS)
+def test_a_recipe_decides_plan_and_optimizer(tmp_path, strategy):
+    found = trainer(tmp_path, MODELS[strategy](), dp_recipe=strategy)
+    wanted = found.recipe
+    assert found.plan == wanted.plan()
+    assert (found.args.max_steps, found.args.lr_scheduler_type) == (wanted.num_steps, "linear")
+    found.create_optimizer_and_scheduler(wanted.num_steps)
+    rates = {id(p): group["lr"] for group in found.optimizer.param_groups for p in group["params"]}
+    trained = {name: p for name, p in found.model.named_parameters() if p.requires_grad}
+    assert set(rates) == {id(p) for p in trained.values()}
+    for name, p in trained.items():
+        apart = strategy == "lora" and "lora_" not in name
+        assert rates[id(p)] == pytest.approx(wanted.head_rate if apart else wanted.learning_rate), name
+
+
+def test_a_run_with_a_recipe_changes_all_that_is_trained(tmp_path):
+    found = trainer(tmp_path, head_only(), data=DATA[:40], dp_recipe="head")
+    before = {name: p.detach().clone() for name, p in found.model.named_parameters()}
+    output = found.train()
+    assert output.global_step == found.recipe.num_steps
+    changed = {name for name, p in found.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"classifier.weight", "classifier.bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", 1e-4), ("max_steps", 10), ("num_train_epochs", 5.0), ("per_device_train_batch_size", 16),
+        ("gradient_accumulation_steps", 2), ("optim", "sgd"), ("weight_decay", 0.1), ("warmup_steps", 3),
+        ("lr_scheduler_type", "cosine"),
+    ],
+)  # fmt: skip
+def test_a_value_that_was_given_is_not_replaced_in_silence(tmp_path, name, value):
+    with pytest.raises(InvalidArgument, match=rf"Expected {name} to be left out with dp_recipe"):
+        trainer(tmp_path, head_only(), changes={name: value}, dp_recipe="head")
+
+
+def test_the_values_of_the_recipe_may_be_given(tmp_path):
+    found = trainer(tmp_path, head_only(), dp_recipe="head").recipe
+    given = {**found.training_arguments(), "num_train_epochs": 3.0}
+    assert trainer(tmp_path, head_only(), changes=given, dp_recipe="head").recipe == found
+
+
+def test_the_arguments_of_the_caller_are_left_alone(tmp_path):
+    args = training_arguments(tmp_path, **FREE)
+    DPTrainer(head_only(), args, privacy=PrivacyArguments(**BUDGET, dp_recipe="head"), train_dataset=DATA)
+    assert (args.learning_rate, args.max_steps, args.per_device_train_batch_size) == (5e-5, -1, 8)
+
+
+def test_the_twin_has_the_steps_and_batches_of_the_recipe(tmp_path):
+    found = trainer(tmp_path, head_only(), dp_recipe="head", dp_enabled=False)
+    assert found.args.max_steps == found.recipe.num_steps
+    assert found.args.per_device_train_batch_size * found.args.gradient_accumulation_steps == 256  # 4 x 64 for 200
+    assert found.recipe.expected_batch_size == 200
+
+
+@pytest.mark.parametrize("missing", ["dp_epsilon", "dp_delta"])
+def test_a_recipe_needs_a_budget(missing):
+    with pytest.raises(InvalidArgument, match="Expected dp_epsilon and dp_delta with dp_recipe"):
+        PrivacyArguments(**{**BUDGET, missing: None}, dp_recipe="head", dp_enabled=False)
+
+
+def test_a_public_bound_is_what_the_recipe_knows(tmp_path):
+    assert trainer(tmp_path, head_only(), dp_recipe="head", dp_dataset_size=1000).recipe.dataset_size == 1000
+
+
+def test_a_head_of_several_layers_has_no_recipe(tmp_path):
+    with pytest.raises(InvalidArgument, match="Expected one linear layer to be trained with the recipe 'head'"):
+        trainer(tmp_path, classifier(), dp_recipe="head")
+
+
+def test_the_length_of_features_is_measured_without_data(tmp_path):
+    model = head_only()
+    facts = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
+    found = recipes.model_recipe("head", model, **facts)
+    model.eval()
+    ids = torch.randint(50, (200, 14), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        pooled = model.bert(input_ids=ids).pooler_output
+    length = math.sqrt(1 + float(pooled.square().sum(1).mean()))
+    wanted = recipe("head", num_parameters=34, num_classes=2, feature_norm=length, **facts)
+    assert found.learning_rate == pytest.approx(wanted.learning_rate, rel=0.05)
+    state = torch.get_rng_state()
+    assert recipes.model_recipe("head", model, **facts) == found
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Warnings
+
+
+@pytest.mark.parametrize("strategy", ["head", "lora"])
+def test_a_rate_that_leads_nowhere_is_warned_of_with_one_that_helps(tmp_path, caplog, strategy):
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path / "a", MODELS[strategy](), changes={"max_steps": 2}).train()
+    (said,) = [record.message for record in caplog.records if "hardly leave its start" in record.message]
+    rate, steps = re.search(r"Set learning_rate=(\S+) and max_steps=(\d+)", said).groups()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        changes = {"max_steps": int(steps), "learning_rate": float(rate)}
+        trainer(tmp_path / "b", MODELS[strategy](), callbacks=[Stop()], changes=changes).train()
+    assert not [record for record in caplog.records if "hardly leave its start" in record.message]
+
+
+def test_noise_that_hides_everything_is_warned_of(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, head_only(), callbacks=[Stop()], dp_recipe="head", dp_epsilon=0.05, dp_delta=1e-4).train()
+    (said,) = [record.message for record in caplog.records if "noise_to_signal" in record.message]
+    assert re.search(r"or have \d+ records", said)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_spent(tmp_path):
+    optimizer = torch.optim.Adam(classifier(1).parameters(), lr=1e-2)
+    args = training_arguments(tmp_path, **FREE)
+    run = DPTrainer(
+        classifier(), args, privacy=PrivacyArguments(**BUDGET), train_dataset=DATA, optimizers=(optimizer, None)
+    )
+    with pytest.raises(InvalidArgument, match="would cost noise and never change"):
+        run.train()
+    assert run.ledger.num_steps == 0
+    assert not (tmp_path / "privacy_journal.jsonl").exists()
+
+
+def test_predictions_of_one_class_are_warned_of_once(tmp_path, caplog):
+    model = classifier()
+    with torch.no_grad():
+        model.classifier.bias.copy_(torch.tensor([0.0, 100.0]))
+    args = training_arguments(tmp_path, **FREE)
+    run = DPTrainer(
+        model, args, privacy=PrivacyArguments(**BUDGET), train_dataset=DATA, eval_dataset=DATA[:40],
+        compute_metrics=lambda prediction: {},
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        run.evaluate()
+        run.evaluate()
+    said = [record.message for record in caplog.records if "All 40 predictions are class 1" in record.message]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels"),
+    [
+        ([[0.0, 1.0], [1.0, 0.0]], [0, 1]),  # two classes
+        ([[0.0, 1.0], [0.0, 1.0]], [1, 1]),  # as the records are
+        ([[0.0], [1.0]], [0, 1]),  # regression
+        ([[0.0, 1.0], [0.0, 1.0]], [[0, 1], [0, 1]]),  # several labels
+    ],
+)
+def test_other_predictions_are_not_warned_of(logits, labels):
+    assert recipes.one_class(np.array(logits), np.array(labels)) is None

@@ -1,0 +1,147 @@
+"""Families of vision-language models with their own processors: one size for all images, rows of samples on axis 0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from image_text_models import FAMILIES, family, samples
+from models import Case
+from trainer_cases import PRIVACY, training_arguments
+from zoo.parity import differences, nonzero_b, truth_of, without_gradient
+
+import dpfunc
+from dpfunc import engines
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize
+from dpfunc.hf.tasks import infer_task, make_loss_fn
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.hf.vision_language.images import flatten_images, image_text_collator
+from dpfunc.hf.vision_language.strategies import image_text_loss, prepare, strategy
+from dpfunc.hf.vision_language.submodules import language_layers
+from dpfunc.rng import insecure_key
+
+QWEN = ("Qwen2-VL", "Qwen2.5-VL")
+
+
+def collator(name, images, length=60, **options):
+    model, processor, size = family(name)
+    return model, image_text_collator(
+        processor, max_length=length, max_images=images, chat=False, image_size=size, **options
+    )
+
+
+def auto_equals_loop(case):
+    truth = truth_of(case)
+    auto = engines.auto()
+    assert max(differences(auto, case, truth).values()) < 1e-5
+    return auto.decision(case.loss_fn).engine
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_parameters_and_one_image_each(name):
+    model, collate = collator(name, 1)
+    forward, params = functionalize(model)
+    batch = collate(samples(name, (1, 1, 1, 1)))
+    assert {len(value) for value in batch.values()} == {4}
+    assert infer_task(model) == "vqa"
+    assert auto_equals_loop(Case(make_loss_fn(forward, "vqa"), params, batch)) == "bookkeeping"
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_and_several_images_or_none(name, side):
+    """Rows with blank images of Qwen2-VL have other positions than rows without, so they are computed alone."""
+    model, collate = collator(name, 2, padding_side=side)
+    lora = strategy(model, "lora", key=insecure_key(0), rank=2, alpha=4.0)
+    assert all(target in {layer + "." + end for layer in language_layers(model) for end in ("lora_A", "lora_B")}
+               for target in lora.params)  # fmt: skip
+    case = Case(
+        make_loss_fn(lora.forward, image_text_loss), nonzero_b(lora.params), collate(samples(name, (1, 2, 0, 2)))
+    )
+    assert auto_equals_loop(case) == ("loop" if name in QWEN else "bookkeeping")
+    assert not without_gradient(truth_of(case))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
+    """Neither blank images nor padding nor the images of others change a loss; labels are given to the model here."""
+    counts = (1, 2, 0, 2)
+    model, collate = collator(name, 2, padding_side=side)
+    forward, params = functionalize(model)
+    with torch.no_grad():
+        found = make_loss_fn(forward, image_text_loss)(params, collate(samples(name, counts)))
+        for loss, sample, count in zip(found, samples(name, counts), counts, strict=True):
+            _, own = collator(name, count, pad_to_multiple_of=1)
+            alone = model(**flatten_images(own([sample]))).loss
+            torch.testing.assert_close(loss, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_of_several_sizes_are_refused_without_one_size(name):
+    _, processor, size = family(name)
+    options = {"max_length": 60, "chat": False}
+    if name in ("Idefics3", "SmolVLM"):  # images are not split here, so that each has one size
+        processor.image_processor.do_image_splitting = True
+    if name != "SmolVLM":
+        with pytest.raises(UnsupportedModel, match="image_size"):
+            image_text_collator(processor, **options)
+    assert image_text_collator(processor, **options, image_size=size).image_size == size
+
+
+@pytest.mark.parametrize("size", [3, (4,), (0, 4), "ab", (1.5, 2)])
+def test_sizes_that_are_none_are_refused(size):
+    with pytest.raises(InvalidArgument, match="image_size"):
+        image_text_collator(family("LLaVA-NeXT")[1], max_length=60, image_size=size)
+
+
+def test_images_in_one_tensor_for_all_samples_are_refused():
+    """As Qwen's processor makes them: rows of pixels that no axis attributes to samples."""
+    model, collate = collator("Qwen2-VL", 1)
+    batch = flatten_images(collate(samples("Qwen2-VL", (1, 1))))
+    forward, params = functionalize(model)
+    with pytest.raises(InvalidArgument, match=r"pixel_values.*has 48.*image_text_collator"):
+        dpfunc.clipped_grad(make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0))
+
+
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping", "ghost", "loop"])
+def test_images_of_others_are_refused(engine):
+    """Two images for two samples, but both are of the first one: axis 0 has the right length."""
+    _, apart = collator("LLaVA-NeXT", 2)
+    model, _ = collator("LLaVA-NeXT", 1)
+    batch = flatten_images(apart(samples("LLaVA-NeXT", (2, 0))))
+    batch = {name: value[:2] for name, value in batch.items()}
+    blanks = batch["input_ids"][1] == 4
+    batch["input_ids"][1, blanks] = 0
+    forward, params = functionalize(model)
+    with pytest.raises((UnsupportedModel, ValueError, RuntimeError)):
+        dpfunc.clipped_grad(
+            make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0), engine=getattr(engines, engine)()
+        )
+
+
+@pytest.mark.parametrize("name", ["full", "projector", "lora"])
+@pytest.mark.parametrize("kind", ["Idefics3", "Qwen2-VL", "LLaVA-NeXT"])
+def test_strategies(kind, name):
+    options = {"rank": 2, "alpha": 4.0} if name == "lora" else {}
+    model = prepare(family(kind)[0], name, **options)
+    trained = {at for at, value in model.named_parameters() if value.requires_grad}
+    assert trained
+    if name == "projector":
+        assert all("multi_modal_projector" in at or "connector" in at or "merger" in at for at in trained)
+
+
+def test_private_training(tmp_path):
+    """Fewer images than max_images, an odd number of records, drawn batches of any size."""
+    model, collate = collator("SmolVLM", 2)
+    before = {at: value.clone() for at, value in model.named_parameters()}
+    trainer = DPTrainer(
+        prepare(model, "projector"),
+        training_arguments(tmp_path, max_steps=2, remove_unused_columns=False),
+        privacy=PRIVACY, loss=image_text_loss, data_collator=collate, train_dataset=samples("SmolVLM", (1, 2, 0) * 9),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2
+    changed = [at for at, value in model.named_parameters() if not torch.equal(value, before[at])]
+    assert changed
+    assert all("connector" in at for at in changed)

@@ -1,0 +1,86 @@
+"""Outputs of frozen layers, computed once: the same logits, each record alone, within the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from text_job import write_job
+
+from dpfunc.train.config_file import read_job
+from dpfunc.train.dataset import collator, read_records
+from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.model import choose_parameters, load_base, load_processing
+from dpfunc.train.recipe import with_shape
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """A function that reads a job with flags: job, model, processing and records."""
+    write_job(tmp_path, "text_classification", "bert")
+    monkeypatch.chdir(tmp_path)
+
+    def read(*flags):
+        job = with_shape(read_job("job.yaml", ["--init", "pretrained", *flags]))
+        processing = load_processing(job)
+        model = choose_parameters(load_base(job, processing), job)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+        return job, model.eval(), processing, read_records(job, processing)
+
+    return read
+
+
+FLAGS = {"head": ["--strategy", "head"], "lora": ["--strategy", "lora", "--top_layers", "1"]}
+
+
+@pytest.mark.parametrize("strategy", FLAGS)
+def test_logits_are_those_of_the_whole_model(prepared, strategy):
+    job, model, processing, records = prepared(*FLAGS[strategy])
+    computed, told = compute_frozen(job, model, records, shows=False)
+    assert "computed once for each record" in told
+    for before, after in zip((records.train, records.evaluation), (computed.train, computed.evaluation), strict=True):
+        assert "input_ids" not in after[0]
+        whole, kept = collator(job, processing)(before), CollateFrozen(job.data.max_length)(after)
+        assert torch.equal(whole.pop("labels"), kept.pop("labels"))
+        with torch.no_grad():
+            torch.testing.assert_close(model(**kept).logits, model(**whole).logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("strategy", FLAGS)
+def test_a_record_is_computed_alone(prepared, strategy):
+    """The last bit of what is kept of a record does not depend on which other records there are."""
+    job, model, _, records = prepared(*FLAGS[strategy])
+    few = dataclasses.replace(records, train=records.train[5:6], evaluation=())
+    (alone,) = compute_frozen(job, model, few, shows=False)[0].train
+    among = compute_frozen(job, model, records, shows=False)[0].train[5]
+    (kind,) = alone.keys() - {"labels"}
+    assert torch.equal(alone[kind], among[kind])
+
+
+def test_the_limit(prepared):
+    job, model, _, records = prepared(*FLAGS["lora"])
+    long = tuple({**record, "input_ids": [4] * 16} for record in records.train)
+    many = dataclasses.replace(records, train=long * 25)  # 2,400 records, 16 tokens, 16 numbers of 2 bytes: 1.2 MiB
+    for limit, kept in ((0, False), (1, False), (2, True)):
+        limited = dataclasses.replace(job, training=dataclasses.replace(job.training, cache_mib=limit))
+        computed, told = compute_frozen(limited, model, many, shows=False)
+        assert ("hidden" in computed.train[0]) is kept
+        assert (told is None) is (limit == 0)
+
+
+@pytest.mark.parametrize("flags", [["--strategy", "lora"], ["--strategy", "head", "--pooling", "model"]])
+def test_what_cannot_be_cut_is_left_as_it_is(prepared, flags):
+    job, model, _, records = prepared(*flags)
+    computed, told = compute_frozen(job, model, records, shows=False)
+    assert computed is records
+    assert told is None
+
+
+def test_nothing_that_is_trained_is_cut_off(prepared):
+    job, model, _, records = prepared(*FLAGS["lora"])
+    model.get_base_model().backbone.encoder.layer[0].output.dense.bias.requires_grad_(True)
+    assert compute_frozen(job, model, records, shows=False)[0] is records

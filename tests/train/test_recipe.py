@@ -1,0 +1,178 @@
+"""What a job leaves out: values of the recipe, their reasons, their record; and what a run is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from text_job import write_job
+from transformers import TrainerCallback
+
+from dpfunc import recipes
+from dpfunc.cli.main import main
+from dpfunc.errors import InvalidArgument
+from dpfunc.train import run as train_job
+from dpfunc.train.config_file import read_job
+from dpfunc.train.recipe import with_recipe, with_shape
+from dpfunc.train.run import prepare
+
+TRAINING = "training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2, logging_steps: 2}"
+
+
+def train(*arguments):
+    return CliRunner().invoke(main, ["train", "job.yaml", *[str(a) for a in arguments]])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a job that leaves everything out but the budget."""
+    path = write_job(tmp_path, "text_classification", "bert")
+    text = path.read_text().replace(", init: random", "").replace(", dp_max_grad_norm: 1.0", "")
+    assert TRAINING in text
+    path.write_text(text.replace(TRAINING, "strategy: head"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_first_run_says_what_it_derives_and_what_to_compare_with(here):
+    result = train()
+    assert result.exit_code == 0, result.output
+    size = next(line for line in result.stdout.splitlines() if line.startswith("recipe head, from "))
+    assert "epsilon=8 and delta=0.001, which are public" in size
+    for text in (
+        "  learning_rate = ", "  batch_size = ", "  steps = 100: ", "Frozen layers were computed once", "eval_accuracy: ",
+        "most frequent class of the evaluation records: 0.", "non-private reference: none. --no-dp trains the twin",
+        "Not covered by epsilon: metrics on the evaluation records", "dpfunc.hf.pooled.load_mean_pooled(path)",
+    ):  # fmt: skip
+        assert text in result.stdout, text
+    content = json.loads(Path("run/job.json").read_text())
+    assert content["job"]["training"]["learning_rate"] is None
+    assert content["filled"]["training"]["steps"] == 100
+    assert content["filled"]["model"]["pooling"] == "mean"
+    assert content["recipe"]["learning_rate"].startswith(f"{content['filled']['training']['learning_rate']:.3g} ")
+    accounting = json.loads(Path("run/privacy_accounting.json").read_text())
+    assert (accounting["global_step"], accounting["epsilon"] <= 8.0) == (100, True)
+    measured = json.loads(Path("run/metrics.json").read_text())
+    assert measured["eval_accuracy"] > measured["eval_majority"]
+
+
+def test_the_twin_is_the_reference(here):
+    Path("run-no-dp").mkdir()
+    Path("run-no-dp/metrics.json").write_text('{"eval_accuracy": 0.875}')
+    assert "non-private reference, eval_accuracy of the twin in run-no-dp: 0.875" in train("--steps", 2).stdout
+
+
+def test_the_twin_takes_the_same_values(here):
+    private, twin = (train(*flags, "--dry-run").stdout for flags in ([], ["--no-dp"]))
+    lines = [line for line in private.splitlines() if line.startswith(("  ", "steps", "logical", "recipe"))]
+    assert [line for line in lines if line not in twin] == []
+    assert "  steps = 100" in private
+
+
+GIVEN = {"learning_rate": 0.25, "batch_size": 7, "steps": 9, "epochs": 2.5}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_is_given_stays(here, name):
+    job = prepare(read_job("job.yaml", [f"--{name}", str(GIVEN[name])])).job
+    assert getattr(job.training, name) == GIVEN[name]
+    assert job.training.missing == ()
+    assert (job.training.steps is None) is (name == "epochs")
+
+
+def test_a_job_that_leaves_nothing_out_has_no_recipe(here):
+    flags = ["--learning_rate", "0.1", "--batch_size", "8", "--epochs", "1", "--dry-run"]
+    assert "recipe" not in train(*flags).stdout
+
+
+def test_adapters_in_the_highest_layer_and_a_rate_for_the_head(here):
+    prepared = prepare(read_job("job.yaml", ["--strategy", "lora"]))
+    job, found = prepared.job, prepared.recipe
+    assert (job.lora.top_layers, job.training.head_rate) == (1, found.head_rate)
+    trained = [name for name, p in prepared.model.named_parameters() if p.requires_grad]
+    assert all("layer.1." in name or "classifier" in name for name in trained)
+    rates = {
+        group["lr"]: len(group["params"]) for group in train_job.make_trainer(prepared, None).optimizer.param_groups
+    }
+    assert rates == {found.learning_rate: len(trained) - 2, found.head_rate: 2}
+    own = prepare(read_job("job.yaml", ["--strategy", "lora", "--learning_rate", "0.1", "--top_layers", "2"])).job
+    assert (own.lora.top_layers, own.training.head_rate) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--strategy", "bitfit"], "there is no recipe for strategy='bitfit'"),
+        (["--dp_noise_multiplier", "1.0"], "the recipe needs privacy.dp_epsilon and privacy.dp_delta"),
+        (["--strategy", "full", "--pooling", "mean"], "Expected model.pooling: mean with task text_classification"),
+        (["--strategy", "lora", "--top_layers", "3"], "Expected lora.top_layers <= 2"),
+    ],
+)
+def test_what_has_no_recipe_is_refused_before_anything_is_written(here, flags, message):
+    result = train(*flags)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not Path("run/job.json").exists()
+
+
+def test_a_dp_recipe_in_a_job_is_refused(here):
+    with pytest.raises(InvalidArgument, match="Expected no dp_recipe in a job"):
+        read_job("job.yaml", ["--dp_recipe", "head"])
+
+
+def test_noise_that_hides_everything_is_told(here):
+    said = train("--dp_epsilon", "0.05", "--dry-run").stdout
+    assert "WARNING: this will hardly learn. Expected noise_to_signal <= 0.25" in said
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C after the third step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
+    """A version of the library with other recipes goes on with the old values."""
+    make = train_job.make_trainer
+
+    def interrupted(*arguments):
+        trainer = make(*arguments)
+        trainer.add_callback(Interrupt())
+        return trainer
+
+    monkeypatch.setattr(train_job, "make_trainer", interrupted)
+    flags = ["--batch_size", 20, "--save_steps", 2, "--insecure-seed", 1]
+    assert train(*flags).exit_code == 1
+    monkeypatch.setattr(train_job, "make_trainer", make)
+    begun = json.loads(Path("run/job.json").read_text())
+    other = dataclasses.replace(recipes._RULES["head"], steps=5, sampling_prob=0.9)
+    monkeypatch.setitem(recipes._RULES, "head", other)
+    monkeypatch.setattr(recipes, "_HEAD_RATE", 99.0)
+    result = train(*flags, "--resume", "--logging_steps", 50)
+    assert result.exit_code == 0, result.output
+    assert "recipe head" not in result.stdout
+    assert json.loads(Path("run/privacy_accounting.json").read_text())["global_step"] == 100
+    assert json.loads(Path("run/job.json").read_text()) == begun
+
+
+def test_a_damaged_record_is_not_replaced_by_a_new_recipe(here):
+    assert train("--steps", 2, "--save_steps", 1).exit_code == 0
+    content = json.loads(Path("run/job.json").read_text())
+    del content["filled"]
+    Path("run/job.json").write_text(json.dumps(content))
+    result = train("--steps", 2, "--save_steps", 1, "--resume")
+    assert result.exit_code == 1
+    assert "cannot be read: it does not hold a job" in result.stderr
+
+
+def test_shape_and_recipe_are_pure(here):
+    job = with_shape(read_job("job.yaml", ["--strategy", "head"]))
+    prepared = prepare(job)
+    again = with_recipe(job, prepared.model, len(prepared.records.train))
+    assert again == (prepared.job, prepared.recipe)
