@@ -218,8 +218,8 @@ def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
             events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
             yield values["run"], int(values["step"]), Taken(values["adjacency"], events, str(values["release"]))
         except KeyError as error:
-            said = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
-            raise CheckpointError(said) from error
+            message = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
+            raise CheckpointError(message) from error
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"Line {end.lines} of the journal {path} cannot be read: {error}.") from error
 

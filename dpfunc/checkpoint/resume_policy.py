@@ -25,7 +25,7 @@ from dpfunc.state import StepState
 from dpfunc.types import Event
 
 NOTES = "resumed.jsonl"
-NO_STATE: Mapping[str, Any] = {"tuple": []}
+_NO_STATE: Mapping[str, Any] = {"tuple": []}
 """The state of Gaussian noise, `()`, as a checkpoint has it."""
 Runs = Mapping[str, Mapping[int, Taken]]
 LaterRuns = Literal["refuse", "ignore"]
@@ -231,7 +231,7 @@ def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> S
         CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew; or the noise of steps
             to come is correlated with that of earlier ones, which no sum of costs covers.
     """
-    if history.values["noise"] != NO_STATE:
+    if history.values["noise"] != _NO_STATE:
         raise CheckpointError(
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
             "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run "

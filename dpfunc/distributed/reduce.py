@@ -18,7 +18,7 @@ from dpfunc.distributed.ranks import Ranks, message_device
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Params
 
-AddNoise = Callable[[Params], int]
+_AddNoise = Callable[[Params], int]
 """Adds noise to terms, in place, and returns to how many bands of rows (`noise_shares.num_bands`)."""
 
 _ALIGNED = 16  # numbers: a sum begins on a cache line, and its checksum needs no copy
@@ -76,7 +76,7 @@ def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def sum_over(
-    ranks: Ranks, sums: Params, params: Params, *, failed: bool = False, add_noise: AddNoise | None = None
+    ranks: Ranks, sums: Params, params: Params, *, failed: bool = False, add_noise: _AddNoise | None = None
 ) -> dict[str, Tensor]:
     """Sums over all processes, each with the placements of its parameter.
 
@@ -121,7 +121,7 @@ def _already_summed(sums: Params, params: Params) -> dict[str, Tensor]:
     return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
 
 
-def _all_reduce(sums: Params, ranks: Ranks, failed: bool, add_noise: AddNoise | None) -> dict[str, Tensor]:
+def _all_reduce(sums: Params, ranks: Ranks, failed: bool, add_noise: _AddNoise | None) -> dict[str, Tensor]:
     """Sums in one message; its last two numbers are counts of processes that failed, and of bands that have noise."""
     starts, end = {}, 0
     for name, value in sums.items():

@@ -405,13 +405,13 @@ def test_half_a_checkpoint_is_passed_over(tmp_path, caplog, lost):
     half = store(tmp_path, state, values, optimizer)
     (half / lost).unlink()
     assert load(tmp_path, **again(values)).path == whole
-    assert f"{half} is not whole and is passed over" in caplog.text
+    assert f"{half} is not complete and is passed over" in caplog.text
     last = store(tmp_path, state, values, optimizer)
     assert last.name > half.name
     assert folders(tmp_path) == [whole, last]
     for path in folders(tmp_path):
         (path / lost).unlink()
-    with pytest.raises(CheckpointError, match="found none. What is there is not whole: step-00000000.000, step-"):
+    with pytest.raises(CheckpointError, match="found none. What is there is not complete: step-00000000.000, step-"):
         load(tmp_path, **again(values))
 
 
@@ -423,7 +423,7 @@ def test_damage_is_found(tmp_path, name, damage):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content if damage == "changed" else content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match="changed after it was saved|What is there is not whole"):
+    with pytest.raises(CheckpointError, match="changed after it was saved|What is there is not complete"):
         load(tmp_path, **again(values))
 
 
@@ -455,7 +455,7 @@ def killed_at(action, change):
 
 
 def test_a_kill_while_the_list_of_files_is_written(tmp_path):
-    """It is whole or absent: half of it would stop all that comes later."""
+    """It is complete or absent: half of it would stop all that comes later."""
     state, values, optimizer = start()
     old = store(tmp_path, state, values, optimizer)
 
@@ -604,7 +604,7 @@ def test_a_state_without_a_key_says_so(tmp_path):
     for text in ("{}", "[]", '{"key": "zz"}', '{"key": "00"}'):
         (path / "state.json").write_text(text)
         with pytest.raises(
-            CheckpointError, match="has no key of a run, or no number of notes. Restore it; or move the whole folder"
+            CheckpointError, match="has no key of a run, or no number of notes. Restore it; or move the folder"
         ):
             store(tmp_path, state, values, optimizer)
 

@@ -23,9 +23,9 @@ from dpfunc.hf.trainer.environment import (
 from dpfunc.rng import Key
 
 # How transformers names them; a default that does no harm is the first value.
-DEFAULT_MAX_GRAD_NORM = 1.0
-KEY_SHARING = ("checkpoint", "all_checkpoints")
-OWN_BACKWARD = ("lomo", "adalomo")
+_DEFAULT_MAX_GRAD_NORM = 1.0
+_KEY_SHARING = ("checkpoint", "all_checkpoints")
+_OWN_BACKWARD = ("lomo", "layerwise")
 
 
 def refuse_arguments(args: Any) -> None:  # noqa: ANN401  (TrainingArguments)
@@ -86,12 +86,12 @@ def _loss(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
             "Its fused kernels have no per-sample gradients.",
         ),
         (
-            args.max_grad_norm not in (0, DEFAULT_MAX_GRAD_NORM, None), "max_grad_norm",
+            args.max_grad_norm not in (0, _DEFAULT_MAX_GRAD_NORM, None), "max_grad_norm",
             "The Trainer would clip the mean gradient, which bounds no sample. Set "
             "PrivacyArguments(dp_max_grad_norm=...) and leave this at its default.",
         ),
         (
-            any(name in str(getattr(args.optim, "value", args.optim)).lower() for name in (*OWN_BACKWARD, "layerwise")),
+            any(name in str(getattr(args.optim, "value", args.optim)).lower() for name in _OWN_BACKWARD),
             "optim", "It updates inside the backward pass. Use an optimizer that reads .grad, e.g. adamw_torch.",
         ),
     )  # fmt: skip
@@ -118,7 +118,7 @@ def _leaks(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
             "How many tokens were drawn is private: the number of drawn records is not released.",
         ),
         (
-            args.push_to_hub and not args.save_only_model and strategy in KEY_SHARING, "hub_strategy",
+            args.push_to_hub and not args.save_only_model and strategy in _KEY_SHARING, "hub_strategy",
             "A checkpoint holds the key of the run, which undoes the noise. Use 'end' or 'every_save', or "
             "save_only_model=True.",
         ),

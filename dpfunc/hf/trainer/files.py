@@ -13,13 +13,13 @@ from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.format import (
     Checkpoint,
+    complete_checkpoints,
     read_json,
     remove,
     saved_key,
     sha256,
     sweep,
     verify,
-    whole_checkpoints,
     write_json,
 )
 from dpfunc.checkpoint.journal import read_steps
@@ -53,7 +53,7 @@ def save_run(
     journal: Path,
     ranks: Ranks | None,
 ) -> None:
-    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later.
+    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as complete only later.
 
     All processes call it.
     """
@@ -82,7 +82,7 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
     """
     from transformers.trainer_utils import sort_checkpoints
 
-    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_whole)
+    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_complete)
     if not limit or limit < 0 or len(found) <= limit:
         return []
     stay = {found[-1], *([Path(best)] if best is not None else [])}
@@ -110,15 +110,15 @@ def load_run(
     All processes call it.
 
     Raises:
-        CheckpointError: not whole, or of another plan, data set or parameter set; a file of the Trainer (optimizer,
+        CheckpointError: not complete, or of another plan, data set or parameter set; a file of the Trainer (optimizer,
             scheduler, its state) is missing or was changed, without which it would start anew; or steps after it were
             released in another layout, e.g. by another number of processes.
     """
 
     def check() -> None:
-        if not is_whole(checkpoint):
+        if not is_complete(checkpoint):
             raise CheckpointError(
-                f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
+                f"Expected a complete checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
                 f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
             )
         verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
@@ -171,7 +171,7 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
 
 
 def newest(output_dir: Path) -> Path:
-    """The newest whole checkpoint of a run; one that a kill left half-written is passed over.
+    """The newest complete checkpoint of a run; one that a kill left half-written is passed over.
 
     Raises:
         CheckpointError: there is none, or it is not clear of which run.
@@ -180,15 +180,15 @@ def newest(output_dir: Path) -> Path:
         tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about.
     """
     found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _numbered(path))]
-    whole: list[Path] = []
+    complete: list[Path] = []
     for _, path in sorted(found, reverse=True):
-        if is_whole(path):
-            whole.append(path)
+        if is_complete(path):
+            complete.append(path)
         else:
-            logger.warning("The checkpoint %s is not whole and is passed over.", path)
-    if whole:
-        _of_one_run(whole, output_dir / JOURNAL)
-        return whole[0]
+            logger.warning("The checkpoint %s is not complete and is passed over.", path)
+    if complete:
+        _of_one_run(complete, output_dir / JOURNAL)
+        return complete[0]
     steps = count_steps(output_dir / JOURNAL)
     more = (
         f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
@@ -224,19 +224,19 @@ def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
 
 def _run_of(checkpoint: Path) -> str:
     """Fingerprint of the key of a checkpoint."""
-    return fingerprint(saved_key(whole_checkpoints(checkpoint / FOLDER)[-1]))
+    return fingerprint(saved_key(complete_checkpoints(checkpoint / FOLDER)[-1]))
 
 
 def _numbered(path: Path) -> re.Match[str] | None:
     return re.fullmatch(r"checkpoint-(\d+)", path.name)
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
     try:
         read_json(checkpoint / TRAINER_STATE)
         names = read_json(checkpoint / FOLDER / FILES)
-        own = whole_checkpoints(checkpoint / FOLDER)
+        own = complete_checkpoints(checkpoint / FOLDER)
     except CheckpointError:
         return False
     return bool(own) and isinstance(names, dict)
