@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -15,21 +15,19 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc._utils.validation import one_of, whole
-from dpfunc._utils.versions import check_compile
-from dpfunc.batches import batch_size, pad_rows, rows, signature, tree_map
+from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
+from dpfunc.compiled import Compilation, Compile, Compiler, Core, RunFacts, Sums, check_setting, rows_at_once
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.parameters import check_params
-from dpfunc.engines.guards.row_independence import tolerance_of
-from dpfunc.engines.loop import loop
 from dpfunc.engines.marks import ReadTogether
 from dpfunc.engines.microbatch import automatic_size
 from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap import vmap
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.types import (
     ADJACENCIES,
@@ -48,11 +46,6 @@ from dpfunc.types import (
 FullNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From squared norms of what this process holds of each gradient to those of whole gradients."""
 
-Clipped = tuple[dict[str, Tensor], Tensor, Tensor]
-"""Sums, losses (B,) and norms (B, G)."""
-
-Core = Callable[[Params, Batch, Tensor, Key | None], Clipped]
-
 
 @dataclass(frozen=True)
 class ClippedGrad:
@@ -63,11 +56,10 @@ class ClippedGrad:
     engine: Engine
     microbatch_size: int | Literal["auto"] | None
     adjacency: Adjacency
-    compile: bool
+    compile: Compile
     full_norms: FullNorms | None = field(default=None, repr=False)
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
-    _cores: dict[tuple[str, ...], Core] = field(default_factory=dict, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(
@@ -78,9 +70,9 @@ class ClippedGrad:
         return self.compute(params, batch, mask_B, key)
 
     def compute(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, run: RunFacts | None = None
     ) -> tuple[ClippedSum, Unreleased]:
-        """The same, of parameters that were checked before, or are before a release."""
+        """The same in a step of a run, of parameters that were checked before, or are before a release."""
         if self.full_norms is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
@@ -90,81 +82,124 @@ class ClippedGrad:
         given_B, mask_B = mask_B, check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
-        size = self._size(params, batch, num_samples)
-        names = tuple(params)
-        if names not in self._cores and num_samples:  # kept, so that a compiled core is compiled once
-            first, _ = self._chunk(params, batch, mask_B, 0, size)
-            self._cores[names] = self._core(params, first, parts, tuple(bounds.values()))
-        core = self._cores.get(names, _no_samples)
-        total: dict[str, Tensor] = {}
         seen: list[tuple[Tensor, Tensor]] = []
+        total: dict[str, Tensor] = {}
+        size, padded, core = self._core(params, batch, num_samples, parts, bounds, run)
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
-            chunk, chunk_mask_B = self._chunk(params, batch, mask_B, start, size)
+            chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             own_key = fold_in(key, "microbatch", number) if key else None
             with torch_seed(own_key) if own_key else nullcontext():
-                sums, losses_B, norms_BG = core(params, chunk, chunk_mask_B, own_key)
-            total = {name: total[name].add_(sums[name]) for name in params} if seen else sums
+                result = core(params, chunk, chunk_mask_B, own_key)
+            total = {name: total[name].add_(value) for name, value in result.sums.items()} if seen else result.sums
             real = min(size, num_samples - start)
-            seen.append((losses_B[:real], norms_BG[:real]))
+            seen.append((result.losses_B[:real], result.norms_BG[:real]))
         if not seen:
             total = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
         clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped, self._unreleased(seen, given_B, len(parts.group_names))
 
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler(self.loss_fn, self.engine, self.compile, self._audits)
+
+    @property
+    def compilation(self) -> Compilation:
+        """How the last step was computed, compiled or not, and why."""
+        return self._compiler.last
+
+    def _core(
+        self,
+        params: Params,
+        batch: Batch,
+        num_samples: int,
+        parts: Partition,
+        bounds: Mapping[str, float],
+        run: RunFacts | None,
+    ) -> tuple[int, bool, Core]:
+        """Size of microbatches, whether smaller ones are padded to it, and what computes them."""
+        summed = partial(self._summed, parts, tuple(bounds.values()))
+        eager = partial(self._eager, parts, tuple(bounds.values()))
+        if not self.compile or not num_samples:
+            return self._size(params, batch, num_samples), _narrow(params), eager
+        size = self._compiled_size(params, batch, num_samples, run)
+        if self.compile == "auto" and self._compiler.stays_eager(params, batch, size, run):
+            return self._size(params, batch, num_samples), _narrow(params), eager
+        bound = math.hypot(*bounds.values())
+        return size, True, self._compiler.core(params, batch, size, summed, bound, eager)
+
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
+        """Rows of an eager microbatch."""
         if self.microbatch_size is None or not num_samples:
-            return max(2, num_samples) if num_samples and self._narrow(params) else num_samples
+            return max(2, num_samples) if num_samples and _narrow(params) else num_samples
         if self.microbatch_size != "auto":
             return self.microbatch_size
-        if num_samples < 2:  # one sample does not tell what another adds
-            return num_samples
+        largest = self._largest(params, batch)
+        return math.ceil(num_samples / math.ceil(num_samples / largest))
+
+    def _compiled_size(self, params: Params, batch: Batch, num_samples: int, run: RunFacts | None) -> int:
+        """Rows of a compiled microbatch, which do not depend on the number that was drawn."""
+        if isinstance(self.microbatch_size, int):
+            return self.microbatch_size
+        largest = self._largest(params, batch) if self.microbatch_size == "auto" else None
+        if self.compile is True and largest is not None:
+            return largest
+        return rows_at_once(num_samples if run is None else run.expected_rows, largest)
+
+    def _largest(self, params: Params, batch: Batch) -> int:
+        """Rows whose activations fit into the memory for them."""
         shapes = signature(batch)
         if shapes not in self._sizes:
-            self._sizes[shapes] = automatic_size(self.loss_fn, params, batch)
-        largest = self._sizes[shapes]
-        return largest if self.compile else math.ceil(num_samples / math.ceil(num_samples / largest))
+            self._sizes[shapes] = automatic_size(self.loss_fn, params, pad_rows(rows(batch, 0, 2), 2))
+        return self._sizes[shapes]
 
-    def _core(self, params: Params, batch: Batch, parts: Partition, bounds: tuple[float, ...]) -> Core:
-        def summed(per_sample: PerSampleGrads, mask_B: Tensor, check: Callable[..., None] | None) -> Clipped:
-            def compute() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-                sq_norms = per_sample.sq_norms()
-                norms_BG = parts.norms(self.full_norms(params, sq_norms) if self.full_norms else sq_norms)
-                factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
-                return sq_norms, per_sample.weighted_sum(parts.spread(factors_BG)), norms_BG
+    def _summed(
+        self,
+        parts: Partition,
+        bounds: tuple[float, ...],
+        params: Params,
+        per_sample: PerSampleGrads,
+        mask_B: Tensor,
+        check: Callable[[Mapping[str, Tensor]], None] | None = None,
+    ) -> Sums:
+        """Norms, factors and the sum; `check` sees the norms before anything is returned."""
 
-            # Others can take their sums once only; processes in lockstep must read the same marks.
-            repeatable = check is not None and isinstance(per_sample, PerSample) and not in_lockstep()
-            with exact(mask_B.device):
-                sq_norms, sums, norms_BG = self._read_together(compute) if repeatable else compute()
-                if check is not None:
-                    check(sq_norms)
-            return sums, per_sample.losses_B, norms_BG
+        def compute() -> Sums:
+            sq_norms = per_sample.sq_norms()
+            norms_BG = parts.norms(self.full_norms(params, sq_norms) if self.full_norms else sq_norms)
+            factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
+            sums = per_sample.weighted_sum(parts.spread(factors_BG))
+            return Sums(sums, per_sample.losses_B, norms_BG, sq_norms)
 
-        def eager(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
-            start = time.perf_counter()
-            per_sample = self._closing(params, parts, bounds, mask_B)(self.loss_fn, params, microbatch)
-            seconds = time.perf_counter() - start
+        # Others can take their sums once only; processes in lockstep must read the same marks.
+        repeatable = check is not None and isinstance(per_sample, PerSample) and not in_lockstep()
+        with exact(mask_B.device):
+            result = self._read_together(compute) if repeatable else compute()
+            if check is not None:
+                check(result.sq_norms)
+        return result
 
-            def check(sq_norms: Mapping[str, Tensor]) -> None:
-                credited = credited_by(per_sample, sq_norms)
-                self._audits.note(credited)
-                if credited is not None:
-                    with self._audits.drawn(key, microbatch, credited.doubts, credited.untraced, seconds) as chosen:
-                        audit(self.loss_fn, params, microbatch, credited, chosen)
+    def _eager(
+        self,
+        parts: Partition,
+        bounds: tuple[float, ...],
+        params: Params,
+        microbatch: Batch,
+        mask_B: Tensor,
+        key: Key | None,
+    ) -> Sums:
+        """The clipped sums of a microbatch, some of whose rows are audited."""
+        start = time.perf_counter()
+        per_sample = self._closing(params, parts, bounds, mask_B)(self.loss_fn, params, microbatch)
+        seconds = time.perf_counter() - start
 
-            return summed(per_sample, mask_B, check)
+        def check(sq_norms: Mapping[str, Tensor]) -> None:
+            credited = credited_by(per_sample, sq_norms)
+            self._audits.note(credited)
+            if credited is not None:
+                with self._audits.drawn(key, microbatch, credited.doubts, credited.untraced, seconds) as chosen:
+                    audit(self.loss_fn, params, microbatch, credited, chosen)
 
-        if not self.compile:
-            return eager
-        # The part of an engine that observes a loss cannot be traced by the compiler.
-        engine = getattr(self.engine, "prepare", lambda *args: self.engine)(self.loss_fn, params, batch)
-
-        def core(params: Params, microbatch: Batch, mask_B: Tensor) -> Clipped:
-            # Engines tell tensors apart by identity, and an input's would be compiled in.
-            microbatch = tree_map(torch.detach, microbatch)
-            return summed(engine(self.loss_fn, params, microbatch), mask_B, None)
-
-        return _compiled(core, eager, self._audits, partial(self._audit_compiled, parts))
+        return self._summed(parts, bounds, params, per_sample, mask_B, check)
 
     def _closing(self, params: Params, parts: Partition, bounds: tuple[float, ...], mask_B: Tensor) -> Engine:
         """The engine; where the factors of a group depend on that group alone, one that sums it as early as it can.
@@ -183,32 +218,6 @@ class ClippedGrad:
 
         return closing(GroupFactors(len(mask_B), parts.group_of, factors))
 
-    def _audit_compiled(
-        self, parts: Partition, params: Params, microbatch: Batch, key: Key | None, result: Clipped, seconds: float
-    ) -> None:
-        """Check that losses and norms of some rows of a compiled step are those of the rows alone."""
-        with self._audits.drawn(key, microbatch, seconds=seconds) as chosen:
-            for row in chosen:
-                single = loop()(self.loss_fn, params, rows(microbatch, row, row + 1))
-                alone: Clipped = ({}, single.losses_B, parts.norms(single.sq_norms()))
-                _check_compiled(({}, result[1][row : row + 1], result[2][row : row + 1]), alone)
-
-    def _chunk(self, params: Params, batch: Batch, mask_B: Tensor, start: int, size: int) -> tuple[Batch, Tensor]:
-        chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
-        missing = size - chunk_mask_B.shape[0]
-        if missing and (self.compile or self._narrow(params)):  # one shape, one compilation; and one rounding
-            return pad_rows(chunk, size), torch.cat([chunk_mask_B, chunk_mask_B.new_zeros(missing)])
-        return chunk, chunk_mask_B
-
-    @staticmethod
-    def _narrow(params: Params) -> bool:
-        """True if there are parameters of 16 bits.
-
-        Their kernels round differently for other shapes, by more than the bound has room for: the rounding of a row
-        would depend on the number of the other rows.
-        """
-        return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
-
     def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor | None, num_groups: int) -> Unreleased:
         if not seen:
             return Unreleased(torch.zeros(0), torch.zeros(0, num_groups))
@@ -216,58 +225,22 @@ class ClippedGrad:
         return Unreleased(losses_B, norms_BG) if mask_B is None else Unreleased(losses_B[mask_B], norms_BG[mask_B])
 
 
-def _no_samples(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
-    raise InvalidArgument("Expected samples, got none.")  # an empty batch has no microbatches
+def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
+    """A microbatch and its mask; if `padded`, of `size` rows also at the end."""
+    chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
+    missing = size - chunk_mask_B.shape[0]
+    if missing and padded:
+        return pad_rows(chunk, size), torch.cat([chunk_mask_B, chunk_mask_B.new_zeros(missing)])
+    return chunk, chunk_mask_B
 
 
-def _compiled(
-    core: Callable[[Params, Batch, Tensor], Clipped],
-    eager: Core,
-    audits: Audits,
-    audited: Callable[[Params, Batch, Key | None, Clipped, float], None],
-) -> Core:
-    """The compiled core. Each compilation is compared with an eager step, which is traced and audited, on all its rows.
+def _narrow(params: Params) -> bool:
+    """True if there are parameters of 16 bits.
 
-    What was compiled runs the operations of that step again, in every later one: it is one graph, and what it depends
-    on beside its inputs is guarded. So the trace of the step for which it was compiled is that of the others.
+    Their kernels round differently for other shapes, by more than the bound has room for: the rounding of a row would
+    depend on the number of the other rows.
     """
-    traced = torch.compile(core, fullgraph=True)
-
-    def call(params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None) -> Clipped:
-        before, start = _graphs(), time.perf_counter()
-        state = torch.default_generator.get_state()
-        with torch._dynamo.config.patch(trace_autograd_ops=True):  # book-keeping differentiates inside
-            result = traced(params, microbatch, mask_B)
-        if _graphs() != before:
-            torch.default_generator.set_state(state)
-            expected = eager(params, microbatch, mask_B, key)
-            if not audits.drew:  # compiled code draws its own random numbers
-                _check_compiled(result, expected)
-        elif not audits.drew:
-            audited(params, microbatch, key, result, time.perf_counter() - start)
-        return result
-
-    return call
-
-
-def _graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def _check_compiled(compiled: Clipped, eager: Clipped) -> None:
-    """Check that losses and norms of all rows are those of the eager step, but for rounding."""
-    tolerance = tolerance_of(compiled[1].dtype)
-    for what, one, other in (("losses", compiled[1], eager[1]), ("norms of gradients", compiled[2], eager[2])):
-        one, other = one.double(), other.double()
-        known = torch.isfinite(other)
-        off = float(torch.where(known, one - other, 0.0).abs().max())
-        scale = float(torch.where(known, other, 0.0).abs().max())
-        if bool((torch.isfinite(one) != known).any()) or off > tolerance * scale + 1e-6:
-            raise UnsupportedModel(
-                f"The compiled step gives other {what} than rows that are computed without compilation, by {off:.3g}: "
-                "samples that influence each other, or a fault of the compiler. Use compile=False. Nothing was "
-                "released and nothing was spent."
-            )
+    return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
 
 
 def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:
@@ -289,12 +262,13 @@ def make_clipped_grad(
     engine: Engine | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
-    compile: bool = False,
+    compile: Compile = False,
     full_norms: FullNorms | None = None,
 ) -> ClippedGrad:
     """Prepare `clipped_grad` for many batches; the arguments are the same.
 
-    With `full_norms`, parameters may be DTensors of which the engine sees the local parts.
+    With `full_norms`, parameters may be DTensors of which the engine sees the local parts. `compile` is that of
+    `make_dp_step`; without a run, "auto" compiles whatever a step costs, from the first step on.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> from dpfunc.clipping import Flat
@@ -311,13 +285,7 @@ def make_clipped_grad(
     if size is not None and size != "auto":
         size = whole("microbatch_size", size, minimum=1)
     one_of("adjacency", adjacency, ADJACENCIES)
-    if compile and size is None:
-        raise InvalidArgument(
-            "Expected microbatch_size to be given with compile=True: Poisson batches change their size, and each size "
-            "would be compiled anew. The last microbatch is padded and masked."
-        )
-    if compile:
-        check_compile()
+    check_setting(compile, size)
     return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile, full_norms)
 
 

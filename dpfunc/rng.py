@@ -18,7 +18,7 @@ import torch
 from dpfunc._utils.validation import whole
 from dpfunc.errors import InvalidArgument
 
-KEY_BYTES = 32
+_KEY_BYTES = 32
 
 
 _marks = [os.urandom(8).hex()]
@@ -37,10 +37,10 @@ if hasattr(os, "register_at_fork"):  # there are no forks on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Secret(bytes):
+class _Secret(bytes):
     """Bytes that neither `repr` nor `str` shows, so that they stay hidden wherever an object is printed field by field.
 
-    >>> Secret(bytes(32)), f"{Secret(bytes(32))}", {"secret": Secret(bytes(32))}
+    >>> _Secret(bytes(32)), f"{_Secret(bytes(32))}", {"secret": _Secret(bytes(32))}
     (hidden, 'hidden', {'secret': hidden})
     """
 
@@ -85,11 +85,11 @@ class Key:
     made_in: str = field(default_factory=process_mark, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.secret, bytes) or len(self.secret) != KEY_BYTES:
+        if not isinstance(self.secret, bytes) or len(self.secret) != _KEY_BYTES:
             raise InvalidArgument(
-                f"Expected a key of {KEY_BYTES} bytes, got {self._described()}. Use dpfunc.secure_key()."
+                f"Expected a key of {_KEY_BYTES} bytes, got {self._described()}. Use dpfunc.secure_key()."
             )
-        object.__setattr__(self, "secret", Secret(self.secret))
+        object.__setattr__(self, "secret", _Secret(self.secret))
 
     def _described(self) -> str:
         return f"{len(self.secret)}" if isinstance(self.secret, bytes) else type(self.secret).__name__
@@ -104,7 +104,7 @@ def secure_key() -> Key:
     >>> secure_key() == secure_key()
     False
     """
-    return Key(os.urandom(KEY_BYTES))
+    return Key(os.urandom(_KEY_BYTES))
 
 
 def insecure_key(seed: int) -> Key:
@@ -117,7 +117,7 @@ def insecure_key(seed: int) -> Key:
     False
     """
     number = whole("seed", seed)
-    return Key(hashlib.blake2b(f"insecure:{number}".encode(), digest_size=KEY_BYTES).digest(), guessable=True)
+    return Key(hashlib.blake2b(f"insecure:{number}".encode(), digest_size=_KEY_BYTES).digest(), guessable=True)
 
 
 def fold_in(key: Key, *parts: int | str) -> Key:
@@ -129,7 +129,7 @@ def fold_in(key: Key, *parts: int | str) -> Key:
     >>> fold_in(root, "noise", 3) == fold_in(root, "noise3")
     False
     """
-    digest = hashlib.blake2b(key=key.secret, digest_size=KEY_BYTES)
+    digest = hashlib.blake2b(key=key.secret, digest_size=_KEY_BYTES)
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, (int, str)):
             raise InvalidArgument(f"Expected int or str parts in fold_in, got {type(part).__name__}.")

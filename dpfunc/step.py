@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.unchanged import Versions
 from dpfunc._utils.validation import fail, one_of, whole, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
+from dpfunc.compiled import Compilation, Compile, RunFacts
 from dpfunc.distributed.collective_step import ManyProcesses
 from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.processes import OneProcess, Processes, Rows
@@ -57,6 +60,12 @@ ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "vmap": lambda unproven: vmap(),
     "loop": lambda unproven: loop(),
 }
+UNCHANGED = (
+    "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
+    "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
+    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). Said once."
+)
+logger = logging.getLogger(__name__)
 
 # Noise of fewer numbers, some milliseconds, is not worth a thread.
 _AHEAD = 2**18
@@ -82,6 +91,7 @@ class DPStep:
     journal: Callable[[StepState], None] | None
     ranks: Ranks | None = None
     _stateless: list[str] = field(default_factory=list, repr=False, compare=False)  # runs of their own; one at most
+    _first: list[Versions | None] = field(default_factory=list, repr=False, compare=False)  # params of the first call
 
     @cached_property
     def _mark(self) -> str:
@@ -181,15 +191,27 @@ class DPStep:
 
         step = state.step if isinstance(state, StepState) else None
         rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
+        self._warn_of_unchanged(params)
         return self._run_of_its_own(params) if state is None else state, rows
+
+    def _warn_of_unchanged(self, params: Params) -> None:
+        """Warn, at the second call, if the first one changed nothing: as an optimizer of other tensors does."""
+        first = self._first[0] if self._first else None
+        if first is not None:
+            self._first[0] = None  # once
+            if first.still(params) and self._processes.writes:
+                logger.warning(UNCHANGED)
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.
         rank = (self._processes.rank,) if self._processes.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
 
+        expected = self.plan.sampler.expected_batch_size(state.step) / (self.ranks.size if self.ranks else 1)
+        run = RunFacts(state.step, self.plan.num_steps, expected)
+
         def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
-            return self.clipped_grad.compute(params, batch, mask_B, key)
+            return self.clipped_grad.compute(params, batch, mask_B, key, run)
 
         return self._processes.clip(clip, params, rows)
 
@@ -229,14 +251,16 @@ class DPStep:
         mark_released(after, digest)
         if not state.drawn:
             self._stateless.append(fingerprint(state.key))
+        if not self._first:
+            self._first.append(Versions.of(params))
         return after
 
     def _described(self, state: StepState | None) -> str:
         """Describe the settings and the state that must be equal in all processes."""
         state, clipped = require_state(state), self.clipped_grad
         settings = (
-            self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, self.verify_batch,
-            self.journal is None,
+            self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, clipped.compile,
+            self.verify_batch, self.journal is None,
         )  # fmt: skip
         place = (
             state.step,
@@ -255,6 +279,11 @@ class DPStep:
         """Engine that `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
         decide = getattr(self.clipped_grad.engine, "decision", None)
         return decide(self.clipped_grad.loss_fn) if decide else None
+
+    @property
+    def compilation(self) -> Compilation:
+        """How the last step was computed, compiled or not, and why."""
+        return self.clipped_grad.compilation
 
     def _run_of_its_own(self, params: Params) -> StepState:
         if self._stateless:
@@ -320,7 +349,7 @@ def make_dp_step(
     engine: str | Engine = "auto",
     unproven: Unproven | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     reduction: Literal["mean", "sum"] = "mean",
     noise_source: Literal["secure", "device"] = "secure",
     verify_batch: bool = True,
@@ -343,7 +372,10 @@ def make_dp_step(
             `"auto"`), `"audit"` takes it if at least 8 rows, and one in 8, agree with rows computed alone, `"refuse"`
             raises (the default of `"bookkeeping"` and `"ghost"`, which do not take `"vmap"`).
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
-        compile: compile the clipped sum with `torch.compile(fullgraph=True)`; needs microbatch_size.
+        compile: `"auto"` compiles the clipped sum with `torch.compile` from the third step on where that pays
+            (docs/engines.md), and logs why where it does not. True compiles from the first step on, or raises; needs
+            microbatch_size. `dp_step.compilation` is about the last step. Compiled steps round differently: a run that
+            is resumed needs the same setting.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
         noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.
         verify_batch: compare the size of each batch with the plan's draw of that step. With False the ledger has the
@@ -403,7 +435,7 @@ def make_dp_step(
             'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures may '
             "differ, and all must run the same microbatches."
         )
-    if ranks is not None and compile and not ranks.independent:
+    if ranks is not None and compile is True and not ranks.independent:
         raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
     prepared = make_clipped_grad(
         loss_fn,

@@ -138,3 +138,51 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind):
     resumed, again = run(tmp_path / "cut", STEPS, resume=True)
     assert all(torch.equal(resumed[name], p) for name, p in whole.items())
     assert again == ledger
+
+
+def warned(caplog, parameters_of, *, retried=False):
+    """Warnings of three steps, with an optimizer of what `parameters_of(module, params)` gives."""
+    module = model()
+    params, dp_step, state = made(module)
+    optimizer = torch.optim.Adam(parameters_of(module, params), lr=0.1)
+    data = dataset()
+    with caplog.at_level("WARNING", logger="dpfunc.step"):
+        for _ in range(3):
+            indices = dp_step.plan.draw(state, state.step).tolist()
+            batch = torch.stack([data[i][0] for i in indices]), torch.tensor([data[i][1] for i in indices])
+            if retried:
+                with pytest.raises(dpfunc.DPFuncError):
+                    dp_step(params, (batch[0][:0], batch[1][:0]), state)
+            grads, state, _ = dp_step(params, batch, state)
+            for name, p in params.items():
+                p.grad = grads[name]
+            optimizer.step()
+    return [record.message for record in caplog.records]
+
+
+def test_an_optimizer_of_other_tensors_is_warned_of_once(caplog):
+    (said,) = warned(caplog, lambda module, params: module.parameters())
+    assert "An optimizer takes params.values(), not model.parameters()" in said
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_an_optimizer_of_the_parameters_is_not_warned_of(caplog, retried):
+    """A call that was refused changes nothing and means nothing."""
+    assert warned(caplog, lambda module, params: params.values(), retried=retried) == []
+
+
+def test_one_changed_parameter_is_a_change(caplog):
+    assert warned(caplog, lambda module, params: [params["0.bias"]]) == []
+
+
+def test_new_tensors_in_each_step_are_a_change(caplog):
+    """Functional updates: the old tensors may be freed, and the new ones may lie in their memory."""
+    params, dp_step, state = made(model())
+    data = dataset()
+    with caplog.at_level("WARNING", logger="dpfunc.step"):
+        for _ in range(4):
+            indices = dp_step.plan.draw(state, state.step).tolist()
+            batch = torch.stack([data[i][0] for i in indices]), torch.tensor([data[i][1] for i in indices])
+            grads, state, _ = dp_step(params, batch, state)
+            params = {name: p.detach() - 0.1 * grads[name] for name, p in params.items()}
+    assert caplog.records == []

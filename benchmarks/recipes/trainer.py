@@ -28,7 +28,7 @@ from dpfunc.train.run import Prepared, make_trainer, prepare
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_trainer.json"
 SEEDS = {"head": 5, "lora": 2}
-LENGTH = {"rotten": 64, "bbc": 96}
+LENGTH = {"rotten": 64, "bbc": 96}  # tokens
 
 
 def pairs_of(name: str) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def run(prepared: Prepared, folder: Path) -> dict[str, float]:
     }  # fmt: skip
 
 
-def measure(name: str, strategy: str, seeds: int, console: Console) -> dict[str, Any]:
+def measure(name: str, strategy: str, seeds: int, max_length: int, console: Console) -> dict[str, Any]:
     """All runs of one data set and strategy."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -77,7 +77,7 @@ def measure(name: str, strategy: str, seeds: int, console: Console) -> dict[str,
             "model": {"path": str(ROOT / ".cache" / "model")},
             "data": {
                 "train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl"), "labels": labels,
-                "max_length": LENGTH[name],
+                "max_length": max_length,
             },
             "privacy": {"dp_epsilon": EPSILON, "dp_delta": delta},
         })  # fmt: skip
@@ -92,7 +92,7 @@ def measure(name: str, strategy: str, seeds: int, console: Console) -> dict[str,
         "parameters": prepared.num_trained, "noise_to_signal": None if found is None else found.noise_to_signal,
         "settings": {
             "learning_rate": training.learning_rate, "head_rate": training.head_rate, "steps": training.steps,
-            "batch_size": training.batch_size, "top_layers": prepared.job.lora.top_layers,
+            "batch_size": training.batch_size, "top_layers": prepared.job.lora.top_layers, "max_length": max_length,
         },
         "majority": runs[0]["majority"], "accuracy": [each["accuracy"] for each in runs],
         "spent": runs[0]["epsilon"], "seconds": statistics.median(each["seconds"] for each in runs),
@@ -113,14 +113,17 @@ def line(result: dict[str, Any]) -> str:
 @click.argument("names", nargs=-1)
 @click.option("--strategy", type=click.Choice(list(SEEDS)), multiple=True, help="All by default.")
 @click.option("--seeds", type=int, help="Runs of each.")
+@click.option("--max-length", type=int, help="Tokens of a text that are used.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
-def main(names: tuple[str, ...], strategy: tuple[str, ...], seeds: int | None, out: Path) -> None:
+def main(
+    names: tuple[str, ...], strategy: tuple[str, ...], seeds: int | None, max_length: int | None, out: Path
+) -> None:
     """Measure, print, and keep the results; others in the file stay."""
     console = Console(width=200)
     torch.set_num_threads(1)
     for name in names or tuple(LENGTH):
         for each in strategy or tuple(SEEDS):
-            result = measure(name, each, seeds or SEEDS[each], console)
+            result = measure(name, each, seeds or SEEDS[each], max_length or LENGTH[name], console)
             console.print(line(result))
             kept = json.loads(out.read_text("utf-8")) if out.exists() else []
             kept = [old for old in kept if (old["data"], old["strategy"]) != (name, each)]

@@ -11,6 +11,16 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 TRIED = "2.13"
 
 
+def lacks_compile() -> str:
+    """Reason why this torch cannot compile the gradients of a step; empty if it can.
+
+    >>> lacks_compile()
+    ''
+    """
+    found = hasattr(torch._dynamo.config, "trace_autograd_ops")
+    return "" if found else f"torch {torch.__version__} cannot compile the gradients of a step"
+
+
 def check_compile() -> None:
     """Check that torch compiles a step whose loss is differentiated inside of it.
 
@@ -19,7 +29,7 @@ def check_compile() -> None:
 
     >>> check_compile()
     """
-    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+    if lacks_compile():
         raise InvalidArgument(
             f"Expected compile=False with torch {torch.__version__}, which cannot compile the gradients of a step. "
             f"Leave compile out, or install a newer torch ({TRIED} was tried)."

@@ -162,6 +162,8 @@ class _Unpickler(pickle.Unpickler):
             "torch.serialization": ("_get_layout",),
             "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
         }
+        if module == "pathlib._local":  # where Python 3.13 keeps its classes
+            module = "pathlib"
         value = getattr(import_module(module), name, None) if module.startswith(("torch", "pathlib")) else None
         described = module == "torch.distributed.checkpoint.metadata" and getattr(value, "__module__", "") == module
         dtype = module == "torch" and (isinstance(value, torch.dtype) or value is torch.Size)

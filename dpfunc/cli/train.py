@@ -164,9 +164,10 @@ def _print_plan(job: Job, resume: bool, insecure_seed: int | None, say: Callable
     """Print the dry run, after the checks that training begins with."""
     from dpfunc.train.dry_run import dry_run
     from dpfunc.train.run import check_job
+    from dpfunc.train.run_folder import recorded_job
 
     check_job(job, resume, insecure_seed)
-    for line in dry_run(job):
+    for line in dry_run(recorded_job(job) if resume else job):
         say(line)
 
 

@@ -165,11 +165,9 @@ class Auto:
         self._decisions[loss_fn] = decision
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
-        """An engine for batches like this one, that can be compiled."""
-        if not self._engines:
-            self._engines.append(self.fast())
+        """An engine for batches like this one, that can be compiled: the fast one, or one that computes rows alone."""
         try:
-            prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)  # type: ignore[attr-defined]
+            return self.prepare_proven(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
             if self.unproven == "refuse" or any(is_dtensor(param) for param in params.values()):
                 raise  # vmap cannot do it either
@@ -177,6 +175,16 @@ class Auto:
                 loss_fn, Decision("vmap", f"rows alone, since bookkeeping cannot: {str(error).splitlines()[0]}")
             )
             return vmap()
+
+    def prepare_proven(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
+        """The fast engine for batches like this one, that can be compiled.
+
+        Raises:
+            UnsupportedModel: the step is not proven.
+        """
+        if not self._engines:
+            self._engines.append(self.fast())
+        prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)  # type: ignore[attr-defined]
         self._decide(loss_fn, Decision("bookkeeping", "the trace of what was compiled shows that rows stay apart"))
         return prepared
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 _LONGEST_PAUSE = 63
 _unread: ContextVar[list[Tensor] | None] = ContextVar("dpfunc_unread_marks", default=None)
@@ -51,7 +51,7 @@ class ReadTogether:
     pause: int = 1
     left: int = 0
 
-    def __call__(self, compute: Callable[[], Result]) -> Result:
+    def __call__(self, compute: Callable[[], _Result]) -> _Result:
         """The result of a function that has no effects, called once or twice."""
         if self.left:
             self.left -= 1

@@ -22,6 +22,10 @@ COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
 """Decoders with a table of positions that is looked up from the start of the row, padding or not."""
 
 
+NESTED = ("idefics", "smolvlm", "mllama")
+"""Vision-language models that take images with an axis for the samples and one for the images of a sample."""
+
+
 @dataclass(frozen=True)
 class Speech:
     """Facts about a model with a CTC loss.
@@ -47,7 +51,7 @@ class Facts:
         problem: "regression", "single_label_classification", "multi_label_classification", or None for what the labels
             say. decoder_inputs: labels (B, T) -> inputs of the decoder, None if not known. speech: of a CTC loss.
         augmented: a model that masks its inputs at random when it is in training mode. blocks: True if which tokens
-            see later ones is in "token_type_ids".
+            see later ones is in "token_type_ids". nested_images: the model takes images as (B, I, ...).
     """
 
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -58,6 +62,7 @@ class Facts:
     speech: Speech | None = None
     augmented: nn.Module | None = field(default=None, repr=False)
     blocks: bool = False
+    nested_images: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +109,7 @@ def facts_of(forward: AnyForward) -> Facts:
 
     >>> facts_of(lambda params, x: x)  # doctest: +NORMALIZE_WHITESPACE
     Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, problem=None, decoder_inputs=None,
-          speech=None, blocks=False)
+          speech=None, blocks=False, nested_images=False)
     """
     if isinstance(forward, Caller):
         return forward.facts
@@ -124,6 +129,7 @@ def facts_of(forward: AnyForward) -> Facts:
         speech=_speech(base),
         augmented=base if augments(config) else None,
         blocks=_has_blocks(config),
+        nested_images=str(getattr(config, "model_type", "")).startswith(NESTED),
     )
 
 

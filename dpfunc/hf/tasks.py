@@ -71,7 +71,7 @@ def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
         raise InvalidArgument(
             f"Expected images under 'pixel_values' in the batch, got {sorted(batch)}. For text alone use \"causal_lm\"."
         )
-    return causal_lm(forward, params, flatten_images(batch))
+    return causal_lm(forward, params, flatten_images(batch, nested=facts_of(forward).nested_images))
 
 
 def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -142,7 +142,13 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
     if "start_positions" in batch and "end_positions" in batch:
         first_B, last_B = batch["start_positions"], batch["end_positions"]
     else:
-        first_B, last_B = _split(batch)[1].unbind(1)
+        labels = _split(batch)[1]
+        if labels.dim() != 2 or labels.shape[1] != 2:
+            raise InvalidArgument(
+                "Expected 'start_positions' and 'end_positions', or 'labels' (B, 2) with both, got labels "
+                f'{tuple(labels.shape)}. Where answers are classes (ViLT) name the task "sequence_classification".'
+            )
+        first_B, last_B = labels.unbind(1)
     output = forward(params, **inputs)
     return losses.question_answering(output.start_logits, output.end_logits, first_B, last_B)
 
@@ -208,6 +214,12 @@ ENDINGS = {
 }
 """Ending of the name of a model's class -> its task."""
 
+NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "ProphetNetForCausalLM")
+"""Endings of names that say too little: Flaubert's head is masked, XLM's either, the others see some later tokens."""
+
+ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+"""Decoders whose configuration has `is_decoder`, and does not use it."""
+
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
 """Names by which collators say where the texts begin that they have put into one row."""
 
@@ -265,9 +277,13 @@ def infer_task(model: nn.Module) -> str:
     'causal_lm'
     """
     base = base_model(model)
-    for kind in type(base).__mro__:
+    names = [kind.__name__ for kind in type(base).__mro__]
+    if any(name.endswith(NO_GUESS) for name in names):
+        raise _unknown(base)
+    for name in names:
         for ending, task in ENDINGS.items():
-            if kind.__name__.endswith(ending):
+            if name.endswith(ending):
+                _refuse_encoder(base, task)
                 return task
     config = getattr(base, "config", None)
     reads_images = getattr(config, "vision_config", None) is not None
@@ -276,7 +292,23 @@ def infer_task(model: nn.Module) -> str:
         writes_apart = bool(getattr(config, "is_encoder_decoder", False))
         if reads_images != writes_apart:
             return "vqa" if reads_images else "seq2seq"
-    raise UnsupportedModel(
+    raise _unknown(base)
+
+
+def _refuse_encoder(base: nn.Module, task: str) -> None:
+    config = getattr(base, "config", None)
+    if task != "causal_lm" or getattr(config, "is_decoder", None) is not False:
+        return
+    if getattr(config, "model_type", "") not in ALWAYS_DECODERS:
+        raise UnsupportedModel(
+            f"{type(base).__name__} is an encoder: each token sees the next one, which it would learn to copy. Load it "
+            "with is_decoder=True, or wrap its forward function in dpfunc.hf.models.with_causal_attention and name the "
+            'task "causal_lm".'
+        )
+
+
+def _unknown(base: nn.Module) -> UnsupportedModel:
+    return UnsupportedModel(
         f"It cannot be told from the class {type(base).__name__} what the model is trained for. Name the task: one of "
         f"{', '.join(map(repr, TASKS))}, or pass a function (forward, params, batch) -> losses_B."
     )

@@ -17,7 +17,7 @@ from dpfunc.noise.tiles import Part
 from dpfunc.rng import Key
 from dpfunc.types import Allocation, ClippedSum, Params
 
-ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
+_ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 class Mechanism(NamedTuple):
@@ -41,7 +41,7 @@ class Mechanism(NamedTuple):
     add_share: Callable[[ClippedSum, Mapping[str, Window], Key], None] | None = None
 
 
-def check_clipped(clipped: ClippedSum) -> None:
+def _check_clipped(clipped: ClippedSum) -> None:
     """A clipped sum that noise can be added to: typed, wide enough, and with a sensitivity for each of its groups.
 
     Raises:
@@ -94,9 +94,9 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
     >>> {group: round(std**2, 6) for group, std in noise_std(clipped, 2.0, "optimal").items()}
     {'a': 20.0, 'b': 5.0}
     """
-    check_clipped(clipped)
+    _check_clipped(clipped)
     multiplier = non_negative("noise_multiplier", noise_multiplier)
-    if one_of("allocation", allocation, ALLOCATIONS) == "uniform":
+    if one_of("allocation", allocation, _ALLOCATIONS) == "uniform":
         return dict.fromkeys(clipped.sensitivities, multiplier * clipped.sensitivity)
     sizes = dict.fromkeys(clipped.sensitivities, 0)
     for name, value in clipped.sums.items():
@@ -183,7 +183,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     ()
     """
     multiplier = non_negative("noise_multiplier", noise_multiplier)
-    one_of("allocation", allocation, ALLOCATIONS)
+    one_of("allocation", allocation, _ALLOCATIONS)
     one_of("source", source, SOURCES)
 
     def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:  # noqa: ANN401

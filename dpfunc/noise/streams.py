@@ -25,12 +25,12 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.noise.tiles import Part, Room, Tile, tile, tiles
 from dpfunc.rng import Key, fold_in
 
-MAX_THREADS = 16
+_MAX_THREADS = 16
 # Tiles of a GPU: each is a generator, a launch and a copy, whatever its size.
-DEVICE_TILE, DEVICE_TILE_COLS = 2**22, 2**11
-NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
+_DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
+_NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 Leaves = Mapping[str, Tensor | Part]
-"""Leaves that noise is for: whole tensors, DTensors, or parts that are described only."""
+"""Leaves that noise is for: tensors, DTensors, or parts that are described only."""
 Source = Literal["secure", "device"]
 SOURCES: tuple[Source, ...] = ("secure", "device")
 
@@ -56,30 +56,35 @@ class Drawing:
         self._jobs: deque[tuple[str, Window, Tile]] = deque()
         self._largest = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._started: list[Future[None]] = []
+        self._started: list[Future[int]] = []
         for name, (part, dtype) in self.layout.items():
             shape = [stop - start for start, stop in (part.rows, part.cols)]
-            self._noise[name] = np.empty(shape, NUMPY_DTYPES[dtype])
+            self._noise[name] = np.empty(shape, _NUMPY_DTYPES[dtype])
             for each in tiles(part):
                 self._jobs.append((name, part, each))
                 self._largest = max(self._largest, _needed(each))
+        self._tiles = len(self._jobs)
 
     def start(self, threads: int) -> None:
         """Begin to draw in so many threads more, and return at once."""
         threads = min(threads, len(self._jobs))
         if threads > 0:
-            self._pool = self._pool or ThreadPoolExecutor(2 * MAX_THREADS, thread_name_prefix="noise")
+            self._pool = self._pool or ThreadPoolExecutor(2 * _MAX_THREADS, thread_name_prefix="noise")
             self._started += [self._pool.submit(self._draw) for _ in range(threads)]
 
     def finish(self, threads: int) -> dict[str, npt.NDArray[np.floating[Any]]]:
-        """The noise: name -> matrix. Draws what is left, in so many threads, this one included."""
+        """The noise: name -> matrix. Draws what is left, in so many threads, this one included.
+
+        Raises:
+            RuntimeError: not all tiles were drawn, so that there is memory without noise. Whatever a thread raises.
+        """
         try:
             self.start(min(threads, len(self._jobs)) - 1)
-            self._draw()
-            for thread in self._started:
-                thread.result()
+            drawn = self._draw() + sum(thread.result() for thread in self._started)
         finally:
             self.stop()
+        if drawn != self._tiles:
+            raise RuntimeError(f"Expected {self._tiles} tiles of noise, got {drawn}: the drawing was stopped.")
         return self._noise
 
     def stop(self) -> None:
@@ -88,15 +93,17 @@ class Drawing:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _draw(self) -> None:
-        room = Room.of(self._largest) if self._jobs else None
+    def _draw(self) -> int:
+        """Draw tiles until none is left; the number of those that this thread drew."""
+        room, drawn = Room.of(self._largest) if self._jobs else None, 0
         while True:
             try:
                 name, part, each = self._jobs.popleft()
             except IndexError:
-                return
+                return drawn
             values = tile(self.key, name, each.number, _needed(each), room)
             self._noise[name][each.of(part)] = values.reshape(-1, each.width)[each.inside]
+            drawn += 1
 
 
 def _needed(each: Tile) -> int:
@@ -106,7 +113,7 @@ def _needed(each: Tile) -> int:
 
 def _layout(like: Leaves) -> dict[str, tuple[Window, torch.dtype]]:
     for name, leaf in like.items():
-        if leaf.dtype not in NUMPY_DTYPES:
+        if leaf.dtype not in _NUMPY_DTYPES:
             raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
     return {name: (_window(leaf, name), leaf.dtype) for name, leaf in like.items()}
 
@@ -192,7 +199,7 @@ def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[st
 
 def _cores() -> int:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, MAX_THREADS)
+    return min(usable, _MAX_THREADS)
 
 
 def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
@@ -208,7 +215,7 @@ def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
     part, held = _window(leaf, name), _held(leaf)
     noise = torch.empty(part.rows[1] - part.rows[0], part.cols[1] - part.cols[0], dtype=held.dtype, device=held.device)
     generator = torch.Generator(held.device)
-    for each in tiles(part, DEVICE_TILE, DEVICE_TILE_COLS):
+    for each in tiles(part, _DEVICE_TILE, _DEVICE_TILE_COLS):
         secret = fold_in(key, "normal", name, each.number).secret
         generator.manual_seed(int.from_bytes(secret[:8], "little", signed=True))
         size = (each.height, each.width)  # whole tiles: torch's numbers depend on how many are asked for

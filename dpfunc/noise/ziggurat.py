@@ -85,14 +85,14 @@ EDGES = np.array([
 # fmt: on
 LAYERS = len(EDGES)
 TAIL = float(EDGES[-1])  # where the tail begins
-TAIL_SCALE = 0.27366123732975828  # 1 / TAIL, as numpy writes it
-PLACES = 2.0**52
+_TAIL_SCALE = 0.27366123732975828  # 1 / TAIL, as numpy writes it
+_PLACES = 2.0**52
 HEIGHTS = np.exp(-0.5 * EDGES * EDGES)
 HEIGHTS[0] = 1.0  # of the curve at 0
 # For the low nine bits of a word, layer and sign: the number is place * STEPS, and certain if place < CERTAIN. The top
 # layer is certain nowhere, the lowest one up to the tail.
-STEPS = np.concatenate([EDGES, -EDGES]) / PLACES
-CERTAIN = np.tile(np.floor(np.concatenate([[TAIL / EDGES[0], 0.0], EDGES[1:-1] / EDGES[2:]]) * PLACES), 2)
+STEPS = np.concatenate([EDGES, -EDGES]) / _PLACES
+CERTAIN = np.tile(np.floor(np.concatenate([[TAIL / EDGES[0], 0.0], EDGES[1:-1] / EDGES[2:]]) * _PLACES), 2)
 LAYER_BITS, LAYER_AND_SIGN_BITS, PLACE_BITS = np.uint64(2**8 - 1), 2**9 - 1, 2**52 - 1
 BLOCK = 12288  # words whose steps in between stay in a cache, and whose copies are too small to be asked of the system
 
@@ -245,7 +245,7 @@ def _from_tail(words: Words, first: int) -> tuple[float, int]:
     negative = int(words[first]) >> 17 & 1
     for at in range(first + 1, len(words) - 1, 2):
         one, other = words[at : at + 2].tolist()
-        beyond = -TAIL_SCALE * math.log1p(-(one >> 11) * 2.0**-53)  # the logarithm of 1 - u, which is never 0
+        beyond = -_TAIL_SCALE * math.log1p(-(one >> 11) * 2.0**-53)  # the logarithm of 1 - u, which is never 0
         height = -math.log1p(-(other >> 11) * 2.0**-53)
         if height + height > beyond * beyond:
             return -(TAIL + beyond) if negative else TAIL + beyond, at + 2

@@ -245,6 +245,8 @@ class Job:
                 "no dp_recipe in a job", "privacy.dp_recipe", self.privacy.dp_recipe,
                 "What the section training leaves out comes from the recipe of the strategy.",
             )  # fmt: skip
+        if self.training.head_rate is not None and (self.task, self.strategy) != ("text_classification", "lora"):
+            raise fail("no head_rate without a new head beside adapters", "training.head_rate", self.training.head_rate)
         if self.lora.top_layers is not None and self.task == "vqa":
             raise fail("no lora.top_layers with task='vqa'", "lora.top_layers", self.lora.top_layers)
         if self.task != "causal_lm" and (self.data.prompt_column or self.data.prompt_template):

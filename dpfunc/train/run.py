@@ -147,8 +147,8 @@ def _run(
     writes = distributed.is_writer(ranks)
     records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
     duplicates = prepared.records.duplicates
-    told = [f"{duplicates} exact duplicates were left out (a private number)."] * bool(duplicates)
-    for line in [*told, *recipe_lines(prepared.recipe, job.training.missing), *([] if about is None else [about])]:
+    notes = [f"{duplicates} exact duplicates were left out (a private number)."] * bool(duplicates)
+    for line in [*notes, *recipe_lines(prepared.recipe, job.training.missing), *([] if about is None else [about])]:
         if writes:
             say(line)
     prepared = dataclasses.replace(prepared, records=records)

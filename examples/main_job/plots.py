@@ -26,7 +26,7 @@ def plot_run(
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), constrained_layout=True)
     left.plot(*zip(*curve, strict=True), marker="o", color="#1f77b4", label="private")
     if twin is not None:
-        left.axhline(twin, color="#7f7f7f", linestyle="--", label="non-private twin, after training")
+        left.axhline(twin, color="#7f7f7f", linestyle="--", label="non-private twin (not covered by epsilon)")
     left.set(title="Accuracy on validation texts (not protected)", xlabel="step", ylabel="accuracy", ylim=(0, 1))
     right.plot(*zip(*spent, strict=True), color="#2ca02c", label="spent")
     right.axhline(target, color="#d62728", linestyle="--", label="budget")

@@ -41,6 +41,7 @@ HEAD = r"^head\."
 # would drown in their noise otherwise.
 LORA_BOUND = 0.3
 LORA_RATE = 0.1
+TWIN = "accuracy of the non-private twin, which was trained on the same texts"
 VALIDATION = "validation and test texts, which are held out: the curve and the table show accuracy on them"
 
 
@@ -207,7 +208,9 @@ def train_private(
         if state.step % max(1, plan.num_steps // 8) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.parts.validation)))
             checkpoint()
-    record = make_record(dp_step, state, unit="one text", not_covered=[VALIDATION])
+    record = make_record(
+        dp_step, state, unit="one text", not_covered=[VALIDATION, *([TWIN] if twin is not None else [])]
+    )
     return Run({n: p.detach() for n, p in params.items()}, state, curve, spent, norms, record, twin)
 
 

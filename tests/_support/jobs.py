@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 import dpfunc
-from dpfunc import clipping, distributed, sampling
+from dpfunc import clipping, compiled, distributed, sampling
 from dpfunc.batches import take
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.errors import DPFuncError
@@ -276,3 +277,31 @@ def noise_share(trouble=None):
         streams.tile, collective_step.noise_windows = tile, windows
         if trouble == "fails" and ranks.rank == 1:
             streams.secure_normal = usual
+
+
+def compiled_train(use_ranks=True):
+    """The same run eager and with compile="auto", of graphs whose operations run one by one; how its steps ran."""
+    usual = torch.compile
+
+    def quick(core, *, fullgraph, dynamic, options):
+        return usual(core, fullgraph=fullgraph, dynamic=dynamic, backend="eager")
+
+    ranks = distributed.data_parallel() if use_ranks else None
+    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 20 / NUM_RECORDS), num_steps=4)
+    with (
+        mock.patch.object(torch, "compile", quick),
+        mock.patch.object(compiled, "_MIN_RUN_FLOPS", 0.0),
+        mock.patch.object(compiled, "_MAX_PADDING", 1.0),
+    ):
+        return [_compiled_run(the_plan, ranks, setting) for setting in (False, "auto")]
+
+
+def _compiled_run(the_plan, ranks, setting):
+    dp_step = make_dp_step(loss_fn, the_plan, compile=setting, ranks=ranks)
+    current, records, how = params(), data(), []
+    state = replay(dp_step.init(current, insecure_key(5)))
+    for indices in the_plan.batches(state, ranks):
+        grads, state, _ = dp_step(current, take(records, indices), state)
+        current = {name: value - 0.1 * grads[name] for name, value in current.items()}
+        how.append(dp_step.compilation.compiled)
+    return current, how

@@ -189,7 +189,7 @@ class SoftmaxLoss(nn.Module):
     def forward(self, sentence_features, labels):
         u, v = (self.model(features)["sentence_embedding"] for features in sentence_features)
         logits = self.classifier(torch.cat([u, v, (u - v).abs()], 1))
-        return (u, v), logits if labels is None else F.cross_entropy(logits, labels)
+        return ((u, v), logits) if labels is None else F.cross_entropy(logits, labels)
 
 
 def sentence_model():

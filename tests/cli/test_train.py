@@ -340,7 +340,7 @@ DAMAGED_JOBS = {
     "text": ('{"job": "x", "insecure_seed": null}', "it does not hold a job"),
     "deep": ("[" * 100_000, "its values are nested too deeply"),
     "bytes": ("\udcff\udcfe", "cannot be read"),
-    "half a pair": ('{"job": {"task": "\\ud800"}, "insecure_seed": null}', "was started with"),
+    "half a pair": ('{"job": {"task": "\\ud800"}, "filled": {}, "insecure_seed": null}', "was started with"),
 }
 
 

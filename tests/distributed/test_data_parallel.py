@@ -126,3 +126,13 @@ def test_a_group_that_waits_for_good_is_refused():
     for kind, said in run(2, "jobs:endless"):
         assert kind == "InvalidArgument"
         assert "Expected a process group with a timeout of at most 1:00:00, got 2:00:00" in said
+
+
+@pytest.mark.slow
+def test_compiled_steps():
+    """Each process compiles what it holds; the result is that of eager steps, and of one process."""
+    [[(expected, _), _]] = run(1, "jobs:compiled_train", False)
+    for eager, (found, how) in run(2, "jobs:compiled_train"):
+        assert how == [False, False, True, True]
+        close(found, expected, 1e-5)
+        close(eager[0], expected, 1e-5)

@@ -16,7 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
+from dpfunc.engines import bookkeeping
 from dpfunc.engines.rules import COMPOSITES
+from dpfunc.engines.tracing.declared import declare_over_time
+from dpfunc.engines.tracing.rows import Mixed
+from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.rng import insecure_key, torch_seed
@@ -390,3 +394,59 @@ def test_gradient_checkpointing(engine):
         params,
         3,
     )
+
+
+MIXING = {
+    "state of another sample": lambda x: (x.roll(1, 0).mean(1)[None, :, :1].expand(1, -1, 4), None),
+    "cell of another sample": lambda x: (None, x.roll(1, 0).mean(1)[None, :, :1].expand(1, -1, 4)),
+    "mean over samples": lambda x: (x.mean((0, 1))[None, None, :1].expand(1, len(x), 4), None),
+}
+
+
+@pytest.mark.parametrize("mixing", MIXING)
+def test_states_of_other_samples_are_refused(mixing):
+    """The steps in time are typed as one operation, which must find the samples of all that it joins."""
+    layer = torch.nn.LSTM(3, 4, batch_first=True)
+    forward, params = functionalize(layer)
+
+    def loss_fn(params, batch):
+        given = MIXING[mixing](batch)
+        first = tuple(torch.zeros(1, len(batch), 4) if one is None else one.contiguous() for one in given)
+        return forward(params, batch, first)[0].square().sum((1, 2))
+
+    with pytest.raises(UnsupportedModel):
+        bookkeeping()(loss_fn, params, torch.randn(5, 6, 3))
+
+
+def test_a_layer_without_mixing_is_proven_by_its_forward_pass(monkeypatch):
+    """The backward pass of the steps in time is one of those that need not be followed."""
+    settled = []
+    settle = Trace.settle
+
+    def noted(self, *args, **kwargs):
+        settled.append(settle(self, *args, **kwargs))
+        return settled[-1]
+
+    monkeypatch.setattr(Trace, "settle", noted)
+    forward, params = functionalize(torch.nn.LSTM(3, 4, batch_first=True))
+    result = bookkeeping()(lambda p, x: forward(p, x)[0].square().sum((1, 2)), params, torch.randn(5, 6, 3))
+    assert settled == [True]
+    assert not result.doubts
+
+
+def test_results_of_the_steps_in_time_have_the_rows_of_all_inputs():
+    batch = torch.randn(5, 4, 3)
+    trace = Trace(5)
+    with following(trace, batch):
+        own, other, matrix = batch.transpose(0, 1) * 1, batch.roll(1, 0).transpose(0, 1) * 1, batch[0] * 1
+        inputs = {
+            "alone": ([own], []), "other": ([own, other], []), "matrix": ([own], [matrix]), "cell": ([own, own[0]], []),
+        }  # fmt: skip
+    found = {}
+    for name, (given, fixed) in inputs.items():
+        made = torch.empty(4, 5, 2), torch.empty(5, 2)
+        declare_over_time(trace, made, given, fixed)
+        found[name] = [trace.type_of(tensor) for tensor in made]
+    assert [kind.axis for kind in found["alone"]] == [kind.axis for kind in found["cell"]] == [1, 0]
+    assert not any(kind.doubt for name in ("alone", "cell") for kind in found[name])
+    assert all(isinstance(kind, Mixed) or kind.doubt for name in ("other", "matrix") for kind in found[name])

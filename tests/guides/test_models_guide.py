@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -31,6 +32,8 @@ REFUSALS = {
     "SpecAugment": (HF / "test_task_models.py", "test_random_masks_of_speech_are_refused_in_training_mode"),
     "CTC of a model": (HF / "test_task_models.py", "test_a_model_without_lengths_of_frames_has_no_ctc_loss"),
     "a task that": (HF / "test_tasks.py", "test_models_whose_class_does_not_tell_are_refused"),
+    "encoders as language": (HF / "test_task_models.py", "test_encoders_as_language_models_are_refused"),
+    "answers that are classes": (HF / "test_task_models.py", "test_answers_that_are_classes_are_no_positions"),
     "reentrant": (HF / "test_models.py", "test_checkpointing_of_a_base_in_few_bits"),
 }  # fmt: skip
 
@@ -53,6 +56,21 @@ def test_the_tasks_are_those_of_the_code():
 
 def test_the_families_with_images_are_those_of_the_tests():
     assert {row[0] for row in table("Images in text")} == {"LLaVA 1.5", *FAMILIES}
+
+
+def test_the_numbers_are_those_of_the_committed_result():
+    """Models whose loss is not their own are those that the page names."""
+    result = json.loads((TESTS.parent / "benchmarks" / "results" / "own_losses.json").read_text("utf-8"))
+    counts, rows = result["counts"], result["rows"]
+    text = " ".join(GUIDE.split())
+    assert f"the {len(rows)} small models" in text
+    assert f"{counts['same']} have the loss of their own" in text
+    assert f"{counts['refused']} are refused; and {counts['differs']} differ" in text
+    assert set(counts) == {"same", "refused", "differs"}
+    differ = [row["model"] for row in rows if row["result"] == "differs"]
+    assert sum(name.endswith("ForCausalLM") for name in differ) == 10
+    assert [name for name in differ if not name.endswith("ForCausalLM")] == ["ProphetNetForConditionalGeneration"]
+    assert max(row["difference"] for row in rows if row["result"] == "same") < 1e-6
 
 
 def test_each_refusal_has_its_test():

@@ -9,7 +9,7 @@ import torch
 import dpfunc
 from dpfunc import noise, step
 from dpfunc.noise import streams
-from dpfunc.noise.streams import drawn_ahead, free_cores, secure_normal
+from dpfunc.noise.streams import Drawing, drawn_ahead, free_cores, secure_normal
 from dpfunc.noise.tiles import TILE
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.types import ClippedSum
@@ -97,13 +97,30 @@ def test_an_error_leaves_nothing(drawn):
 
 
 def test_an_error_of_a_thread_is_the_callers(monkeypatch):
+    failed, tile = threading.Event(), streams.tile
+
     def fail(*args):
+        if threading.current_thread() is threading.main_thread():
+            return tile(*args)
+        failed.set()
         raise MemoryError("no memory")
 
+    def draw():
+        with drawn_ahead(KEY, LEAVES, 2):
+            assert failed.wait(60)
+            return secure_normal(KEY, LEAVES)
+
     monkeypatch.setattr(streams, "tile", fail)
-    with pytest.raises(MemoryError, match="no memory"), drawn_ahead(KEY, LEAVES, 2):
-        secure_normal(KEY, LEAVES)
+    with pytest.raises(MemoryError, match="no memory"):
+        draw()
     assert not noise_threads()
+
+
+def test_memory_without_noise_is_never_given_out():
+    drawing = Drawing(KEY, LEAVES)
+    drawing.stop()
+    with pytest.raises(RuntimeError, match="Expected 7 tiles of noise, got 0"):
+        drawing.finish(threads=1)
 
 
 def test_free_cores(monkeypatch):
@@ -136,6 +153,27 @@ def test_a_step_draws_its_own_noise_once(monkeypatch, drawn, job, threads):
     grads, _, _ = dp_step(params, batch, state)
     assert torch.equal(grads["w"], expected["w"] / 4)
     assert len(drawn) == len(set(drawn)) == 6
+
+
+@pytest.mark.parametrize(("size", "begun"), [(700, 1), (5, 0)])
+def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun):
+    """With the key of the step and the cores that are free."""
+    asked = []
+
+    def spied(key, like, threads):
+        asked.append((key, {name: (leaf.shape, leaf.dtype) for name, leaf in like.items()}, threads))
+        return drawn_ahead(key, like, threads)
+
+    monkeypatch.setattr(step, "drawn_ahead", spied)
+    monkeypatch.setattr(step, "free_cores", lambda on_cpu: 3 if on_cpu else 0)
+    plan = dpfunc.Plan(
+        dpfunc.sampling.Poisson(4, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3
+    )
+    dp_step = dpfunc.make_dp_step(lambda params, batch: (batch @ params["w"].float()).sum(1), plan)
+    params, key = {"w": torch.zeros(size, 500, dtype=torch.bfloat16)}, dpfunc.secure_key()
+    dp_step(params, torch.randn(4, size), dp_step.init(params, key=key))
+    expected = (fold_in(fold_in(key, "step", 0), "release"), {"w": ((size, 500), torch.float32)}, 3)
+    assert asked == [expected] * begun
 
 
 def test_a_step_that_fails_leaves_no_noise_for_another(monkeypatch, drawn, job):

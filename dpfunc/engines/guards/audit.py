@@ -50,24 +50,27 @@ class Audits:
     Args:
         since: steps since the last one. sizes: batches, by their shapes, that were audited once: what depends on the
             size of a batch shows in the first batch of that size. drew: whether the last step drew random numbers.
+        coarse: whether it had numbers of 16 bits.
         saved: seconds that audits may take now. row_seconds: time of the last row alone; 0 before the first.
     """
 
     since: int = STEPS_IN
     drew: bool = False
+    coarse: bool = False
     sizes: set[object] = field(default_factory=set)
     saved: float = 0.0
     row_seconds: float = 0.0
 
-    def note(self, credited: _Credited | None) -> None:
-        """Remember whether the step drew random numbers."""
+    def note(self, credited: Credited | None) -> None:
+        """Remember whether the step drew random numbers, and whether it had numbers of 16 bits."""
         self.drew = credited is not None and bool(credited.draws)
+        self.coarse = credited is not None and credited.coarse
 
-    def due(self, batch: Batch, doubts: Sequence[str], untraced: bool = False, seconds: float = 0.0) -> int:
+    def due(self, batch: Batch, doubts: Sequence[str] = (), untraced: bool = False, seconds: float = 0.0) -> int:
         """Choose how many rows of this batch to compute alone: more for a step with doubts or untraced tensors.
 
         Args:
-            batch, doubts, untraced: of the step, see `_Credited`. seconds: that the engine took.
+            batch, doubts, untraced: of the step, see `Credited`. seconds: that the engine took.
         """
         count = batch_size(batch)
         self.saved += TIME_SHARE * seconds
@@ -119,7 +122,7 @@ def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Credited:
+class Credited:
     """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
 
     Args:
@@ -137,17 +140,17 @@ class _Credited:
     coarse: bool = False
 
 
-def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> _Credited | None:  # noqa: ANN401  (any engine's)
+def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
     """Collect the values to audit; None where each row was computed alone."""
     if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
-    return _Credited(
+    return Credited(
         per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.untraced, per_sample.coarse
     )
 
 
-def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: _Credited, chosen: Sequence[int]) -> None:
+def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
     """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
 
     Raises:
@@ -195,7 +198,7 @@ def _alone(loss_fn: LossFn, params: Params, batch: Batch, draws: Sequence[Draw],
         return loop()(loss_fn, params, rows(batch, row, row + 1))
 
 
-def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: _Credited, row: int) -> bool:
+def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
     """True if the loss of a row alone is the same twice: it is not with random numbers of other libraries."""
     first, second = (_alone(loss_fn, params, batch, credited.draws, row).losses_B for _ in range(2))
     return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
@@ -212,7 +215,7 @@ _STABLE = _Unstable(0.0, {})
 
 
 def _unstable(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: _Credited, row: int, alone: PerSample
+    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int, alone: PerSample
 ) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
@@ -233,13 +236,13 @@ def _larger(value: float, other: float) -> float:
     return max(value, other) if math.isfinite(other) else value  # an infinite change would allow any difference
 
 
-def _explained(change: float, scale: float, credited: _Credited) -> float:
+def _explained(change: float, scale: float, credited: Credited) -> float:
     """Difference that rounding explains; in a step that is not proven at most what 16 bits would."""
     return min(2 * change, COARSE * scale) if credited.doubts else 2 * change
 
 
 def _compare(
-    params: Params, credited: _Credited, alone: Mapping[int, PerSample], unstable: Mapping[int, _Unstable]
+    params: Params, credited: Credited, alone: Mapping[int, PerSample], unstable: Mapping[int, _Unstable]
 ) -> str:
     """The first difference, in words; empty if there is none."""
     tolerance = tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
@@ -256,7 +259,7 @@ def _compare(
 
 def _compare_gradients(
     params: Params,
-    credited: _Credited,
+    credited: Credited,
     alone: Mapping[int, PerSample],
     unstable: Mapping[int, _Unstable],
     tolerance: float,

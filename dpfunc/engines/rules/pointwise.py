@@ -30,12 +30,19 @@ _METHODS = (
 POINTWISE: frozenset[Callable[..., Any]] = frozenset(
     getattr(owner, name) for owner in (torch, Tensor) for name in _METHODS if hasattr(owner, name)
 )
+_LISTED = tuple(POINTWISE)
 # These broadcast the leading axes only; their result has the shape of the first argument there.
 LIKE_FIRST: frozenset[Callable[..., Any]] = frozenset((F.scaled_dot_product_attention,))
 JOINING: frozenset[Callable[..., Any]] = frozenset((torch.cat, torch.concat, torch.concatenate))
 EXPANDING: frozenset[Callable[..., Any]] = frozenset(
     (Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to)
 )
+
+
+def is_pointwise(func: Callable[..., Any]) -> bool:
+    """True if a torch function broadcasts its arguments."""
+    # dynamo hashes methods that torch wraps in Python (`Tensor.__pow__`) in its own way, and finds them in no set.
+    return func in (_LISTED if torch.compiler.is_compiling() else POINTWISE)
 
 
 def copies_for(

@@ -14,6 +14,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.engines.guards.lockstep import refused_by_all
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.replicated import check_replicated
+from dpfunc.engines.tracing.any_values import AnyValuesTrace
 from dpfunc.engines.tracing.credit import WrongGuess
 from dpfunc.engines.tracing.entries import part
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key
@@ -136,13 +137,19 @@ class DiscoveryCache:
     def discover(
         self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable
     ) -> dict[Key, SampleAxis | None]:
-        """Find the sample axis of each use, by one traced step that is proven.
+        """Find the sample axis of each use, by one traced step that is proven without looking at its numbers.
 
         Raises:
             UnsupportedModel: it is not, or uses of a parameter have different sample axes.
         """
-        discovery = DiscoveryRecorder(Trace(_size(batch)), self.wrong.setdefault(loss_fn, set()))
-        refuse_unproven(engine._run(loss_fn, params, batch, discovery).doubts)
+        wrong = self.wrong.setdefault(loss_fn, set())
+        while True:
+            discovery = DiscoveryRecorder(AnyValuesTrace(_size(batch)), wrong)
+            try:
+                refuse_unproven(engine._run(loss_fn, params, batch, discovery).doubts)
+                break
+            except WrongGuess as error:
+                wrong.add(error.args[0])
         if discovery.unclear:
             names = sorted({key[0] for key in discovery.unclear})
             raise UnsupportedModel(

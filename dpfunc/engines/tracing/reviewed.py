@@ -8,7 +8,16 @@ from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type
 from dpfunc.engines.tracing.entries import key_of, part
-from dpfunc.engines.tracing.readers import DRAWING, EACH_IMAGE, ONE_BY_ONE, SAME_FOR_ALL, TRUSTED, listed, reader
+from dpfunc.engines.tracing.readers import (
+    DRAWING,
+    EACH_IMAGE,
+    ONE_BY_ONE,
+    SAME_FOR_ALL,
+    TRUSTED,
+    listed,
+    omits_mask_wrongly,
+    reader,
+)
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored
 
 if TYPE_CHECKING:
@@ -21,7 +30,7 @@ _GRID_SIZE = 3
 def may_read(trace: Trace, value: Tensor, kind: Type, module: str, name: str) -> bool:
     """True if a number that is read by this function of this module does not depend on other samples."""
     if listed(TRUSTED, module, name) or listed(DRAWING, module, name):
-        return True
+        return not omits_mask_wrongly()
     if listed(ONE_BY_ONE, module, name):
         return _own(kind)
     return listed(SAME_FOR_ALL, module, name) and _same_for_all(trace, value)

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.rules import COMPOSITES, EXPANDING, JOINING, LIKE_FIRST, POINTWISE, RULES
+from dpfunc.engines.rules import COMPOSITES, EXPANDING, JOINING, LIKE_FIRST, RULES
 from dpfunc.engines.rules.composite import without_dispatch
-from dpfunc.engines.rules.pointwise import copies_for
+from dpfunc.engines.rules.pointwise import copies_for, is_pointwise
 from dpfunc.engines.rules.recurrent import PADDING
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.tracing.python_values import SIZES
@@ -95,7 +95,7 @@ class Tracker(TorchFunctionMode):
         if func in CONVERTING and len(args) > 1 and isinstance(args[1], Tensor):  # its values do not matter
             args = (args[0], args[1].device, args[1].dtype, *args[2:])
             func = Tensor.to
-        if func in RULES or func in POINTWISE:
+        if func in RULES or is_pointwise(func):
             self._track_untracked(args)
         if not self._has_tracked(args) and not (kwargs and self._has_tracked(kwargs.values())):
             return func(*args, **kwargs)
@@ -248,7 +248,7 @@ class Tracker(TorchFunctionMode):
         private: bool,
     ) -> SampleAxis | None:
         """Sample axis to assume in the result of a use that depends on no sample."""
-        if func not in RULES and func not in POINTWISE and func not in LIKE_FIRST:
+        if func not in RULES and not is_pointwise(func) and func not in LIKE_FIRST:
             return None
         if func in RULES:
             result = self._run_detached(func, args, kwargs)
@@ -274,7 +274,7 @@ class Tracker(TorchFunctionMode):
         for tracked in found:
             tracked.used.append(version(tracked.tensor))
         joins = func in JOINING and self._of_one(key, tensors)
-        if func in POINTWISE or func in EXPANDING or func in LIKE_FIRST or joins:
+        if is_pointwise(func) or func in EXPANDING or func in LIKE_FIRST or joins:
             return self._pointwise(func, args, kwargs, found, key, guess)
         if func not in RULES or any(tensor.is_complex() for tensor in tensors):
             raise no_rule(func, tensors, found)

@@ -35,8 +35,8 @@ _FP16 = (
     "TrainingArguments(bf16=True), or `accelerate launch --mixed_precision bf16`."
 )
 _COMPILED = (
-    "It compiles the model for the gradient of a batch. Leave it out; a compiled private step is "
-    "make_dp_step(..., compile=True), in a loop of your own."
+    "It compiles the model for the gradient of a batch. Leave it out, and compile private steps: "
+    "PrivacyArguments(dp_compile=True)."
 )
 _DEALT = "The plan deals out each draw to the processes. Leave it at its default."
 

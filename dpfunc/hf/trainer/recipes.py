@@ -28,12 +28,15 @@ _DECIDED = (
 _SHORT = 0.2
 
 
-def model_recipe(strategy: Strategy, model: nn.Module, *, dataset_size: int, epsilon: float, delta: float) -> Recipe:
+def model_recipe(
+    strategy: Strategy, model: nn.Module, *, dataset_size: int, epsilon: float, delta: float, measure: bool = True
+) -> Recipe:
     """The recipe for the parameters of a model that require gradients.
 
     Args:
         strategy: see `dpfunc.recipes.recipe`. model: of Transformers or PEFT.
         dataset_size: public number of records. epsilon, delta: the budget.
+        measure: find the norm of a head's inputs on made-up tokens; without, it is that behind a layer norm.
 
     Raises:
         InvalidArgument: `head` for what is no single linear layer.
@@ -50,12 +53,13 @@ def model_recipe(strategy: Strategy, model: nn.Module, *, dataset_size: int, eps
             f"Expected one linear layer to be trained with the recipe 'head', got {sorted(head)}. Freeze the others "
             "(requires_grad_(False)); or give batch size, steps and rate yourself."
         )
+    classes = getattr(getattr(model, "config", None), "num_labels", None)
     facts: dict[str, Any] = {}
-    if linear:
+    if strategy == "head" or (linear and len(weights[0]) == classes):  # not the vocabulary of a language model
         facts = {
             "num_classes": len(weights[0]),
             "num_head_parameters": sum(p.numel() for p in head.values()),
-            "feature_norm": _feature_norm(model, list(head.values())),
+            "feature_norm": _feature_norm(model, list(head.values())) if measure else None,
         }
     return recipe(
         strategy,
@@ -76,7 +80,7 @@ def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
-    """Norm of the inputs of a linear head, on made-up tokens; None for models that take no tokens.
+    """Norm of the inputs of a linear head, on made-up tokens; None for models that cannot take these.
 
     The gradient of one logit for the head is its input, and 1 for the bias. No record is read.
     """
@@ -89,15 +93,17 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
     ids = torch.randint(int(vocabulary), (count, min(length, _positions(config))), generator=source)
     was_training = model.training
     model.train(False)
+    norms = []
     try:
-        lengths = []
         for row_T in ids.to(head[0].device):
             logits = model(input_ids=row_T[None], attention_mask=torch.ones_like(row_T[None])).logits
             grads = torch.autograd.grad(logits[0, 0], head, allow_unused=True)
-            lengths.append(math.sqrt(sum(float(g.square().sum()) for g in grads if g is not None)))
+            norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads if grad is not None)))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than tokens
+        return None
     finally:
         model.train(was_training)
-    return sum(lengths) / count or None
+    return sum(norms) / count or None
 
 
 def _positions(config: Any) -> int:  # noqa: ANN401  (a configuration of Transformers)
@@ -155,7 +161,7 @@ def short_way(
     strategy = _guessed(model)
     if strategy is None or "adam" not in str(_plain(args.optim)).lower():
         return None
-    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta)
+    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=False)
     way, wanted = args.learning_rate * num_steps, found.learning_rate * found.num_steps
     if way >= _SHORT * wanted:
         return None

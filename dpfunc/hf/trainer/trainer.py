@@ -306,12 +306,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
         if self.recipe is not None:
             return self.recipe.advice()
-        if self.privacy.dp_epsilon is None or self.privacy.dp_delta is None or self.optimizer is not None:
+        privacy, plan = self.privacy, self._plan  # None where nothing is trained
+        if plan is None or privacy.dp_epsilon is None or privacy.dp_delta is None or self.optimizer is not None:
             return None
-        n = self.plan.sampler.dataset_size
+        n = plan.sampler.dataset_size
         return short_way(
-            self.model, self.args, dataset_size=n, num_steps=self._num_steps(n), epsilon=self.privacy.dp_epsilon,
-            delta=self.privacy.dp_delta,
+            self.model, self.args, dataset_size=n, num_steps=self._num_steps(n), epsilon=privacy.dp_epsilon,
+            delta=privacy.dp_delta,
         )  # fmt: skip
 
     def _described_data(self) -> str:

@@ -232,20 +232,22 @@ def _checked_size(image_size: object) -> tuple[int, int]:
     return height, width
 
 
-def flatten_images(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict[str, Tensor]:
     """A batch with its images as models take them: those of all samples on axis 0, next to those of the same sample.
 
     Args:
         batch: with samples on axis 0 of all tensors. Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or
-            (B, I, 3); several images (B, I, C, H, W), or (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others,
-            and those with `pixel_attention_mask` (Idefics3), are left as they are.
+            (B, I, 3); several images (B, I, C, H, W), or (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others
+            are left as they are.
+        nested: the model takes (B, I, ...), so nothing is done. Also where there is a `pixel_attention_mask`, which
+            such models have.
 
     >>> flatten_images({"pixel_values": torch.zeros(4, 2, 3, 8, 8)})["pixel_values"].shape
     torch.Size([8, 3, 8, 8])
     """
     result = dict(batch)
     pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
-    if pixels is None or "pixel_attention_mask" in batch:
+    if pixels is None or nested or "pixel_attention_mask" in batch:
         return result
     several = grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3)
     if several:

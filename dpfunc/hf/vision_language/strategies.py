@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import fail, one_of, shorten, whole
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
+from dpfunc.hf.facts import facts_of
 from dpfunc.hf.tasks import causal_lm
 from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.hf.vision_language.submodules import (
@@ -316,5 +317,6 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     >>> image_text_loss(projector.forward, projector.params, batch).shape
     torch.Size([1])
     """
-    inputs: dict[str, Any] = {**flatten_images(batch), "use_cache": False}  # a cache is for generation
+    nested = facts_of(forward).nested_images
+    inputs: dict[str, Any] = {**flatten_images(batch, nested=nested), "use_cache": False}  # a cache is for generation
     return causal_lm(forward, params, inputs)

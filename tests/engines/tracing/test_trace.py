@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from oracle import clean, differences, quiet, replaced
 from programs import Program, Rows, made, run
 
+from dpfunc.engines import bookkeeping
+
 LENGTHS = st.integers(1, 30)
 SEEDS = st.integers(0, 2**30)
 
@@ -99,3 +101,19 @@ def test_programs_that_mix_rows_are_seen():
             program, batch = made(seed, 15)
             counts[all(map(clean, run(program, batch).kinds))] += 1
     assert counts[False] > 50
+
+
+def test_an_empty_tensor_is_no_untraced_memory():
+    """A cache of keys begins with tensors without numbers, new ones in each step; a tensor with numbers is noted."""
+
+    def loss_of(numbers):
+        def loss_fn(params, batch):
+            made = torch.tensor(numbers, dtype=batch.dtype)
+            return torch.cat([batch @ params["w"], made])[: len(batch)]
+
+        return loss_fn
+
+    for numbers, noted in (([], False), ([1.0], True)):
+        engine, loss_fn, params = bookkeeping(unproven="audit"), loss_of(numbers), {"w": torch.ones(3)}
+        steps = [engine(loss_fn, params, torch.randn(4, 3)) for _ in range(3)]
+        assert [step.untraced for step in steps] == [False, noted, noted]

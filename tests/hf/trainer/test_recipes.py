@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from transformers import BartConfig, BartForSequenceClassification, TrainerCallback
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer import recipes
@@ -190,6 +190,35 @@ def test_predictions_of_one_class_are_warned_of_once(tmp_path, caplog):
         run.evaluate()
     said = [record.message for record in caplog.records if "All 40 predictions are class 1" in record.message]
     assert len(said) == 1
+
+
+def test_evaluation_without_training_data_is_warned_of_too(tmp_path, caplog):
+    model = classifier()
+    with torch.no_grad():
+        model.classifier.bias.copy_(torch.tensor([0.0, 100.0]))
+    args = training_arguments(tmp_path, **FREE)
+    for privacy in (PrivacyArguments(**BUDGET), PrivacyArguments(dp_enabled=False)):
+        run = DPTrainer(model, args, privacy=privacy, eval_dataset=DATA[:40], compute_metrics=lambda prediction: {})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            run.evaluate()
+        assert [record for record in caplog.records if "predictions are class 1" in record.message]
+
+
+def test_a_model_that_needs_more_than_tokens_has_a_recipe(tmp_path):
+    """BART wants an end token in each text; the norm of its features is then taken as that behind a layer norm."""
+    config = BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=16, num_labels=2,
+        eos_token_id=60,
+    )  # fmt: skip
+    model = BartForSequenceClassification(config)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("classification_head.out_proj"))
+    facts = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
+    wanted = recipe("head", num_parameters=34, num_classes=2, **facts)
+    assert recipes.model_recipe("head", model, **facts) == wanted
+    assert model.training
 
 
 @pytest.mark.parametrize(

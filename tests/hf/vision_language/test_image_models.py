@@ -71,6 +71,7 @@ def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
     forward, params = functionalize(model)
     with torch.no_grad():
         found = make_loss_fn(forward, image_text_loss)(params, collate(samples(name, counts)))
+        torch.testing.assert_close(make_loss_fn(forward, "vqa")(params, collate(samples(name, counts))), found)
         for loss, sample, count in zip(found, samples(name, counts), counts, strict=True):
             _, own = collator(name, count, pad_to_multiple_of=1)
             alone = model(**flatten_images(own([sample]))).loss
@@ -81,12 +82,29 @@ def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
 def test_images_of_several_sizes_are_refused_without_one_size(name):
     _, processor, size = family(name)
     options = {"max_length": 60, "chat": False}
-    if name in ("Idefics3", "SmolVLM"):  # images are not split here, so that each has one size
-        processor.image_processor.do_image_splitting = True
-    if name != "SmolVLM":
-        with pytest.raises(UnsupportedModel, match="image_size"):
-            image_text_collator(processor, **options)
+    with pytest.raises(UnsupportedModel, match="image_size"):
+        image_text_collator(processor, **options)
     assert image_text_collator(processor, **options, image_size=size).image_size == size
+
+
+def test_an_image_of_another_shape_is_refused():
+    """A processor that gives images of some size another number of pixels than those that were tried."""
+    _, collate = collator("SmolVLM", 1)
+    larger = {"pixel_values": torch.zeros(1, 1, 3, 32, 32), "pixel_attention_mask": torch.ones(1, 1, 32, 32)}
+    collate.processor.image_processor = lambda images, return_tensors: larger
+    with pytest.raises(UnsupportedModel, match="every image the same shape, got pixel_values"):
+        collate(samples("SmolVLM", (1,)))
+
+
+@pytest.mark.parametrize("name", ["Idefics3", "SmolVLM"])
+def test_a_batch_without_a_mask_of_pixels(name):
+    """A collator of the user's own may leave it out; the model takes images with an axis for samples all the same."""
+    model, collate = collator(name, 2)
+    forward, params = functionalize(model)
+    batch = collate(samples(name, (1, 2)))
+    loss_fn = make_loss_fn(forward, "vqa")
+    without = {key: value for key, value in batch.items() if key != "pixel_attention_mask"}
+    assert loss_fn(params, without).shape == loss_fn(params, batch).shape
 
 
 @pytest.mark.parametrize("size", [3, (4,), (0, 4), "ab", (1.5, 2)])
