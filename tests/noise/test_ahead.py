@@ -165,7 +165,7 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
         return drawn_ahead(key, like, threads)
 
     monkeypatch.setattr(step, "drawn_ahead", spied)
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu: 3 if on_cpu else 0)
+    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: 3 if on_cpu else 0)
     plan = dpfunc.Plan(
         dpfunc.sampling.Poisson(4, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3
     )
