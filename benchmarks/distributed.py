@@ -1,9 +1,11 @@
 """A step on several processes against the plain step of DistributedDataParallel: `python -m benchmarks.distributed`.
 
 Each process takes its share of one batch. In each round both steps run once, in turn, between barriers; the ratio is
-that of the slowest process. One torch thread a process. `plain` is forward, mean loss, backward with DDP's overlapped
-all-reduce; `dp_step` is all of a private step: checks, handshake, clipped sum, one all-reduce, noise. Its parts are
-timed alone. On a GPU (`--device cuda`) the backend is nccl.
+that of the slowest process; the ratio of CPU seconds, all threads together, depends less on what else the machine does.
+One torch thread a process. `plain` is forward, mean loss, backward with DDP's overlapped all-reduce; `dp_step` is all
+of a private step: checks, handshake, clipped sum, noise, one all-reduce. Its parts are timed alone. What a step
+communicates, and how much noise the first process draws, is counted in one more step. On a GPU (`--device cuda`) the
+backend is nccl.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -31,11 +35,13 @@ from benchmarks.engines.problem import Problem
 from benchmarks.engines.report import machine, versions, write
 from dpfunc import clipping, distributed, sampling
 from dpfunc.distributed.agreement import agree, summarize
+from dpfunc.distributed.noise_shares import noise_windows
 from dpfunc.distributed.reduce import sum_over
-from dpfunc.noise import add_gaussian
+from dpfunc.noise import gaussian, streams
 from dpfunc.types import ClippedSum
 
 RESULT = Path(__file__).parent / "results" / "distributed.json"
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce")
 Steps = Mapping[str, Callable[[], object]]
 
 
@@ -69,6 +75,8 @@ def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], objec
     states = [dp_step.init(params, distributed.shared_key(ranks))]
     sums = {name: torch.zeros_like(p) for name, p in params.items()}
     clipped = ClippedSum(sums, dict.fromkeys(sums, "all"), {"all": 1.0})
+    share = noise_windows({name: value.shape for name, value in sums.items()}, ranks.rank, ranks.size)
+    add_share = gaussian(1.0).add_share or (lambda *args: None)
 
     def step() -> None:
         states.append(dp_step(params, batch, states[-1]).state)
@@ -78,20 +86,34 @@ def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], objec
         "clipped sum": lambda: dp_step.clipped_grad(params, batch),
         "handshake": lambda: agree(summarize(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
         "all-reduce": lambda: sum_over(ranks, sums, params),
-        "noise": lambda: add_gaussian(clipped, 1.0, dpfunc.insecure_key(0)),
+        "noise": lambda: add_share(clipped, share, dpfunc.insecure_key(0)),
     }
 
 
-def seconds_together(step: Callable[[], object], device: str) -> float:
-    """How long the slowest process takes."""
+def seconds_together(step: Callable[[], object], device: str) -> tuple[float, float]:
+    """How long the slowest process takes, and the most CPU seconds that one needs."""
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     step()
     if device == "cuda":
         torch.cuda.synchronize()
-    taken = torch.tensor([time.perf_counter() - start], device=device)
+    taken = torch.tensor([time.perf_counter() - start, time.process_time() - cpu], device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    return float(taken[0]), float(taken[1])
+
+
+def counted(step: Callable[[], object]) -> dict[str, int]:
+    """Collectives of one step, the bytes that this process gives to them, and the normal numbers that it draws."""
+    with ExitStack() as stack:
+        drawn = stack.enter_context(mock.patch.object(streams, "tile", wraps=streams.tile))
+        calls = [stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES]
+        step()
+    sent = [next(a for a in call.args if isinstance(a, Tensor)) for each in calls for call in each.call_args_list]
+    return {
+        "collectives": len(sent),
+        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in sent),
+        "normals": sum(call.args[3] for call in drawn.call_args_list),
+    }
 
 
 def work(rank: int, size: int, folder: str, case: str, rounds: int, device: str, quick: bool) -> None:
@@ -104,14 +126,15 @@ def work(rank: int, size: int, folder: str, case: str, rounds: int, device: str,
     problem = CASES[case].problem(quick=quick)
     share = replace(problem, inputs=problem.inputs[rank::size], targets=problem.targets[rank::size]).to(device)
     steps = {"plain": plain_step(share), **private_steps(share, rounds)}
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
             taken = seconds_together(step, device)
             if number:
                 found[name].append(taken)
+    counts = counted(steps["dp_step"])
     if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
+        torch.save((found, counts), f"{folder}/found.pt")
     steps.clear()  # the plain one holds the group
     distributed.shutdown()
 
@@ -120,25 +143,34 @@ def measure(case: str, size: int, rounds: int, device: str, quick: bool) -> dict
     """Medians of seconds, and of the ratios to the plain step of the same round."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (size, folder, case, rounds, device, quick), nprocs=size)
-        found: dict[str, list[float]] = torch.load(f"{folder}/found.pt", weights_only=True)
-    base = found["plain"]
+        found, counts = torch.load(f"{folder}/found.pt", weights_only=True)
+    wall, cpu = ({name: [pair[i] for pair in pairs] for name, pairs in found.items()} for i in range(2))
     return {
         "case": case,
         "processes": size,
         **CASES[case].problem(quick=quick).sizes(),
-        "seconds": {name: statistics.median(values) for name, values in found.items()},
-        "ratio": {n: statistics.median(a / b for a, b in zip(v, base, strict=True)) for n, v in found.items()},
+        "seconds": {name: statistics.median(values) for name, values in wall.items()},
+        "ratio": _ratios(wall),
+        "cpu_seconds": {name: statistics.median(values) for name, values in cpu.items()},
+        "cpu_ratio": _ratios(cpu),
+        "counts": counts,
     }
 
 
+def _ratios(found: Mapping[str, list[float]]) -> dict[str, float]:
+    base = found["plain"]
+    return {n: statistics.median(a / b for a, b in zip(v, base, strict=True)) for n, v in found.items()}
+
+
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each measurement: case, processes, plain ms, dp_step ms, ratio, parts in ms."""
+    """A line for each measurement: milliseconds, ratios to the plain step, CPU milliseconds of the parts, counts."""
     parts = ("clipped sum", "handshake", "all-reduce", "noise")
     return [
         [
             row["case"], str(row["processes"]), f"{1e3 * row['seconds']['plain']:.0f}",
             f"{1e3 * row['seconds']['dp_step']:.0f}", f"{row['ratio']['dp_step']:.2f}",
-            *(f"{1e3 * row['seconds'][part]:.1f}" for part in parts),
+            f"{row['cpu_ratio']['dp_step']:.2f}", *(f"{1e3 * row['cpu_seconds'][part]:.1f}" for part in parts),
+            str(row["counts"]["collectives"]), f"{row['counts']['normals'] / 1e6:.2f}",
         ]
         for row in rows
     ]  # fmt: skip
@@ -150,10 +182,13 @@ HEADS = [
     "plain ms",
     "dp_step ms",
     "ratio",
+    "CPU ratio",
     "clipped sum ms",
     "handshake ms",
     "all-reduce ms",
     "noise ms",
+    "collectives",
+    "million normals",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -33,7 +34,6 @@ from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
 from dpfunc.engines.guards.parameters import check_named, check_params
 from dpfunc.engines.loop import loop
-from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
@@ -167,7 +167,7 @@ class DPStep:
         state, rows = self._check(params, batch, state, mask_B)
         with self._noise_ahead(params, state):
             clipped, unreleased = self._clip(params, rows, state)
-            released, noise_state = self._add_noise(clipped, state)
+            released, noise_state = self._add_noise(clipped, params, state)
         after = self._record(released, noise_state, state, params)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
@@ -213,23 +213,24 @@ class DPStep:
         def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
             return self.clipped_grad.compute(params, batch, mask_B, key, run)
 
-        return self._processes.sum(clip, params, rows)
+        return self._processes.clip(clip, params, rows)
 
     def _noise_ahead(self, params: Params, state: StepState) -> AbstractContextManager[None]:
         """Inside, free cores draw the noise of this step: with its key, and for this step only."""
-        like = {n: torch.empty(p.shape, dtype=accumulation_dtype(p.dtype), device="meta") for n, p in params.items()}
-        parts = any(is_dtensor(param) for param in params.values())
-        worthwhile = sum(leaf.numel() for leaf in like.values()) >= _AHEAD
-        if self.noise_source != "secure" or parts or not worthwhile:
+        if self.noise_source != "secure" or any(is_dtensor(param) for param in params.values()):
             return nullcontext()
-        threads = free_cores(all(param.is_cpu for param in params.values()))
+        like = self._processes.noise_of(params)
+        if sum(math.prod(leaf.shape) for leaf in like.values()) < _AHEAD:
+            return nullcontext()
+        threads = free_cores(all(param.is_cpu for param in params.values()), self._processes.on_this_machine)
         return drawn_ahead(self._release_key(state), like, threads)
 
     def _release_key(self, state: StepState) -> Key:
         return fold_in(fold_in(state.key, "step", state.step), "release")
 
-    def _add_noise(self, clipped: ClippedSum, state: StepState) -> tuple[dict[str, Tensor], Any]:
-        return self._mechanism(state.step).add(clipped, state.noise_state, self._release_key(state))
+    def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
+        mechanism, key = self._mechanism(state.step), self._release_key(state)
+        return self._processes.release(mechanism, clipped, params, state.noise_state, key)
 
     def _mechanism(self, step: int) -> Mechanism:
         plan = self.plan

@@ -19,7 +19,7 @@ from dpfunc._utils.locks import lock
 from dpfunc._utils.validation import unique_json
 from dpfunc.errors import CheckpointError
 
-DIGEST_BYTES = 16
+_DIGEST_BYTES = 16
 RESTORE = (
     "Restore the journal and its .head file together, as they were. If they are lost, count every step that the run "
     "can have released: plan.ledger()."
@@ -84,7 +84,7 @@ def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file atomically and durably: a crash leaves the old content or the new one, never a part.
 
     Args:
-        path: of the file. text: its whole new content. mode: who may read it, from its first byte on.
+        path: of the file. text: all of its new content. mode: who may read it, from its first byte on.
     """
     new = path.with_name(f"{path.name}.new")
     if new.exists():  # left by a crash, with a mode of its own
@@ -206,10 +206,10 @@ def check_end(path: Path, at: Position) -> None:
             f"Expected {known.lines} lines in the journal {path}, as {head_path(path).name} says, got {lines}: line "
             f"{lines + 1} and those after it are missing. {RESTORE}"
         )
-    said = f"Line {known.lines} of the journal {path} is not the one that {head_path(path).name} knows"
+    reason = f"Line {known.lines} of the journal {path} is not the one that {head_path(path).name} knows"
     if known.lines < lines - 1:
-        said = f"The journal {path} has {lines} lines, {head_path(path).name} knows of {known.lines}"
-    raise CheckpointError(f"{said}: one of the two files was changed, or belongs to another journal. {RESTORE}")
+        reason = f"The journal {path} has {lines} lines, {head_path(path).name} knows of {known.lines}"
+    raise CheckpointError(f"{reason}: one of the two files was changed, or belongs to another journal. {RESTORE}")
 
 
 def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str, Any]) -> None:
@@ -252,4 +252,4 @@ def sync_directory(path: Path) -> None:
 
 
 def _digest(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).hexdigest()

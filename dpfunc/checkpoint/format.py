@@ -32,7 +32,7 @@ PREFIX = "step-"
 NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
 SAVING, REMOVING = ".saving-", ".removing-"
 STATE, PLAN, MANIFEST, METADATA = "state.json", "plan.json", "manifest.json", ".metadata"
-AWAY = "Restore it; or move the whole folder of this checkpoint away, and the one before it counts."
+_AWAY = "Restore it; or move the folder of this checkpoint away, and the one before it counts."
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
     try:
         return unique_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"The file {path} cannot be read: {said}. It was changed after it was saved. {AWAY}"
+            f"The file {path} cannot be read: {reason}. It was changed after it was saved. {_AWAY}"
         ) from error
 
 
@@ -208,16 +208,16 @@ def all_checkpoints(parent: Path) -> list[Path]:
     return sorted((path for path in found if found[path] and path.is_dir()), key=_place)
 
 
-def whole_checkpoints(parent: Path) -> list[Path]:
+def complete_checkpoints(parent: Path) -> list[Path]:
     """Those of `all_checkpoints` that have all their files.
 
     Raises:
         CheckpointError: a list of files that cannot be read.
     """
-    return [path for path in all_checkpoints(parent) if is_whole(path)]
+    return [path for path in all_checkpoints(parent) if is_complete(path)]
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """True if a checkpoint has its list of files, and each of them; their contents are not read.
 
     Raises:
@@ -237,7 +237,7 @@ def read_manifest(path: Path) -> dict[str, str]:
     if not plain or not {STATE, PLAN, METADATA} <= files.keys() or any(Path(name).name != name for name in files):
         raise CheckpointError(
             f"The file {path / MANIFEST} was changed after it was saved: it is no list of the files of a checkpoint. "
-            f"{AWAY}"
+            f"{_AWAY}"
         )
     return dict(files)
 
@@ -299,7 +299,7 @@ def saved_state(path: Path) -> dict[str, Any]:
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"The file {path / STATE} was changed after it was saved: it has no key of a run, or no number of notes. "
-            f"{AWAY}"
+            f"{_AWAY}"
         ) from error
     return dict(values)
 
@@ -322,7 +322,7 @@ def check_own(parent: Path, own: Container[str]) -> None:
     Raises:
         CheckpointError: another run's.
     """
-    for path in whole_checkpoints(parent):
+    for path in complete_checkpoints(parent):
         if fingerprint(saved_key(path)) not in own:
             raise CheckpointError(
                 f"Expected only checkpoints of this run in {parent}, found {path.name} of another run: a load could "
@@ -351,7 +351,7 @@ def sha256(path: Path) -> str:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """A file that only its owner can read, from its first byte on; whole or absent, and on disk when this returns."""
+    """Write a file that only its owner can read, from its first byte on: complete or not at all, and on disk."""
     replace_file(path, json.dumps(values, indent=1), 0o600)
 
 

@@ -79,9 +79,9 @@ class Journal:
 
     Guarantees:
         a process killed at any moment has journalled every step it released
-        (tests/checkpoint/test_one_process.py::test_kill_loses_no_accounting); no step is released twice with other
-        values, by whatever processes (tests/test_state.py::test_a_key_begins_one_run, test_a_step_is_released_once);
-        no line is lost or changed unseen
+        (tests/checkpoint/test_several_processes.py::test_kill_loses_no_accounting); no step is released twice with
+        other values, by whatever processes (tests/test_state.py::test_a_key_begins_one_run,
+        test_a_step_is_released_once); no line is lost or changed unseen
         (tests/checkpoint/test_journal.py::test_a_line_that_is_lost_or_changed_is_seen).
 
     >>> import tempfile
@@ -218,8 +218,8 @@ def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
             events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
             yield values["run"], int(values["step"]), Taken(values["adjacency"], events, str(values["release"]))
         except KeyError as error:
-            said = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
-            raise CheckpointError(said) from error
+            message = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
+            raise CheckpointError(message) from error
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"Line {end.lines} of the journal {path} cannot be read: {error}.") from error
 

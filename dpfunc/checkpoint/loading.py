@@ -21,6 +21,7 @@ from dpfunc.checkpoint.format import (
     Checkpoint,
     all_checkpoints,
     check_choice,
+    complete_checkpoints,
     describe,
     described,
     difference,
@@ -32,13 +33,12 @@ from dpfunc.checkpoint.format import (
     state_from_dict,
     state_to_dict,
     verify,
-    whole_checkpoints,
 )
 from dpfunc.checkpoint.journal import append_line, read_steps
 from dpfunc.checkpoint.plan_json import plan_difference
 from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, note_line, resume
 from dpfunc.checkpoint.run_layout import layout
-from dpfunc.checkpoint.saving import check_whole
+from dpfunc.checkpoint.saving import check_unsharded
 from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
 from dpfunc.checkpoint.values import decode
 from dpfunc.distributed.launch import is_writer
@@ -68,7 +68,7 @@ def load(
     without_journal: Literal["refuse", "new_key"] = "refuse",
     later_runs: LaterRuns = "refuse",
 ) -> Checkpoint:
-    """Read the newest whole checkpoint into the layout of these processes, and refuse one of another run.
+    """Read the newest complete checkpoint into the layout of these processes, and refuse one of another run.
 
     In the layout in which it was saved the state that comes back repeats the steps after the checkpoint bit for bit, on
     the same data, at no cost. In another one (other processes, machine or number of threads) sums round differently.
@@ -88,7 +88,7 @@ def load(
             devices are those of the result.
         ranks: as given to `make_dp_step`; all their processes call. None is one process.
         optimizer_state: a state of the same structure, whose tensors say how each is laid out. None lays out what is
-            like its parameter as that parameter, and the rest whole. Optimizers of torch number their parameters:
+            like its parameter as that parameter, and shards nothing else. Optimizers of torch number their parameters:
             build them from `params.values()`, or from `params.items()`, which keeps the names.
         journal: the file of `Journal`, read by the process that writes it.
         recharge: what to do when steps beyond the checkpoint cannot be repeated. True: draw them anew, at their cost.
@@ -125,7 +125,7 @@ def load(
     all_or_none(partial(check_choice, journal, without_journal), ranks, FAILED)
 
     def check() -> dict[str, torch.Tensor]:
-        check_whole(params, ranks)
+        check_unsharded(params, ranks)
         _verify_share(path, ranks)
         if values.get("schema") != SCHEMA:
             raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
@@ -165,17 +165,17 @@ def load(
 
 
 def _found(parent: Path, ranks: Ranks | None) -> bytes:
-    """The name of the newest whole checkpoint and its state, read by one process."""
+    """The name of the newest complete checkpoint and its state, read by one process."""
     if not is_writer(ranks):
         return b""
-    whole = whole_checkpoints(parent)
-    half = [path for path in all_checkpoints(parent) if path not in whole]
-    if not whole:
-        there = f" What is there is not whole: {shorten([path.name for path in half])}." if half else ""
+    complete = complete_checkpoints(parent)
+    half = [path for path in all_checkpoints(parent) if path not in complete]
+    if not complete:
+        there = f" What is there is not complete: {shorten([path.name for path in half])}." if half else ""
         raise CheckpointError(f"Expected a checkpoint in {parent}, found none.{there} Start a new run.")
-    path = whole[-1]
+    path = complete[-1]
     if all_checkpoints(parent)[-1] != path:
-        logger.warning("The checkpoint %s is not whole and is passed over.", half[-1])
+        logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
     verify(path, {STATE: read_manifest(path)[STATE]})
     return json.dumps([path.name, saved_state(path)]).encode()
 

@@ -17,6 +17,7 @@ from dpfunc._utils.validation import one_of, shorten, unique_json
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint.format import difference, state_from_dict
 from dpfunc.checkpoint.journal import Taken
+from dpfunc.checkpoint.run_layout import DIGESTS
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -24,7 +25,7 @@ from dpfunc.state import StepState
 from dpfunc.types import Event
 
 NOTES = "resumed.jsonl"
-NO_STATE: Mapping[str, Any] = {"tuple": []}
+_NO_STATE: Mapping[str, Any] = {"tuple": []}
 """The state of Gaussian noise, `()`, as a checkpoint has it."""
 Runs = Mapping[str, Mapping[int, Taken]]
 LaterRuns = Literal["refuse", "ignore"]
@@ -179,7 +180,7 @@ def resume(
             changed,
             layout,
             f"Steps {state.step} to {state.charged - 1} were released after the checkpoint, and are in the journal. "
-            "Resume as they were computed; or pass recharge=True to draw them anew, with new noise, at their cost.",
+            "Resume as they were computed; or draw them anew, with new noise, at their cost: load(..., recharge=True).",
         )
     counted[history.run] = state.charged
     fresh = _with_new_key(history, state, plan, new_key)
@@ -230,7 +231,7 @@ def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> S
         CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew; or the noise of steps
             to come is correlated with that of earlier ones, which no sum of costs covers.
     """
-    if history.values["noise"] != NO_STATE:
+    if history.values["noise"] != _NO_STATE:
         raise CheckpointError(
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
             "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run "
@@ -262,7 +263,7 @@ def _budget_limit(state: StepState, plan: Plan) -> int:
 
 
 def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
-    lines = shorten(difference(saved, now)) or "it was, for a while"
+    lines = shorten(sorted(difference(saved, now), key=lambda line: line.startswith(DIGESTS))) or "it was, for a while"
     raise CheckpointError(
         f"The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
         f"sums that round differently would give the difference away. {what}"

@@ -12,6 +12,9 @@ from dpfunc.distributed.object_collectives import digest_over_ranks, rank_and_si
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.types import Params
 
+DIGESTS = ("all machines", "parts of parameters")
+"""Entries of a layout that a reader cannot understand: others come first in messages."""
+
 
 def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     """The layout of a run as JSON values; runs of equal layouts repeat their steps bit for bit.
@@ -29,9 +32,9 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
         "data processes": 1 if ranks is None else ranks.size,
         "tensor processes": rank_and_size(ranks)[1] // (1 if ranks is None else ranks.size),
         "backend": None if ranks is None or alone else str(dist.get_backend(ranks.group)),
-        "parts of parameters": digest_over_ranks(str([_cut(p) for p in params.values()]), None),
+        DIGESTS[1]: digest_over_ranks(str([_cut(p) for p in params.values()]), None),
         "machine": _machine(params),
-        "all machines": digest_over_ranks(_machine(params), None if alone else ranks),
+        DIGESTS[0]: digest_over_ranks(_machine(params), None if alone else ranks),
     }
 
 

@@ -28,6 +28,7 @@ from dpfunc.checkpoint.format import (
     STATE,
     all_checkpoints,
     check_own,
+    complete_checkpoints,
     data_fingerprint,
     free_name,
     remove,
@@ -36,7 +37,6 @@ from dpfunc.checkpoint.format import (
     state_to_dict,
     sweep,
     sync_file,
-    whole_checkpoints,
     write_json,
 )
 from dpfunc.checkpoint.journal import saved_end
@@ -94,14 +94,14 @@ def save(
     Raises:
         InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, or tensors cut into parts without
             ranks.
-        RankMismatch: the processes hold different states, plans or whole tensors: nothing was saved.
+        RankMismatch: the processes hold different states, plans or unsharded tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
+        tests/checkpoint/test_one_process.py: nothing is overwritten (test_nothing_is_overwritten);
         tests/checkpoint/test_several_processes.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
-        nothing is overwritten (test_nothing_is_overwritten), differing processes are refused
-        (test_processes_that_differ_save_nothing).
+        differing processes are refused (test_processes_that_differ_save_nothing).
 
     >>> import tempfile, torch
     >>> from dpfunc import clipping, sampling
@@ -130,13 +130,13 @@ def save(
         encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
         noise = encode("noise_state", state.noise_state, tensors)
         tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
-        check_whole(tensors, ranks)
+        check_unsharded(tensors, ranks)
         values = state_to_dict(state, data_fingerprint(data, state.key), extra)
         return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "noise": noise}}
 
     files = all_or_none(prepare, ranks, FAILED)
-    said = {name: json.dumps(values) for name, values in files.items()}
-    check_agreement({**said, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
+    texts = {name: json.dumps(values) for name, values in files.items()}
+    check_agreement({**texts, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
     files[STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
     with ExitStack() as stack:
@@ -159,8 +159,8 @@ def _check_types(params: object, state: object, plan: object, optimizer_state: o
         raise wrong_type("the result of optimizer.state_dict()", "optimizer_state", optimizer_state)
 
 
-def check_whole(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
-    """Check that the tensors of a single process are whole: it would write, or read, its own parts only.
+def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
+    """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only.
 
     Raises:
         InvalidArgument: a DTensor without ranks.
@@ -175,7 +175,7 @@ def check_whole(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
 
 def _notes(parent: Path) -> list[Note]:
     """Notes of the run in a directory; its first checkpoint begins their file."""
-    before = whole_checkpoints(parent)
+    before = complete_checkpoints(parent)
     if not before:
         (parent / NOTES).touch()
         sync_file(parent / NOTES)
@@ -187,7 +187,7 @@ def _begin(parent: Path, state: StepState, ranks: Ranks | None, stack: ExitStack
     if not is_writer(ranks):
         return b""
     run = fingerprint(state.key)
-    check_own(parent, family(run, _notes(parent)) if whole_checkpoints(parent) else {run})
+    check_own(parent, family(run, _notes(parent)) if complete_checkpoints(parent) else {run})
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
@@ -228,7 +228,7 @@ def _commit(
     path = free_name(parent, files[STATE]["step"])
     os.rename(work, path)
     sync_directory(parent)
-    kept = whole_checkpoints(parent)[-keep:]
+    kept = complete_checkpoints(parent)[-keep:]
     for old in all_checkpoints(parent):
         if old not in kept:
             remove(old)

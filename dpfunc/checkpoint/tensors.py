@@ -30,7 +30,7 @@ def owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> 
     """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
     Args:
-        slot: of the tensor. shape: of the whole tensor. skeleton: the state with slots in place of tensors. params: as
+        slot: of the tensor. shape: of all of the tensor. skeleton: the state with slots in place of tensors. params: as
             the run has them now.
 
     A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do: by
@@ -48,7 +48,7 @@ def owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> 
 
 
 def empty(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room for a tensor, laid out as another; for whole tensors that are like nothing, on the CPU."""
+    """Room for a tensor, laid out as another; for unsharded tensors that are like nothing, on the CPU."""
     if like is None:
         return torch.empty(shape, dtype=dtype)
     part = local(like.detach())
@@ -67,7 +67,7 @@ def room(
     Args:
         name: of the argument that is the template, for messages. encoded: the saved state, from `encode`. table: of
             what is on disk. params: of the run now. template: a state of the same structure whose tensors say how each
-            is laid out; without one, what is like its parameter is laid out as that, and the rest whole.
+            is laid out; without one, what is like its parameter is laid out as that, and the rest is not sharded.
 
     Raises:
         CheckpointError: the template has another structure, or nothing says how a tensor is laid out.

@@ -14,22 +14,22 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
 
 # Each type exactly: a subclass, such as a number of numpy or an Enum, would come back as something else.
-PLAIN = (type(None), bool, int, float, str)
-MAPS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
-LISTS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, torch.Size)}
-DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+_PLAIN = (type(None), bool, int, float, str)
+_MAPS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+_LISTS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, torch.Size)}
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "complex": (complex, str, complex),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
-    "dtype": (torch.dtype, str, DTYPES.__getitem__),
+    "dtype": (torch.dtype, str, _DTYPES.__getitem__),
     "device": (torch.device, str, torch.device),
 }
-HINTS = {
+_HINTS = {
     "numpy": "Convert it: float(x) or int(x) for a number, torch.from_numpy(x) for an array.",
     "collections": "Convert it with list(x), or dict(x).",
     "enum": "Store its .value.",
 }
-OTHER = "Store what it consists of: numbers, strings, tensors, lists and dicts."
+_OTHER = "Store what it consists of: numbers, strings, tensors, lists and dicts."
 Place = tuple[Any, ...]
 
 
@@ -84,11 +84,11 @@ def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa:
         slot = f"{name}/{len(tensors)}"
         tensors[slot] = value.detach()
         return {"tensor": slot, "cut": bool(shard_dims(value))}
-    if kind in MAPS:
+    if kind in _MAPS:
         return {kind: [[_encoded(name, part, tensors) for part in pair] for pair in value.items()]}
-    if kind in LISTS:
+    if kind in _LISTS:
         return {kind: [_encoded(name, item, tensors) for item in value]}
-    return {kind: TEXTS[kind][1](value)} if kind in TEXTS else value
+    return {kind: _TEXTS[kind][1](value)} if kind in _TEXTS else value
 
 
 def decode(values: Any, tensor: Callable[[Slot], Any], place: Place = ()) -> Any:  # noqa: ANN401  (JSON; a pytree)
@@ -98,12 +98,12 @@ def decode(values: Any, tensor: Callable[[Slot], Any], place: Place = ()) -> Any
     if "tensor" in values:
         return tensor(Slot(values["tensor"], place, values["cut"]))
     ((kind, content),) = values.items()
-    if kind in MAPS:
+    if kind in _MAPS:
         pairs = [(decode(key, tensor), item) for key, item in content]
-        return MAPS[kind]({key: decode(item, tensor, (*place, key)) for key, item in pairs})
-    if kind in LISTS:
-        return LISTS[kind]([decode(item, tensor, (*place, index)) for index, item in enumerate(content)])
-    return TEXTS[kind][2](content)
+        return _MAPS[kind]({key: decode(item, tensor, (*place, key)) for key, item in pairs})
+    if kind in _LISTS:
+        return _LISTS[kind]([decode(item, tensor, (*place, index)) for index, item in enumerate(content)])
+    return _TEXTS[kind][2](content)
 
 
 def slots(values: Any) -> tuple[list[Slot], Any]:  # noqa: ANN401  (JSON; a pytree)
@@ -124,13 +124,13 @@ def unreadable(value: object, place: str) -> Iterator[tuple[str, object]]:
     ["optimizer_state['param_groups'][0]['rates']"]
     """
     kind = type(value)
-    if kind in PLAIN or isinstance(value, Tensor) or kind in (text[0] for text in TEXTS.values()):
+    if kind in _PLAIN or isinstance(value, Tensor) or kind in (text[0] for text in _TEXTS.values()):
         return
-    if kind in MAPS.values():
+    if kind in _MAPS.values():
         for key, item in value.items():  # type: ignore[attr-defined]
             yield from unreadable(key, f"a key of {place}")
             yield from unreadable(item, f"{place}[{key!r}]")
-    elif kind in LISTS.values():
+    elif kind in _LISTS.values():
         for index, item in enumerate(value):  # type: ignore[arg-type]
             yield from unreadable(item, f"{place}[{index}]")
     else:
@@ -143,4 +143,4 @@ def _name(kind: type) -> str:
 
 def _hint(kind: type) -> str:
     homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    return next((hint for home, hint in HINTS.items() if home in homes), OTHER)
+    return next((hint for home, hint in _HINTS.items() if home in homes), _OTHER)

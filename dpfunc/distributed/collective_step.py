@@ -6,24 +6,31 @@ exchange before it lets the error of its caller pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.dtensor import local
+from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc._utils.validation import fail
 from dpfunc.batches import batch_size, pad_rows, signature, tree_map
 from dpfunc.distributed.agreement import RankSummary, agree, digest_of_all, summarize
+from dpfunc.distributed.noise_shares import noise_windows, num_bands
 from dpfunc.distributed.processes import Clip, Rows
 from dpfunc.distributed.ranks import Ranks, all_or_raise
-from dpfunc.distributed.reduce import check_placements, gathered, sum_over
+from dpfunc.distributed.reduce import check_placements, gathered, message_dtype, sum_over
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import check_finite
 from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
+from dpfunc.noise import Mechanism
+from dpfunc.noise.tiles import Part
+from dpfunc.rng import Key
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 
@@ -42,6 +49,12 @@ class ManyProcesses:
     def writes(self) -> bool:
         """True on the one process that writes the journal."""
         return self.ranks.writes
+
+    @property
+    def on_this_machine(self) -> int:
+        """Processes here, as torchrun says; otherwise all could be."""
+        given = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(given) if given.isdecimal() and int(given) else dist.get_world_size()
 
     def check(
         self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
@@ -65,14 +78,14 @@ class ManyProcesses:
             largest = agree(own, self.ranks)
         return Rows(batch, mask_B, largest)
 
-    def sum(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
-        """Clipped sum of all processes, and the unreleased values of this one.
+    def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
+        """Clipped sum and unreleased values of this process; `release` adds up those of all.
 
         Where the loss communicates, a process that failed cannot tell the others, who wait for it inside of the model:
         their timeout ends the job.
 
         Raises:
-            StepAborted: another process failed. Whatever `clip` raises.
+            Whatever `clip` raises. The other processes raise StepAborted in `release`.
         """
         ranks, done = self.ranks, None
         try:
@@ -81,10 +94,42 @@ class ManyProcesses:
                 done = clip(full, *_padded(rows.batch, rows.mask_B, rows.size, ranks))
         finally:
             if done is None and ranks.independent:
-                zeros = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
-                sum_over(ranks, zeros, params, failed=True)
-        clipped, unreleased = done
-        return ClippedSum(sum_over(ranks, clipped.sums, params), clipped.group_of, clipped.sensitivities), unreleased
+                sum_over(ranks, _zeros(params), params, failed=True)
+        return done
+
+    def noise_of(self, params: Params) -> Mapping[str, Part]:
+        """The rows whose noise this process draws, if it draws a share of it."""
+        like = _zeros(params, "meta")
+        windows = noise_windows({name: value.shape for name, value in like.items()}, self.ranks.rank, self.ranks.size)
+        return {name: Part(window, message_dtype(like), params[name].device) for name, window in windows.items()}
+
+    def release(
+        self,
+        mechanism: Mechanism,
+        clipped: ClippedSum,
+        params: Params,
+        noise_state: Any,  # noqa: ANN401  (any pytree)
+        key: Key,
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The sum over all processes with noise.
+
+        Each process adds the noise of some rows to its own term, before the terms are added up: the noise is drawn
+        once by all together, and nothing more is sent. Parts of sharded parameters get theirs after the sum.
+
+        Raises:
+            StepAborted: another process failed, here or before.
+        """
+        ranks = self.ranks
+        if mechanism.add_share is None or any(is_dtensor(param) for param in params.values()):
+            return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, key)
+        add_share = mechanism.add_share
+
+        def add_noise(terms: Params) -> int:
+            windows = noise_windows({name: term.shape for name, term in terms.items()}, ranks.rank, ranks.size)
+            add_share(replace(clipped, sums=terms), windows, key)
+            return num_bands(windows)
+
+        return sum_over(ranks, clipped.sums, params, add_noise=add_noise), noise_state
 
     def digest(self, released: Params, params: Params) -> str:
         """A digest of what the step releases, the parts of all processes included."""
@@ -101,6 +146,13 @@ class ManyProcesses:
             "Nothing was released."
         )
         all_or_raise(write, self.ranks, StepAborted(unwritten))
+
+
+def _zeros(params: Params, device: str | None = None) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype), device=device)
+        for name, param in params.items()
+    }
 
 
 def _padded(batch: Batch, mask_B: Tensor | None, size: int, ranks: Ranks) -> tuple[Batch, Tensor | None]:

@@ -118,7 +118,7 @@ def _shard(
     found = communicates(module)
     if found is not None:
         raise UnsupportedModel(
-            f"Expected a module that is whole, got one with {found}. For tensor parallelism as well, call "
+            f"Expected a module that is not sharded, got one with {found}. For tensor parallelism as well, call "
             "parallelize_module, then fully_shard(layer, mesh=mesh['dp'], ignored_params=trained)."
         )
     parts = [module.get_submodule(name) for name in _layer_names(module, layers)]

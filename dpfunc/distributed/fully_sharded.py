@@ -72,8 +72,8 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
     others = [name for name in trained if name not in own]
     if others:
         raise UnsupportedModel(
-            f"The parameters {shorten(others)} are trained, but fully_shard does not manage them. Call it on the whole "
-            "module, or freeze them; for trained parameters outside of FSDP use dpfunc.functionalize."
+            f"The parameters {shorten(others)} are trained, but fully_shard does not manage them. Call it on all of "
+            "the module, or freeze them; for trained parameters outside of FSDP use dpfunc.functionalize."
         )
     forward = ManagedForward(module, trained)
     params = {name: param.detach().clone() for name, param in trained.items()}
@@ -131,7 +131,7 @@ class ManagedForward:
             found |= {n: p for n, p in self.module.named_parameters() if n in self.parts and p is not self.parts[n]}
             part.reshard()
         if found.keys() != self.parts.keys() or any(is_dtensor(tensor) for tensor in found.values()):
-            raise UnsupportedModel("This version of torch does not show the whole parameters of fully_shard.")
+            raise UnsupportedModel("This version of torch does not show the gathered parameters of fully_shard.")
         return {name: found[name] for name in self.parts}
 
 

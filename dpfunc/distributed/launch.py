@@ -22,7 +22,7 @@ _TORCHRUN = "Start it with `torchrun --nproc-per-node N ...`, or one process wit
 
 
 def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
-    """The processes that torchrun started, each with a whole replica of the model; None where there is one process.
+    """The processes that torchrun started, each with a replica of the model; None where there is one process.
 
     Args:
         timeout: how long a process waits for the others before it gives up, > 0, at most an hour. It must be longer
@@ -86,8 +86,8 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
             raise InvalidArgument(f"Expected {promised} processes, as {name} says, got {num_processes}. {_TORCHRUN}")
     if "WORLD_SIZE" not in environment and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= environment.keys():
         raise InvalidArgument(
-            "Expected the number of processes that `accelerate launch` was told, got one process: with --cpu it starts "
-            f"no more. {_TORCHRUN}"
+            "Expected the number of processes that `accelerate launch` was given, got one process: with --cpu it "
+            f"starts no more. {_TORCHRUN}"
         )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import whole as whole_number
 from dpfunc._utils.versions import check_sharding
 from dpfunc.errors import InvalidArgument
@@ -78,13 +77,3 @@ def _full_tensor(param: Tensor) -> Tensor:
     detached: Any = param.detach()
     full: Tensor = detached.full_tensor() if is_dtensor(param) else detached
     return full
-
-
-def bytes_held(params: Params) -> int:
-    """Bytes of parameters that this process holds.
-
-    >>> import torch
-    >>> bytes_held({"w": torch.zeros(2, 3)})
-    24
-    """
-    return sum(math.prod(local(param).shape) * param.element_size() for param in params.values())

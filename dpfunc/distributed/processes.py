@@ -5,15 +5,20 @@ Several processes are in `distributed.collective_step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dpfunc.batches import batch_size
 from dpfunc.distributed.agreement import checksum_and_marks, in_hex
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import refuse_not_finite, suspicious
+from dpfunc.engines.numerics import accumulation_dtype
+from dpfunc.noise import Mechanism
+from dpfunc.noise.tiles import Part
+from dpfunc.rng import Key
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 Clip = Callable[[Params, Batch, Tensor | None], tuple[ClippedSum, Unreleased]]
@@ -41,6 +46,11 @@ class Processes(Protocol):
         """True on the one process that writes the journal."""
         ...
 
+    @property
+    def on_this_machine(self) -> int:
+        """The largest number of processes of the run that can be on this machine."""
+        ...
+
     def check(
         self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
     ) -> Rows:
@@ -53,8 +63,28 @@ class Processes(Protocol):
         """
         ...
 
-    def sum(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
-        """The clipped sum over the rows of all processes."""
+    def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
+        """The clipped sum over the rows of this process."""
+        ...
+
+    def noise_of(self, params: Params) -> Mapping[str, Tensor | Part]:
+        """Leaves, or parts of them, whose noise this process draws in `release`; of sharded parameters not known."""
+        ...
+
+    def release(
+        self,
+        mechanism: Mechanism,
+        clipped: ClippedSum,
+        params: Params,
+        noise_state: Any,  # noqa: ANN401  (any pytree)
+        key: Key,
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
+
+        Args:
+            mechanism: of the step. clipped: of this process. params: of the step. noise_state: of the mechanism.
+            key: of the release.
+        """
         ...
 
     def digest(self, released: Params, params: Params) -> str:
@@ -78,15 +108,29 @@ class OneProcess:
 
     rank = 0
     writes = True
+    on_this_machine = 1
 
     def check(
         self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
     ) -> Rows:
         return Rows(batch, check(), batch_size(batch))
 
-    def sum(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
+    def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         with process_context(None, independent=True):
             return clip(params, rows.batch, rows.mask_B)
+
+    def noise_of(self, params: Params) -> Mapping[str, Tensor]:
+        return {n: torch.empty(p.shape, dtype=accumulation_dtype(p.dtype), device="meta") for n, p in params.items()}
+
+    def release(
+        self,
+        mechanism: Mechanism,
+        clipped: ClippedSum,
+        params: Params,
+        noise_state: Any,  # noqa: ANN401  (any pytree)
+        key: Key,
+    ) -> tuple[dict[str, Tensor], Any]:
+        return mechanism.add(clipped, noise_state, key)
 
     def digest(self, released: Params, params: Params) -> str:
         checksum, (look,) = checksum_and_marks(released.items(), [suspicious(params)])

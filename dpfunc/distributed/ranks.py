@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-Reference: TypeAlias = "weakref.ReferenceType[dist.ProcessGroup]"
+_Reference: TypeAlias = "weakref.ReferenceType[dist.ProcessGroup]"
 LONGEST_WAIT = timedelta(hours=1)
 
 
@@ -41,8 +41,8 @@ class Ranks:
         tensor_axes: names of the mesh dimensions of the tensor group.
     """
 
-    data: Reference = field(repr=False)
-    tensor: Reference | None = field(repr=False)
+    data: _Reference = field(repr=False)
+    tensor: _Reference | None = field(repr=False)
     rank: int
     size: int
     independent: bool
@@ -76,7 +76,7 @@ class Ranks:
         return message_device(self.group)
 
 
-def _held(reference: Reference) -> dist.ProcessGroup:
+def _held(reference: _Reference) -> dist.ProcessGroup:
     group = reference()
     if group is None:
         raise InvalidArgument(
@@ -94,7 +94,7 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def data_parallel(group: dist.ProcessGroup | None = None, *, dummy: Batch | None = None) -> Ranks:
-    """Ranks for processes that each have a whole replica of the model and a share of the records.
+    """Ranks for processes that each have a replica of the model and a share of the records.
 
     Args:
         group: a process group with a finite timeout; None is all processes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,15 @@ from torch import Tensor
 from dpfunc._utils.dtensor import distributed, is_dtensor, shard_dims
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.mesh_axes import axes_over, is_sharded_over
+from dpfunc.distributed.noise_shares import noise_windows, num_bands
 from dpfunc.distributed.ranks import Ranks, message_device
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Params
+
+_AddNoise = Callable[[Params], int]
+"""Adds noise to terms, in place, and returns to how many bands of rows (`noise_shares.num_bands`)."""
+
+_ALIGNED = 16  # numbers: a sum begins on a cache line, and its checksum needs no copy
 
 
 def check_placements(params: Params, ranks: Ranks) -> None:
@@ -69,7 +75,9 @@ def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
     return result
 
 
-def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False) -> dict[str, Tensor]:
+def sum_over(
+    ranks: Ranks, sums: Params, params: Params, *, failed: bool = False, add_noise: _AddNoise | None = None
+) -> dict[str, Tensor]:
     """Sums over all processes, each with the placements of its parameter.
 
     One all-reduce for all parameters that are not sharded over the data group.
@@ -77,20 +85,24 @@ def sum_over(ranks: Ranks, sums: Params, params: Params, *, failed: bool = False
     Args:
         ranks: of the run. sums: this process's clipped sums, float32 or float64, local parts as plain tensors.
         params: the parameters they belong to. failed: this process has no sums; all others raise.
+        add_noise: adds this process's share of the noise, in place, to its own terms, before they are sent; no
+            parameter is sharded then. None adds none.
 
     Returns:
-        name -> sum. UNRELEASED, like what went in.
+        name -> sum. UNRELEASED, like what went in, but with noise, all of which was added.
 
     Raises:
-        StepAborted: another process failed.
+        StepAborted: another process failed, or noise is missing. Whatever `add_noise` raises.
 
     Guarantees:
-        tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all.
+        tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all;
+        tests/distributed/test_noise_shares.py::test_noise_that_is_missing_is_an_error_of_all.
     """
     if ranks.keeps_parts:
         return _already_summed(sums, params)
     sharded_names = [name for name in sums if is_sharded_over(params[name], ranks)]
-    packed = _all_reduce({name: value for name, value in sums.items() if name not in sharded_names}, ranks, failed)
+    replicated = {name: value for name, value in sums.items() if name not in sharded_names}
+    packed = _all_reduce(replicated, ranks, failed, add_noise)
     if failed:
         return {}
     return {
@@ -109,31 +121,50 @@ def _already_summed(sums: Params, params: Params) -> dict[str, Tensor]:
     return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
 
 
-def _all_reduce(sums: Params, ranks: Ranks, failed: bool) -> dict[str, Tensor]:
-    is_float64 = any(value.dtype == torch.float64 for value in sums.values())
+def _all_reduce(sums: Params, ranks: Ranks, failed: bool, add_noise: _AddNoise | None) -> dict[str, Tensor]:
+    """Sums in one message; its last two numbers are counts of processes that failed, and of bands that have noise."""
+    starts, end = {}, 0
+    for name, value in sums.items():
+        starts[name] = end
+        end += _up(value.numel())
     device = next((value.device for value in sums.values()), ranks.device)
     device = device if device.type != "cpu" else message_device(ranks.group)
-    # One message for all: the last number says how many processes failed.
-    buffer = torch.zeros(
-        sum(v.numel() for v in sums.values()) + 1, dtype=torch.float64 if is_float64 else torch.float32
-    )
-    buffer = buffer.to(device)
-    start = 0
-    for value in sums.values():
-        buffer[start : start + value.numel()].copy_(value.reshape(-1))
-        start += value.numel()
-    buffer[-1] = float(failed)
-    dist.all_reduce(buffer, group=ranks.group)
-    if buffer[-1] and not failed:
+    buffer = torch.empty(end + 2, dtype=message_dtype(sums), device=device)
+    buffer[-1] = 0.0
+    terms = {name: buffer[starts[name] :][: value.numel()].view(value.shape) for name, value in sums.items()}
+    done = False
+    try:
+        for name, value in sums.items():
+            buffer[starts[name] :][value.numel() : _up(value.numel())] = 0.0  # between the terms
+            terms[name].copy_(value)
+        if add_noise is not None and not failed:
+            buffer[-1] = add_noise(terms)
+        done = not failed
+    finally:
+        buffer[-2] = float(not done)
+        dist.all_reduce(buffer, group=ranks.group)
+    failures, noisy_bands = buffer[-2:].tolist()
+    if failures and not failed:
         raise StepAborted(
             "Another process failed while it computed its gradients; its own error says why. No process took the step, "
             "nothing was released and nothing was spent."
         )
-    result, start = {}, 0
-    for name, value in sums.items():
-        result[name] = buffer[start : start + value.numel()].view(value.shape).to(value)
-        start += value.numel()
-    return result
+    shapes = {name: value.shape for name, value in sums.items()}
+    if add_noise is not None and not failed and noisy_bands != num_bands(noise_windows(shapes, 0, 1)):
+        raise StepAborted(
+            "Expected noise in each row once, got another number of rows: nothing was released and nothing was spent."
+        )
+    return {name: terms[name].to(value) for name, value in sums.items()}
+
+
+def _up(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def message_dtype(sums: Params) -> torch.dtype:
+    """The dtype of one message for all sums."""
+    is_float64 = any(value.dtype == torch.float64 for value in sums.values())
+    return torch.float64 if is_float64 else torch.float32
 
 
 def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpfunc._utils.dtensor import on_parts
+from dpfunc._utils.dtensor import Window, on_parts
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
+from dpfunc.noise.tiles import Part
 from dpfunc.rng import Key
 from dpfunc.types import Allocation, ClippedSum, Params
 
@@ -27,12 +28,17 @@ class Mechanism(NamedTuple):
     checkpoint can hold, and is the same on all processes. Tensors under the name of a parameter (`{"previous": {name:
     tensor}}`), of its shape, are laid out as that parameter when a checkpoint is loaded.
 
+    `add_share(clipped, windows, key)` is for noise that is a function of its key alone, and else None. It adds, in
+    place, the noise of some rows of each sum. Where several processes hold terms of a sum, each adds the noise of other
+    rows to its term, and the sum of all terms is what `add` would release. A term alone is not released.
+
     >>> gaussian(1.0).init({"w": torch.zeros(3)})
     ()
     """
 
     init: Callable[[Params], Any]
     add: Callable[[ClippedSum, Any, Key], tuple[dict[str, Tensor], Any]]
+    add_share: Callable[[ClippedSum, Mapping[str, Window], Key], None] | None = None
 
 
 def _check_clipped(clipped: ClippedSum) -> None:
@@ -136,14 +142,8 @@ def add_gaussian(
     >>> add_gaussian(clipped, 1.0, insecure_key(0))["w"].shape
     torch.Size([3])
     """
-    stds = noise_std(clipped, noise_multiplier, allocation)
-    if not isinstance(key, Key):
-        raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
-    std_of = {name: stds[clipped.group_of[name]] for name in clipped.sums}
-    for name, value in clipped.sums.items():
-        limits = torch.finfo(value.dtype)
-        if noise_multiplier and not limits.tiny <= std_of[name] <= limits.max / 64:
-            raise fail(f"a noise std that {value.dtype} can hold for {name}", "std", std_of[name], "Scale the loss.")
+    std_of = _stds(clipped, noise_multiplier, allocation)
+    _check_key(key)
     noise = standard_normal(key, clipped.sums, source)
 
     def release(name: str, value: Tensor) -> Tensor:
@@ -151,6 +151,22 @@ def add_gaussian(
         return on_parts(lambda part: torch.add(part, noise[name], alpha=std_of[name], out=noise[name]), value.detach())
 
     return {name: release(name, value) for name, value in clipped.sums.items()}
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, Key):
+        raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
+
+
+def _stds(clipped: ClippedSum, noise_multiplier: float, allocation: Allocation) -> dict[str, float]:
+    """Standard deviation of the noise on each sum, which its dtype can hold."""
+    of_group = noise_std(clipped, noise_multiplier, allocation)
+    stds = {name: of_group[clipped.group_of[name]] for name in clipped.sums}
+    for name, value in clipped.sums.items():
+        limits = torch.finfo(value.dtype)
+        if noise_multiplier and not limits.tiny <= stds[name] <= limits.max / 64:
+            raise fail(f"a noise std that {value.dtype} can hold for {name}", "std", stds[name], "Scale the loss.")
+    return stds
 
 
 def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", source: Source = "secure") -> Mechanism:
@@ -173,4 +189,13 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:  # noqa: ANN401
         return add_gaussian(clipped, multiplier, key, allocation=allocation, source=source), state
 
-    return Mechanism(lambda params: (), add)
+    def add_share(clipped: ClippedSum, windows: Mapping[str, Window], key: Key) -> None:
+        stds = _stds(clipped, multiplier, allocation)
+        _check_key(key)
+        sums = {name: clipped.sums[name] for name in windows}
+        noise = standard_normal(key, {n: Part(windows[n], v.dtype, v.device) for n, v in sums.items()}, source)
+        for name, part in windows.items():
+            rows = sums[name].view(part.num_rows, part.num_cols)[slice(*part.rows), slice(*part.cols)]
+            rows.add_(noise[name], alpha=stds[name])
+
+    return Mechanism(lambda params: (), add, add_share)

@@ -22,13 +22,15 @@ from torch import Tensor
 from dpfunc._utils.dtensor import Window, local, window
 from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument
-from dpfunc.noise.tiles import Room, Tile, tile, tiles
+from dpfunc.noise.tiles import Part, Room, Tile, tile, tiles
 from dpfunc.rng import Key, fold_in
 
 _MAX_THREADS = 16
 # Tiles of a GPU: each is a generator, a launch and a copy, whatever its size.
 _DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
 _NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
+Leaves = Mapping[str, Tensor | Part]
+"""Leaves that noise is for: tensors, DTensors, or parts that are described only."""
 Source = Literal["secure", "device"]
 SOURCES: tuple[Source, ...] = ("secure", "device")
 
@@ -47,7 +49,7 @@ class Drawing:
     (2, 3)
     """
 
-    def __init__(self, key: Key, like: Mapping[str, Tensor]) -> None:
+    def __init__(self, key: Key, like: Leaves) -> None:
         self.key = key
         self.layout = _layout(like)
         self._noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
@@ -109,18 +111,26 @@ def _needed(each: Tile) -> int:
     return (each.rows[1] - each.first_row) * each.width
 
 
-def _layout(like: Mapping[str, Tensor]) -> dict[str, tuple[Window, torch.dtype]]:
+def _layout(like: Leaves) -> dict[str, tuple[Window, torch.dtype]]:
     for name, leaf in like.items():
         if leaf.dtype not in _NUMPY_DTYPES:
             raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
-    return {name: (window(leaf, name), leaf.dtype) for name, leaf in like.items()}
+    return {name: (_window(leaf, name), leaf.dtype) for name, leaf in like.items()}
+
+
+def _window(leaf: Tensor | Part, name: str) -> Window:
+    return leaf.window if isinstance(leaf, Part) else window(leaf, name)
+
+
+def _held(leaf: Tensor | Part) -> Tensor | Part:
+    return leaf if isinstance(leaf, Part) else local(leaf)
 
 
 _ahead: ContextVar[list[Drawing]] = ContextVar("dpfunc_noise_ahead")
 
 
 @contextmanager
-def drawn_ahead(key: Key, like: Mapping[str, Tensor], threads: int) -> Iterator[None]:
+def drawn_ahead(key: Key, like: Leaves, threads: int) -> Iterator[None]:
     """Draw, in threads, the noise that `secure_normal` is asked for inside with the same key and shapes.
 
     The numbers are those that it would draw itself. They are given out once; what was not asked for when the block is
@@ -153,17 +163,16 @@ def drawn_ahead(key: Key, like: Mapping[str, Tensor], threads: int) -> Iterator[
         drawing.stop()
 
 
-def free_cores(on_cpu: bool) -> int:
+def free_cores(on_cpu: bool, processes: int = 1) -> int:
     """Cores that are left while gradients are computed: by torch's threads, or by a GPU that one thread drives.
 
-    The processes that torchrun has started on this machine share its cores.
+    Args:
+        on_cpu: gradients are computed there. processes: how many share the cores of this machine, and what is left.
     """
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
-    mine = _cores() // max(1, int(processes) if processes.isdecimal() else 1)
-    return max(0, mine - (torch.get_num_threads() if on_cpu else 1))
+    return max(0, _cores() // processes - (torch.get_num_threads() if on_cpu else 1))
 
 
-def _drawing(key: Key, like: Mapping[str, Tensor]) -> Drawing:
+def _drawing(key: Key, like: Leaves) -> Drawing:
     """The noise that was begun ahead, if it is this, else one that is begun now."""
     waiting = _ahead.get([])
     if waiting and waiting[0].key == key and waiting[0].layout == _layout(like):
@@ -171,7 +180,7 @@ def _drawing(key: Key, like: Mapping[str, Tensor]) -> Drawing:
     return Drawing(key, like)
 
 
-def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = None) -> dict[str, Tensor]:
+def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[str, Tensor]:
     """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
     Args:
@@ -185,7 +194,7 @@ def secure_normal(key: Key, like: Mapping[str, Tensor], threads: int | None = No
     torch.Size([2, 3])
     """
     noise = _drawing(key, like).finish(threads or _cores())
-    return {name: torch.from_numpy(noise[name]).reshape(local(leaf).shape) for name, leaf in like.items()}
+    return {name: torch.from_numpy(noise[name]).reshape(_held(leaf).shape) for name, leaf in like.items()}
 
 
 def _cores() -> int:
@@ -193,7 +202,7 @@ def _cores() -> int:
     return min(usable, _MAX_THREADS)
 
 
-def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
+def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
     """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key for each tile.
 
     Drawn in float64: float32 normals are cut off, at 5.77 sigma on the CPU and below 7 on CUDA. Tiles are large here,
@@ -203,7 +212,7 @@ def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
     >>> philox_normal(insecure_key(0), "w", torch.zeros(2, 3)).shape
     torch.Size([2, 3])
     """
-    part, held = window(leaf, name), local(leaf)
+    part, held = _window(leaf, name), _held(leaf)
     noise = torch.empty(part.rows[1] - part.rows[0], part.cols[1] - part.cols[0], dtype=held.dtype, device=held.device)
     generator = torch.Generator(held.device)
     for each in tiles(part, _DEVICE_TILE, _DEVICE_TILE_COLS):
@@ -215,11 +224,11 @@ def philox_normal(key: Key, name: str, leaf: Tensor) -> Tensor:
     return noise.reshape(held.shape)
 
 
-def standard_normal(key: Key, like: Mapping[str, Tensor], source: Source = "secure") -> dict[str, Tensor]:
+def standard_normal(key: Key, like: Leaves, source: Source = "secure") -> dict[str, Tensor]:
     """Standard normals of the shape, dtype and device of each leaf; of a DTensor the own part, as a plain tensor.
 
     Args:
-        key: of one release. like: name -> tensor. source: `secure` or `device`.
+        key: of one release. like: name -> tensor, or `Part` of one. source: `secure` or `device`.
 
     Raises:
         InvalidArgument: unknown source, or `device` off CUDA.

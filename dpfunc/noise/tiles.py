@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dpfunc._utils.dtensor import Window
 from dpfunc.noise.ziggurat import Scratch, normals, scratch, words_for
@@ -21,6 +22,24 @@ from dpfunc.rng import Key, Words, fold_in
 
 TILE = 2**16
 TILE_COLS = 2**8
+
+
+class Part(NamedTuple):
+    """Some rows of a leaf, in the place of a tensor of which only they are held.
+
+    >>> Part(Window(512, 4, (0, 256), (0, 4)), torch.float32, torch.device("cpu")).shape
+    (256, 4)
+    """
+
+    window: Window
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        (first, stop), (left, right) = self.window.rows, self.window.cols
+        return stop - first, right - left
 
 
 class Room(NamedTuple):
@@ -88,6 +107,15 @@ class Tile(NamedTuple):
             slice(self.rows[0] - part.rows[0], self.rows[1] - part.rows[0]),
             slice(self.cols[0] - part.cols[0], self.cols[1] - part.cols[0]),
         )
+
+
+def rows_of_a_tile(num_cols: int) -> int:
+    """The number of rows of a matrix with so many columns that tiles have.
+
+    >>> rows_of_a_tile(512), rows_of_a_tile(1)
+    (256, 65536)
+    """
+    return TILE // max(min(TILE_COLS, num_cols), 1)
 
 
 def tiles(part: Window, size: int = TILE, columns: int = TILE_COLS) -> Iterator[Tile]:

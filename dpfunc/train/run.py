@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.trainer.environment import refuse_environment
 from dpfunc.hf.trainer.recipes import new_head
 from dpfunc.hf.trainer.run import trainable
 from dpfunc.plan import Plan
@@ -184,12 +186,15 @@ def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
         job: what to do. resume, insecure_seed: as for `run_job`.
 
     Raises:
-        InvalidArgument: a logger that is unknown or not installed, or an output_dir that cannot be used.
+        InvalidArgument: a logger that is unknown or not installed, an output_dir that cannot be used, or a launcher
+            that asks for what a private run does not do.
         CheckpointError: resume without a checkpoint of this very job.
 
     Guarantees:
         tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses.
     """
+    if job.privacy.dp_enabled:
+        refuse_environment(os.environ)
     _check_loggers(job.training.report_to)
     check_folder(job, resume, insecure_seed)
 

@@ -16,7 +16,7 @@ from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf.trainer.files import JOURNAL, count_steps, is_whole, newest
+from dpfunc.hf.trainer.files import JOURNAL, count_steps, is_complete, newest
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
 
 _JOB_FILE = "job.json"
@@ -167,7 +167,7 @@ def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
 def _has_checkpoint(job: Job) -> bool:
     """True if the folder has a checkpoint that `--resume` can continue from."""
     found = list(Path(job.output_dir).glob("checkpoint-*"))
-    return any(is_whole(path) for path in found) if job.privacy.dp_enabled else bool(found)
+    return any(is_complete(path) for path in found) if job.privacy.dp_enabled else bool(found)
 
 
 def interrupted(job: Job) -> str:

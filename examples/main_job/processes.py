@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import dpfunc
 from dpfunc import distributed
+from dpfunc.distributed import object_collectives
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,11 @@ class Processes:
     def first(self, action: Callable[[], object]) -> None:
         """One does it, e.g. a download, and the others wait."""
         distributed.once(self.ranks, action)
+
+    def shared(self, values: T) -> T:
+        """JSON values of the one that writes, on all."""
+        found: T = json.loads(object_collectives.shared(json.dumps(values).encode(), self.ranks))
+        return found
 
     def key(self, insecure_seed: int | None) -> dpfunc.Key:
         """One key for all, fresh unless somebody wants to guess it."""

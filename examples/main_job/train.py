@@ -35,7 +35,6 @@ from dpfunc import clipping, distributed
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint import make_record
 from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.hf.trainer.processes import as_saved, check_processes
 
 HEAD = r"^head\."
 # Chosen on the validation part of BBC News: adapters get a smaller bound and learning rate than the head, whose signal
@@ -165,9 +164,13 @@ def train_private(
     norms: list[float] = []
     if resume and folder:
         saved = dpfunc.load(
-            folder / "checkpoint", plan=plan, params=params, data=data, journal=folder / "journal.jsonl"
+            folder / "checkpoint",
+            plan=plan,
+            params=params,
+            data=data,
+            journal=folder / "journal.jsonl",
+            ranks=processes.ranks,
         )
-        check_processes(saved, folder / "journal.jsonl", processes.ranks)
         for n, p in params.items():
             p.data.copy_(saved.params[n])
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
@@ -184,14 +187,11 @@ def train_private(
             dpfunc.save(
                 folder / "checkpoint", params=params, state=state, plan=plan, data=data,
                 optimizer_state=optimizer.state_dict(),
-                extra={
-                    "curve": curve, "norms": norms, "twin": twin,
-                    **as_saved(folder / "journal.jsonl", processes.ranks),
-                },
-                journal=folder / "journal.jsonl",
+                extra=processes.shared({"curve": curve, "norms": norms, "twin": twin}),
+                journal=folder / "journal.jsonl", ranks=processes.ranks,
             )  # fmt: skip
 
-    processes.first(checkpoint)
+    checkpoint()
     bar = tqdm(
         plan.batches(state, processes.ranks), desc=name, total=state.limit, initial=state.step, unit="step",
         disable=not processes.writes,
@@ -207,7 +207,7 @@ def train_private(
             norms += unreleased.norms_BG.square().sum(1).sqrt().tolist()
         if state.step % max(1, plan.num_steps // 8) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.parts.validation)))
-            processes.first(checkpoint)
+            checkpoint()
     record = make_record(
         dp_step, state, unit="one text", not_covered=[VALIDATION, *([TWIN] if twin is not None else [])]
     )

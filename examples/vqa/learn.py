@@ -18,7 +18,6 @@ from dpfunc import clipping
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint import make_record
 from dpfunc.checkpoint.journal import Journal
-from dpfunc.hf.trainer.processes import as_saved, check_processes
 
 # Learning rates and shares of the clip norm by kind of parameter. Chosen on the validation images.
 RATES = {"head": 1.0, "projector": 0.003, "adapters": 0.01}
@@ -134,9 +133,13 @@ def train_private(
     curve: list[tuple[int, float]] = []
     if resume:
         saved = dpfunc.load(
-            folder / "checkpoint", plan=plan, params=params, data=task.train, journal=folder / "journal.jsonl"
+            folder / "checkpoint",
+            plan=plan,
+            params=params,
+            data=task.train,
+            journal=folder / "journal.jsonl",
+            ranks=processes.ranks,
         )
-        check_processes(saved, folder / "journal.jsonl", processes.ranks)
         for n, p in params.items():
             p.data.copy_(saved.params[n])
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
@@ -149,11 +152,11 @@ def train_private(
         dpfunc.save(
             folder / "checkpoint", params=params, state=state, plan=plan, data=task.train,
             optimizer_state=optimizer.state_dict(),
-            extra={"curve": curve, **as_saved(folder / "journal.jsonl", processes.ranks)},
-            journal=folder / "journal.jsonl",
+            extra=processes.shared({"curve": curve}),
+            journal=folder / "journal.jsonl", ranks=processes.ranks,
         )  # fmt: skip
 
-    processes.first(checkpoint)
+    checkpoint()
     batches = plan.batches(state, processes.ranks)
     quiet = not processes.writes
     for indices in tqdm(batches, desc="DP", total=state.limit, initial=state.step, unit="step", disable=quiet):
@@ -164,7 +167,7 @@ def train_private(
         optimizer.step()
         if state.step % max(1, plan.num_steps // 6) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.validation)))
-            processes.first(checkpoint)
+            checkpoint()
     processes.say(dp_step.decision)
     record = make_record(dp_step, state, unit="one image with all its questions", not_covered=[VALIDATION])
     return Run({n: p.detach() for n, p in params.items()}, state, curve, record)

@@ -237,6 +237,48 @@ def endless():
     return "ok", ""
 
 
+def noise_share(trouble=None):
+    """One step in which the second process draws no noise, or fails to: what it releases, or how it ends; its tiles."""
+    from dpfunc.distributed import collective_step
+    from dpfunc.noise import streams
+
+    ranks = distributed.data_parallel()
+    usual, windows, tile, drawn = streams.standard_normal, collective_step.noise_windows, streams.tile, []
+
+    def counted(key, name, number, *rest):
+        drawn.append((name, number))
+        return tile(key, name, number, *rest)
+
+    def full(*args):
+        raise MemoryError("no room for noise")
+
+    streams.tile = counted
+    if ranks.rank == 1 and trouble == "missing":
+        collective_step.noise_windows = lambda *args: {}
+    if ranks.rank == 1 and trouble == "twice":
+        collective_step.noise_windows = lambda shapes, rank, size: windows(shapes, 0, 1)
+    if ranks.rank == 1 and trouble == "fails":
+        streams.secure_normal, usual = full, streams.secure_normal
+    try:
+        weights = {"w": torch.zeros(1100, 300), "b": torch.zeros(700), "s": torch.zeros(())}
+        the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.1))
+        dp_step = make_dp_step(
+            lambda p, batch: (p["w"] * 0 + p["s"] + p["b"].sum()).sum() * batch["x"].sum(1) * 0,
+            the_plan, ranks=ranks, engine="loop", reduction="sum",
+        )  # fmt: skip
+        state = replay(dp_step.init(weights, insecure_key(4)))
+        batch = take(data(), next(iter(the_plan.batches(state, ranks))))
+        try:
+            released = dp_step(weights, batch, state).grads
+        except (DPFuncError, MemoryError) as error:
+            return type(error).__name__, str(error), drawn
+        return "ok", {name: value.clone() for name, value in released.items()}, drawn
+    finally:
+        streams.tile, collective_step.noise_windows = tile, windows
+        if trouble == "fails" and ranks.rank == 1:
+            streams.secure_normal = usual
+
+
 def compiled_train(use_ranks=True):
     """The same run eager and with compile="auto", of graphs whose operations run one by one; how its steps ran."""
     usual = torch.compile

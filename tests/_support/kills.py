@@ -1,4 +1,4 @@
-"""Runs that are killed at any change that they make to files, then resumed: a plain loop, the Trainer, the command.
+"""Runs that are killed at any change that they make to files, then resumed: loops, the Trainer, the command.
 
 Each run is a fork of this process, which itself computes nothing. In the fork the calls that change files are counted, and
 before one of them the fork kills itself with SIGKILL. Directories are listed in random order, as file systems may.
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 
 import dpfunc
 from dpfunc import clipping, sampling
+from dpfunc._utils.dtensor import local
 from dpfunc.batches import take
 from dpfunc.checkpoint import load, save
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
@@ -179,11 +181,30 @@ def loss_fn(params: Any, batch: Any) -> torch.Tensor:
 
 def plain(folder: Path, told: Told) -> str:
     """A loop over steps, with Adam, that saves after every second step."""
-    params = {"w": torch.zeros(3, requires_grad=True), "b": torch.zeros((), requires_grad=True)}
+    return loop(folder, told, {"w": torch.zeros(3), "b": torch.zeros(())}, None)
+
+
+def sharded(folder: Path, told: Told) -> str:
+    """The same loop over parameters in parts, as one process of a group: saved and loaded by what several use."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from dpfunc import distributed
+
+    wait = timedelta(minutes=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    params = distributed.shard({"w": torch.zeros(3), "b": torch.zeros(())}, mesh, min_size=0)
+    return loop(folder, told, params, distributed.sharded(mesh))
+
+
+def loop(folder: Path, told: Told, start: dict[str, torch.Tensor], ranks: Any) -> str:
+    """A loop over steps from its last checkpoint, or from these parameters."""
+    params = {name: p.requires_grad_() for name, p in start.items()}
     optimizer = torch.optim.Adam(params.values(), lr=0.1)
     journal, place = Journal(folder / "journal.jsonl", PLAN), folder / "checkpoints"
-    common = {"plan": PLAN, "data": DATA, "params": params, "journal": journal.path}
-    dp_step = make_dp_step(loss_fn, PLAN, journal=journal, engine="vmap")
+    common = {"plan": PLAN, "data": DATA, "params": params, "journal": journal.path, "ranks": ranks}
+    dp_step = make_dp_step(loss_fn, PLAN, journal=journal, engine="loop" if ranks else "vmap", ranks=ranks)
     try:
         saved = load(place, **common)
     except CheckpointError as error:
@@ -199,7 +220,7 @@ def plain(folder: Path, told: Told) -> str:
             for name, p in params.items():
                 p.copy_(saved.params[name])
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
-    for indices in PLAN.batches(state):
+    for indices in PLAN.batches(state, ranks):
         grads, state, _ = dp_step(params, take(DATA, indices), state)
         told.step()
         for name, p in params.items():
@@ -207,7 +228,7 @@ def plain(folder: Path, told: Told) -> str:
         optimizer.step()
         if state.step % 2 == 0:
             save(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
-    return digest(params)
+    return digest({name: local(p) for name, p in params.items()})
 
 
 def by_trainer(folder: Path, told: Told) -> str:
@@ -324,6 +345,7 @@ class Kind:
 
 KINDS = {
     "plain": Kind(plain, "journal.jsonl"),
+    "sharded": Kind(sharded, "journal.jsonl"),
     "trainer": Kind(by_trainer, "run/privacy_journal.jsonl", may_be_lost=True),
     "command": Kind(by_command, "run/privacy_journal.jsonl", prepare=job, may_be_lost=True),
 }

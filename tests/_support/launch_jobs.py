@@ -103,6 +103,7 @@ def troubles(folder, ranks):
     """One process cannot write, read or draw: what each is told, and at once."""
     from trainer_cases import Seen, again
 
+    from dpfunc.checkpoint import saving
     from dpfunc.hf.trainer import files as trainer_state
     from dpfunc.train import generate
 
@@ -110,19 +111,22 @@ def troubles(folder, ranks):
         raise OSError("the disk is full")
 
     found = {}
-    for name in ("save_run", "finish", "write_accounting", "load_run"):
+    for module, name, rank in (
+        (trainer_state, "finish", 0), (trainer_state, "write_accounting", 0), (saving, "_commit", 0),
+        (trainer_state, "verify", 1),
+    ):  # fmt: skip
         again(KEY)
-        usual = getattr(trainer_state, name)
+        usual = getattr(module, name)
         try:
-            if name != "load_run" or ranks.rank == 1:
-                setattr(trainer_state, name, fails)
-            if name == "load_run":
+            if ranks.rank == rank:
+                setattr(module, name, fails)
+            if name == "verify":
                 resumed = trainer_of(folder / "run", 10, Seen())
                 found[name] = caught(resumed.train, True)
             else:
                 found[name] = caught(train, folder / name, 10)
         finally:
-            setattr(trainer_state, name, usual)
+            setattr(module, name, usual)
     texts = [{"text": str(number)} for number in range(3)]
     (folder / "there.jsonl").touch()
     found["there"] = caught(generate.write_texts, folder / "there.jsonl", iter(texts), ranks)

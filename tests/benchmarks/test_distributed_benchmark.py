@@ -26,8 +26,11 @@ def test_it_measures_all_parts(tmp_path):
     (row,) = json.loads(out.read_text())["rows"]
     assert row["processes"] == 2
     assert set(row["seconds"]) == {"plain", "dp_step", "clipped sum", "handshake", "all-reduce", "noise"}
-    assert all(value > 0 for value in row["seconds"].values())
-    assert row["ratio"]["plain"] == 1.0
+    assert all(value > 0 for name in ("seconds", "cpu_seconds") for value in row[name].values())
+    assert row["ratio"]["plain"] == row["cpu_ratio"]["plain"] == 1.0
+    assert row["counts"]["collectives"] == 3  # agreement, sum, confirmation
+    # Half of the noise each: tiles are whole, and of some only a part is wanted.
+    assert 0.3 < row["counts"]["normals"] / row["trained_parameters"] < 0.7
 
 
 def test_the_guide_shows_the_committed_result():

@@ -23,7 +23,7 @@ print(json.dumps({**summary(tallies), "said": first_problems(tallies)}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "seconds"), [("plain", 8), ("trainer,command", 6)], ids=["loop", "trainer"])
+@pytest.mark.parametrize(("names", "seconds"), [("plain,sharded", 8), ("trainer,command", 6)], ids=["loop", "trainer"])
 def test_killed_runs_go_on_bit_for_bit_or_are_counted(tmp_path, names, seconds):
     """A process of its own, which computes nothing itself: its forks are killed at any change of a file."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "_support")])

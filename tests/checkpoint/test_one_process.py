@@ -1,4 +1,4 @@
-"""Checkpoints and the journal: atomic, bit-identical on resume, and epsilon never shrinks."""
+"""Checkpoints of one process, and the journal: atomic, bit-identical on resume, and epsilon never shrinks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import collections
 import enum
 import json
 import os
+import pickle
 import shutil
 import signal
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +24,9 @@ from dpfunc import clipping, sampling
 from dpfunc._utils.locks import in_use
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
-from dpfunc.checkpoint import load, save
+from dpfunc.checkpoint import load, save, saving
 from dpfunc.checkpoint.chain import head_path
+from dpfunc.checkpoint.format import sha256
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.plan import Plan
@@ -110,11 +109,15 @@ def test_states_of_all_kinds_come_back_as_they_were(tmp_path):
         collections.Counter({3: 2}), collections.OrderedDict(b=1, a=2), (1, (2.5, None)), {1, 2}, torch.Size([2, 3]), 1 - 2j,
         b"\xff", torch.bfloat16, torch.device("cpu"), float("inf"), -0.0, True, {(0, "x"): [{}]},
     ]  # fmt: skip
+    tensors = (torch.arange(3), torch.ones(2, 2, dtype=torch.bfloat16))
     state, values, optimizer = start()
-    store(tmp_path, state, values, optimizer, optimizer_state={"kinds": kinds})
-    found = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").optimizer_state["kinds"]
-    assert repr(found) == repr(kinds)
-    assert [type(value) for value in found] == [type(value) for value in kinds]
+    store(tmp_path, state, values, optimizer, optimizer_state={"kinds": kinds, 3: tensors})
+    found = load(tmp_path, **again(values)).optimizer_state
+    assert list(found) == ["kinds", 3]
+    assert repr(found["kinds"]) == repr(kinds)
+    assert [type(value) for value in found["kinds"]] == [type(value) for value in kinds]
+    assert type(found[3]) is tuple
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[3], tensors, strict=True))
 
 
 @pytest.mark.parametrize("lost", ["missing", "missing with its head", "empty", "short"])
@@ -146,7 +149,7 @@ def test_budget_holds_after_resume(tmp_path):
     state, values, optimizer = start()
     state = steps(state, values, optimizer, 8)
     store(tmp_path, state, values, optimizer)
-    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    saved = load(tmp_path, **again(values))
     with pytest.raises(BudgetExhausted):
         make_dp_step(linear_loss, PLAN, verify_batch=False)(values, take(DATA, torch.arange(3)), saved.state)
 
@@ -155,6 +158,11 @@ def changed_data():
     data = {name: value.clone() for name, value in DATA.items()}
     data["head.weight"][59, 3] += 1e-3
     return data
+
+
+def again(values):
+    """Arguments of `load` for a run without a journal."""
+    return {"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key"}
 
 
 REFUSALS = {
@@ -174,13 +182,14 @@ REFUSALS = {
     ),
     "missing parameter": ({"params": {"head.weight": torch.zeros(4)}}, r"body.a.bias: saved float32 \(3,\), now absent"),
     "dtype": ({"params": params(torch.float64)}, r"saved float32 \(3,\), now float64 \(3,\)"),
+    "optimizer": ({"optimizer_state": {"state": {}, "param_groups": []}}, "Expected optimizer_state to have"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_another_run_is_refused_with_the_difference(tmp_path, name):
     state, values, optimizer = start()
-    store(tmp_path, state, values, optimizer)
+    store(tmp_path, steps(state, values, optimizer, 1), values, optimizer)
     changes, message = REFUSALS[name]
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, **{"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key", **changes})
@@ -204,7 +213,7 @@ def test_what_was_saved_last_is_there(tmp_path, keep):
     state, values, optimizer = start()
     for number in range(6):
         path = store(tmp_path, state, values, optimizer, keep=keep, extra={"number": number})
-        saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+        saved = load(tmp_path, **again(values))
         assert saved.path == path
         assert saved.extra == {"number": number}
     assert len(folders(tmp_path)) == keep
@@ -217,7 +226,7 @@ def test_a_run_that_went_back_is_loaded_where_it_went(tmp_path, keep):
     later = steps(first, values, optimizer, 3)
     store(tmp_path, later, values, optimizer, keep=keep)
     path = store(tmp_path, first, values, optimizer, keep=keep)
-    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    saved = load(tmp_path, **again(values))
     assert (saved.path, saved.state.step) == (path, 0)
     assert len(folders(tmp_path)) == keep
 
@@ -253,15 +262,30 @@ def test_unfinished_saves_are_ignored_and_old_ones_removed(tmp_path):
     assert [path.exists() for path in paths] == [False, False, True, True]
     (tmp_path / ".saving-abc").mkdir()
     (tmp_path / "step-00000099.000").mkdir()  # no manifest: never finished
-    assert load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").path == paths[-1]
+    assert load(tmp_path, **again(values)).path == paths[-1]
 
 
-def test_saving_a_step_twice_overwrites_nothing(tmp_path):
+def test_nothing_is_overwritten(tmp_path):
+    """A step that is saved again gets another name, also when its older checkpoint is removed."""
     state, values, optimizer = start()
-    first = store(tmp_path, state, values, optimizer, extra={"n": 1})
-    second = store(tmp_path, state, values, optimizer, extra={"n": 2})
-    assert first != second
-    assert load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").extra == {"n": 2}
+    first = store(tmp_path, state, values, optimizer)
+    before = {file.name: file.read_bytes() for file in first.iterdir()}
+    second = store(tmp_path, state, values, optimizer)
+    assert second != first
+    assert {file.name: file.read_bytes() for file in first.iterdir()} == before
+    assert load(tmp_path, **again(values)).path == second
+    third = store(tmp_path, state, values, optimizer, keep=1)
+    assert third not in (first, second)
+    assert folders(tmp_path) == [third]
+
+
+def test_the_key_is_for_the_owner_only(tmp_path):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (path, *path.iterdir()))
+    secret = state.key.secret
+    content = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert [n for n, text in content.items() if secret in text or secret.hex().encode() in text] == ["state.json"]
 
 
 def test_failed_save_leaves_nothing_behind(tmp_path):
@@ -314,29 +338,6 @@ def test_journal_of_several_runs_adds_up(tmp_path):
     assert journal_ledger(journal.path).num_steps == 6
 
 
-CHILD = """
-import sys
-sys.path[:0] = {paths!r}
-import torch, dpfunc
-from pathlib import Path
-from cases import linear_loss
-from noise_cases import remembering
-from run_cases import DATA, PLAN, start, store
-from dpfunc.checkpoint.journal import Journal
-from dpfunc.state import replay
-from dpfunc.step import DPStep, make_dp_step
-from dpfunc.batches import take
-folder = Path({folder!r})
-state, values, optimizer = start()
-dp_step = make_dp_step(linear_loss, PLAN, journal=Journal(folder / "journal.jsonl", PLAN))
-store(folder / "c", state, values, optimizer, journal=folder / "journal.jsonl")
-for indices in PLAN.batches(state):
-    grads, state, _ = dp_step(values, take(DATA, indices), state)
-    print(state.step, flush=True)     # what the outside has seen
-    store(folder / "c", state, values, optimizer, keep=1, journal=folder / "journal.jsonl")
-"""
-
-
 def killed(action, calls, number):
     """Run an action in a fork that kills itself before the call of this number; True if it came to that."""
     child = os.fork()
@@ -387,27 +388,107 @@ def test_a_kill_while_an_old_checkpoint_is_removed(tmp_path, monkeypatch, number
     assert killed(
         lambda: store(tmp_path, state, values, optimizer, keep=1, extra={"n": 2}), ("unlink", "rmdir"), number
     )
-    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    saved = load(tmp_path, **again(values))
     assert saved.extra == {"n": 2}
     last = store(tmp_path, state, values, optimizer, keep=1)
     assert folders(tmp_path) == [last], "what the kill left is swept"
 
 
-@pytest.mark.parametrize("lost", ["state.json", "__0_0.distcp", ".metadata", "plan.json"])
+FILES = ["state.json", "plan.json", "manifest.json", ".metadata", "__0_0.distcp", "part-0.json"]
+
+
+@pytest.mark.parametrize("lost", FILES)
 def test_half_a_checkpoint_is_passed_over(tmp_path, caplog, lost):
-    """Somebody lost a file of it; the journal has its steps, so nothing is lost with it."""
+    """Somebody lost a file of it; the journal has its steps, so nothing is lost with it. The next save removes it."""
     state, values, optimizer = start()
     whole = store(tmp_path, state, values, optimizer)
     half = store(tmp_path, state, values, optimizer)
     (half / lost).unlink()
-    again = {"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key"}
-    assert load(tmp_path, **again).path == whole
-    assert f"{half} is not whole and is passed over" in caplog.text
-    assert store(tmp_path, state, values, optimizer).name > half.name
-    for path in tmp_path.glob("step-*"):
-        (path / "state.json").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match="found none. What is there is not whole: step-00000000.000, step-"):
-        load(tmp_path, **again)
+    assert load(tmp_path, **again(values)).path == whole
+    assert f"{half} is not complete and is passed over" in caplog.text
+    last = store(tmp_path, state, values, optimizer)
+    assert last.name > half.name
+    assert folders(tmp_path) == [whole, last]
+    for path in folders(tmp_path):
+        (path / lost).unlink()
+    with pytest.raises(CheckpointError, match="found none. What is there is not complete: step-00000000.000, step-"):
+        load(tmp_path, **again(values))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["changed", "short"])
+def test_damage_is_found(tmp_path, name, damage):
+    state, values, optimizer = start()
+    file = store(tmp_path, state, values, optimizer) / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content if damage == "changed" else content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="changed after it was saved|What is there is not complete"):
+        load(tmp_path, **again(values))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("evil", [Evil(), {"x": Path("y").exists}])
+def test_pickles_are_not_executed(tmp_path, evil):
+    state, values, optimizer = start()
+    path = store(tmp_path, state, values, optimizer)
+    (path / ".metadata").write_bytes(pickle.dumps(evil))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest[".metadata"] = sha256(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="Expected a description of tensors"):
+        load(tmp_path, **again(values))
+
+
+def killed_at(action, change):
+    """Run an action in a fork, after a change of the fork with which it kills itself somewhere; check that it did."""
+    child = os.fork()
+    if not child:
+        change()
+        action()
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def test_a_kill_while_the_list_of_files_is_written(tmp_path):
+    """It is complete or absent: half of it would stop all that comes later."""
+    state, values, optimizer = start()
+    old = store(tmp_path, state, values, optimizer)
+
+    def change():
+        real = os.fsync
+
+        def fsync(handle):
+            if Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith("manifest.json"):
+                os.ftruncate(handle, 5)  # what a kill leaves of a write
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(handle)
+
+        os.fsync = fsync
+
+    killed_at(lambda: store(tmp_path, state, values, optimizer), change)
+    assert load(tmp_path, **again(values)).path == old
+    last = store(tmp_path, state, values, optimizer, keep=1)
+    assert folders(tmp_path) == [last]
+
+
+def test_a_kill_before_the_name_is_changed(tmp_path):
+    """All is on disk under a name that nothing reads: the old one is the newest, and the next save removes the other."""
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer)
+
+    def change():
+        saving.free_name = lambda parent, step: os.kill(os.getpid(), signal.SIGKILL)
+
+    killed_at(lambda: store(tmp_path, state, values, optimizer, extra={"number": 1}), change)
+    assert len(list(tmp_path.glob("*/manifest.json"))) == 2
+    assert load(tmp_path, **again(values)).extra == {}
+    last = store(tmp_path, state, values, optimizer, keep=1)
+    assert folders(tmp_path) == [last]
 
 
 @pytest.mark.parametrize("number", [1, 4, 8])
@@ -466,8 +547,8 @@ def test_schedules_with_rates_of_numpy(tmp_path):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(np.float64(0.5) ** step))
     both = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
     store(tmp_path, state, values, optimizer, optimizer_state=both)
-    again = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").optimizer_state
-    assert again["schedule"]["_last_lr"] == schedule.state_dict()["_last_lr"]
+    found = load(tmp_path, **again(values)).optimizer_state
+    assert found["schedule"]["_last_lr"] == schedule.state_dict()["_last_lr"]
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "Adafactor", "LBFGS", "RMSprop", "NAdam"])
@@ -479,7 +560,7 @@ def test_states_of_the_optimizers_of_torch(tmp_path, kind):
         p.grad = torch.ones_like(p)
     optimizer.step(lambda: torch.zeros(()))
     store(tmp_path, state, values, optimizer)
-    saved = load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+    saved = load(tmp_path, **again(values))
     assert str(saved.optimizer_state) == str(optimizer.state_dict())
 
 
@@ -505,7 +586,7 @@ def test_a_damaged_list_of_files_says_so(tmp_path, name):
         text = json.dumps({n: d for n, d in known.items() if n != ".metadata"})
     (path / file).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match=f"{message}.*"):
-        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
+        load(tmp_path, **again(values))
 
 
 @pytest.mark.parametrize("stray", ["step-x", "step-00000003.backup", "step-9", "step-00000001.000.old", "step-."])
@@ -513,7 +594,7 @@ def test_stray_folders_are_left_alone(tmp_path, stray):
     state, values, optimizer = start()
     shutil.copytree(store(tmp_path, state, values, optimizer), tmp_path / stray)
     last = [store(tmp_path, state, values, optimizer, keep=1) for _ in range(3)][-1]
-    assert load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key").path == last
+    assert load(tmp_path, **again(values)).path == last
     assert folders(tmp_path) == sorted([tmp_path / stray, last])
 
 
@@ -523,7 +604,7 @@ def test_a_state_without_a_key_says_so(tmp_path):
     for text in ("{}", "[]", '{"key": "zz"}', '{"key": "00"}'):
         (path / "state.json").write_text(text)
         with pytest.raises(
-            CheckpointError, match="has no key of a run, or no number of notes. Restore it; or move the whole folder"
+            CheckpointError, match="has no key of a run, or no number of notes. Restore it; or move the folder"
         ):
             store(tmp_path, state, values, optimizer)
 
@@ -539,27 +620,6 @@ def test_names_and_values_of_the_user_may_be_odd(tmp_path):
         deep = [deep]
     with pytest.raises(InvalidArgument, match="Expected extra to hold JSON values"):
         store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"deep": deep})
-
-
-@pytest.mark.slow
-def test_kill_loses_no_accounting(tmp_path):
-    """kill -9 at any moment: every step that was seen is in the journal, and the run goes on from a whole checkpoint."""
-    code = CHILD.format(paths=sys.path, folder=str(tmp_path))
-    for delay in (0.0, 0.004, 0.015):
-        folder = tmp_path / f"{delay}"
-        folder.mkdir()
-        command = [sys.executable, "-c", code.replace(str(tmp_path), str(folder))]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            child.stdout.readline()
-            time.sleep(delay)
-            os.kill(child.pid, signal.SIGKILL)
-            seen = 1 + len(child.stdout.read().splitlines())
-        assert journal_ledger(folder / "journal.jsonl").num_steps >= seen
-        saved = load(folder / "c", plan=PLAN, params=params(), data=DATA, journal=folder / "journal.jsonl")
-        assert saved.state.ledger.num_steps >= seen
-        _, values, optimizer = start()
-        final = steps(saved.state, values, optimizer, 8, Journal(folder / "journal.jsonl", PLAN))
-        assert final.ledger == PLAN.ledger()
 
 
 def test_public_names_are_the_same_functions():

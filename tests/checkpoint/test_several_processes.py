@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -16,19 +14,16 @@ from pathlib import Path
 import checkpoint_jobs
 import pytest
 import torch
-from checkpoint_jobs import PLAN, read, start, store, train
-from jobs import NUM_RECORDS, data, loss_fn, params, plan
+from checkpoint_jobs import PLAN, read, start, train
+from jobs import data, params
 from run_cases import folders
 from workers import outcomes, run
 
-from dpfunc import sampling, state
+from dpfunc import state
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint import load, save, saving
-from dpfunc.checkpoint.format import sha256
+from dpfunc.checkpoint import load
 from dpfunc.checkpoint.journal import journal_ledger
-from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.rng import insecure_key
-from dpfunc.step import make_dp_step
+from dpfunc.errors import CheckpointError
 
 
 def close(found, expected):
@@ -193,167 +188,10 @@ def test_what_one_process_refuses_all_refuse(saved_by_four, tmp_path):
     assert all(text.startswith("CheckpointError") for text in found)
 
 
-# From here on one process, without a process group.
-
-
 def test_parts_without_ranks_are_refused(tmp_path):
     """One process would write, or read, its own parts only."""
     assert run(2, "checkpoint_jobs:without_ranks", tmp_path) == [["InvalidArgument", "InvalidArgument"]] * 2
     assert not (tmp_path / "c").exists()
-
-
-@pytest.fixture
-def one(tmp_path):
-    train(tmp_path, "alone", 3, False, 3)
-    return tmp_path
-
-
-def load_one(folder, **changes):
-    options = {"plan": PLAN, "data": data(), "params": params(), "journal": folder / "journal.jsonl"}
-    return load(folder / "c", **{**options, **changes})
-
-
-def test_nothing_is_overwritten(one):
-    (path,) = (one / "c").glob("step-*")
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
-    values, ranks, optimizer = start("alone")
-    state = load_one(one).state
-    second = store(one, values, ranks, optimizer, state)
-    assert second != path
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-    assert load_one(one).path == second
-    third = store(one, values, ranks, optimizer, state, keep=1)
-    assert [each.name for each in (one / "c").glob("step-*")] == [third.name]
-
-
-def test_the_key_is_for_the_owner_only(one):
-    (path,) = (one / "c").glob("step-*")
-    assert path.stat().st_mode & 0o077 == 0
-    assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())
-    key = insecure_key(5).secret
-    having = [
-        file.name for file in path.iterdir() if key in file.read_bytes() or key.hex().encode() in file.read_bytes()
-    ]
-    assert having == ["state.json"]
-
-
-FILES = ["state.json", "plan.json", "manifest.json", ".metadata", "__0_0.distcp"]
-
-
-@pytest.mark.parametrize("name", [*FILES, "part-0.json"])
-@pytest.mark.parametrize("damage", ["changed", "short", "missing"])
-def test_damage_is_found(one, name, damage):
-    (path,) = (one / "c").glob(f"step-*/{name}")
-    content = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    elif damage == "short":
-        path.write_bytes(content[: len(content) // 2])
-    else:
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="changed after it was saved|What is there is not whole"):
-        load_one(one)
-
-
-@pytest.mark.parametrize("lost", FILES)
-def test_a_checkpoint_that_a_kill_left_half_removed_stops_nothing(one, lost):
-    """Somebody lost a file of it; the next save removes it."""
-    (old,) = (one / "c").glob("step-*")
-    values, ranks, optimizer = start("alone")
-    state = load_one(one).state
-    newest_one = store(one, values, ranks, optimizer, state)
-    (old / lost).unlink()
-    assert load_one(one).path == newest_one
-    last = store(one, values, ranks, optimizer, state)
-    assert sorted((one / "c").glob("step-*")) == sorted([newest_one, last])
-    assert load_one(one).path == last
-
-
-def test_a_kill_while_the_list_of_files_is_written(one):
-    """It is whole or absent: half of it would stop all that comes later."""
-    (old,) = (one / "c").glob("step-*")
-    values, ranks, optimizer = start("alone")
-    state = load_one(one).state
-    child = os.fork()
-    if not child:
-        real = os.fsync
-
-        def fsync(handle):
-            if Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith("manifest.json"):
-                os.ftruncate(handle, 5)  # what a kill leaves of a write
-                os.kill(os.getpid(), signal.SIGKILL)
-            real(handle)
-
-        os.fsync = fsync
-        store(one, values, ranks, optimizer, state)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert load_one(one).path == old
-    last = store(one, values, ranks, optimizer, state, keep=1)
-    assert list((one / "c").glob("step-*")) == [last]
-
-
-class Evil:
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
-@pytest.mark.parametrize("evil", [Evil(), {"x": Path("y").exists}])
-def test_pickles_are_not_executed(one, evil):
-    (path,) = (one / "c").glob("step-*")
-    (path / ".metadata").write_bytes(pickle.dumps(evil))
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest[".metadata"] = sha256(path / ".metadata")
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="Expected a description of tensors"):
-        load_one(one)
-
-
-REFUSALS = {
-    "plan": ({"plan": plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3), noise_multiplier=0.9)}, r"another plan: .*now 0.9"),
-    "data": ({"data": {**data(), "y": data()["y"].roll(1)}}, "another data set"),
-    "shape": ({"params": {**params(), "in.bias": torch.zeros(8)}}, r"in.bias: saved float32 \(9,\), now float32 \(8,\)"),
-    "missing": ({"params": {"in.bias": torch.zeros(9)}}, "now absent"),
-    "type": ({"params": params(torch.float64)}, "now float64"),
-    "optimizer": ({"optimizer_state": {"state": {}, "param_groups": []}}, "Expected optimizer_state to have"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_another_run_is_refused(one, name):
-    changes, message = REFUSALS[name]
-    with pytest.raises(CheckpointError, match=message):
-        load_one(one, **changes)
-
-
-def test_bad_arguments(one):
-    values, ranks, optimizer = start("alone")
-    with pytest.raises(InvalidArgument, match="keep"):
-        store(one, values, ranks, optimizer, load_one(one).state, keep=0)
-    with pytest.raises(InvalidArgument, match="Expected extra to hold JSON values"):
-        store(one, values, ranks, optimizer, load_one(one).state, extra={"n": object()})
-    with pytest.raises(InvalidArgument, match="Expected optimizer_state"):
-        store(one, values, ranks, optimizer, load_one(one).state, optimizer_state={"f": len})
-
-
-def test_optimizer_states_of_all_kinds_come_back(tmp_path):
-    values, ranks, _ = start("alone")
-    state = make_dp_step(loss_fn, PLAN).init(values, insecure_key(77))
-    kinds = {
-        "a": [1, 2.5, None, True, "s"],
-        3: (torch.arange(3), torch.ones(2, 2, dtype=torch.bfloat16)),
-        "e": {},
-        "z": [],
-    }
-    save(
-        tmp_path / "c", params=values, state=state, plan=PLAN, data="d", ranks=ranks, optimizer_state=kinds,
-        journal=tmp_path / "journal.jsonl",
-    )  # fmt: skip
-    found = load_one(tmp_path, data="d").optimizer_state
-    assert list(found) == list(kinds)
-    assert (found["a"], found["e"], found["z"], type(found[3])) == (kinds["a"], {}, [], tuple)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[3], kinds[3], strict=True))
 
 
 SCRIPT = Path(checkpoint_jobs.__file__)
@@ -400,22 +238,6 @@ def test_kill_loses_no_accounting(killed, tmp_path, again):
         assert Ledger.from_json(ledger) == spent.compose(Ledger(PLAN.events(step, 8), PLAN.adjacency))
         assert Ledger.from_json(ledger).num_steps >= 8
     assert journal_ledger(tmp_path / "journal.jsonl").to_json() == ledger
-
-
-def test_a_kill_before_the_name_is_changed(one):
-    """All is on disk under a name that nothing reads: the old one is the newest, and the next save removes the other."""
-    values, ranks, optimizer = start("alone")
-    state = load_one(one).state
-    child = os.fork()
-    if not child:
-        saving.free_name = lambda parent, step: os.kill(os.getpid(), signal.SIGKILL)
-        store(one, values, ranks, optimizer, state, extra={"number": 1})
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert len(list((one / "c").glob("*/manifest.json"))) == 2
-    assert load_one(one).extra == {}
-    last = store(one, values, ranks, optimizer, state, keep=1)
-    assert folders(one / "c") == [last]
 
 
 def test_a_crash_while_saving(tmp_path):

@@ -26,7 +26,7 @@ from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.cli.main import main
 from dpfunc.cli.train import _interruptible
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.trainer.files import is_whole
+from dpfunc.hf.trainer.files import is_complete
 from dpfunc.rng import secure_key
 from dpfunc.train import run as train_job
 from dpfunc.train.config import SECTIONS, STRATEGIES
@@ -207,7 +207,7 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
     process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not any(map(is_whole, Path("killed").glob("checkpoint-*"))):
+    while not any(map(is_complete, Path("killed").glob("checkpoint-*"))):
         assert process.poll() is None, "finished before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -21,8 +20,7 @@ import dpfunc
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.cli.main import main
 from dpfunc.distributed.launch import check_launch, from_environment
-from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf.trainer.processes import check_number
+from dpfunc.errors import InvalidArgument
 
 JOBS = launch_jobs.__file__
 FLAGS = ("--steps", "6", "--eval_fraction", "0.2", "--eval_steps", "3", "--insecure-seed", "7707")
@@ -91,7 +89,8 @@ def test_killed_processes_die_together_and_resume_bit_for_bit(place, tmp_path):
         patch.chdir(folder)
         refused = CliRunner().invoke(main, [*words, "--resume"])
         assert refused.exit_code == 1
-        assert "Expected 2 processes" in refused.stderr
+        assert "laid out differently" in refused.stderr
+        assert "data processes: saved 2, now 1" in refused.stderr
     assert journal_ledger(journal).num_steps == 5
     texts = ("-n", "6", "--batch-size", "2", "--max-new-tokens", "6", "--allow-non-private", "--seed", "4")
     output, _ = works(
@@ -189,9 +188,10 @@ def test_what_the_processes_share(launched):
 def test_what_one_process_cannot_write_stops_all(launched):
     """At once, and not when the others have waited for half an hour."""
     folder, found, _, _ = launched
-    for name in ("save_run", "finish", "write_accounting"):
+    for name in ("finish", "write_accounting"):
         assert [each[name][0] for each in found] == ["OSError", "StepAborted"], name
-    assert [each["load_run"][0] for each in found] == ["CheckpointError", "OSError"]
+    assert [each["_commit"][0] for each in found] == ["OSError", "CheckpointError"]
+    assert [each["verify"][0] for each in found] == ["CheckpointError", "OSError"]
     for name in ("there", "full"):
         assert [each[name][0] for each in found] == ["InvalidArgument", "StepAborted"], name
     assert [each["draw"][0] for each in found] == ["CheckpointError", "OSError"]
@@ -226,47 +226,6 @@ def test_launchers_of_one_process_are_accepted():
     check_launch({"WORLD_SIZE": "1", "MASTER_ADDR": "here", "ACCELERATE_MIXED_PRECISION": "no"}, 1)
     check_launch({"SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "here"}, 1)
     check_launch({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "9"}, 2)  # srun starts torchrun
-
-
-# How many processes may go on
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What the rule reads of a checkpoint."""
-
-    state: dpfunc.StepState
-    extra: dict[str, int]
-    path: Path = Path("checkpoint")
-
-
-def test_steps_are_repeated_by_as_many_processes_as_before(tmp_path):
-    """Also where the number changed and changed back between two checkpoints: a note says who took which steps."""
-
-    def saved(step, charged, by, **extra):
-        state = dpfunc.StepState(step, 10, charged, dpfunc.insecure_key(1), (), dpfunc.Ledger())
-        return Saved(state, {"num_processes": by, **extra})
-
-    notes = tmp_path / "notes.jsonl"
-    check_number(saved(4, 6, 2), notes, 2)
-    check_number(Saved(saved(4, 6, 1).state, {}), notes, 1)  # of before there were several
-    assert not notes.exists()
-    with pytest.raises(CheckpointError, match="Expected 2 processes, as when step 4 was released, got 1"):
-        check_number(saved(4, 6, 2), notes, 1)
-    check_number(saved(4, 4, 2), notes, 1)  # nothing to repeat
-    check_number(saved(4, 6, 2), notes, 1)  # those two steps were taken by one
-    for other in (2, 4):
-        with pytest.raises(CheckpointError, match=f"Expected 1 processes, as when step 4 was released, got {other}"):
-            check_number(saved(4, 6, 2), notes, other)
-    check_number(saved(6, 6, 1), notes, 4)
-    with pytest.raises(CheckpointError, match="Expected 4 processes"):
-        check_number(saved(4, 8, 2), notes, 1)
-    assert len(notes.read_text().splitlines()) == 2
-    check_number(saved(4, 6, 1, num_process_notes=2), notes, 1)
-    notes.write_text(notes.read_text().splitlines(keepends=True)[0])
-    for count in (2, 0):
-        with pytest.raises(CheckpointError, match="with at least 2 notes"):
-            check_number(saved(4, 6, 1, num_process_notes=2), notes if count else tmp_path / "gone", 1)
 
 
 LEFT = """

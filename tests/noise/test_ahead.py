@@ -124,16 +124,12 @@ def test_memory_without_noise_is_never_given_out():
 
 
 def test_free_cores(monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(streams, "_cores", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     assert (free_cores(on_cpu=True), free_cores(on_cpu=False)) == (2, 7)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     assert free_cores(on_cpu=True) == 0
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_cores(on_cpu=False) == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert free_cores(on_cpu=False) == 0
+    assert (free_cores(on_cpu=False, processes=4), free_cores(on_cpu=False, processes=8)) == (1, 0)
 
 
 @pytest.fixture
@@ -150,7 +146,7 @@ def job():
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_step_draws_its_own_noise_once(monkeypatch, drawn, job, threads):
     dp_step, params, batch, state, key = job
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu: threads)
+    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: threads)
     clipped, _ = dp_step.clipped_grad(params, batch, key=fold_in(fold_in(key, "step", 0), "dropout"))
     release = fold_in(fold_in(key, "step", 0), "release")
     expected = noise.add_gaussian(ClippedSum(clipped.sums, clipped.group_of, clipped.sensitivities), 1.0, release)
@@ -170,7 +166,7 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
         return drawn_ahead(key, like, threads)
 
     monkeypatch.setattr(step, "drawn_ahead", spied)
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu: 3 if on_cpu else 0)
+    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: 3 if on_cpu else 0)
     plan = dpfunc.Plan(
         dpfunc.sampling.Poisson(4, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3
     )
@@ -184,7 +180,7 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
 def test_a_step_that_fails_leaves_no_noise_for_another(monkeypatch, drawn, job):
     """The next try is the same release; other data with the same step are refused once it was released."""
     dp_step, params, batch, state, _ = job
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu: 1)
+    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: 1)
     with pytest.raises(dpfunc.errors.InvalidArgument, match="finite"):
         dp_step({"w": params["w"] + float("nan")}, batch, state)
     assert not noise_threads()

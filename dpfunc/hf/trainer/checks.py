@@ -13,29 +13,30 @@ from dpfunc._utils.validation import wrong_type
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.refuse import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.environment import (
+    Refusal,
+    launch_refusals,
+    refuse_environment,
+    refuse_first,
+    refuse_sharded_model,
+)
 from dpfunc.rng import Key
 
 # How transformers names them; a default that does no harm is the first value.
-DEFAULT_MAX_GRAD_NORM = 1.0
-KEY_SHARING = ("checkpoint", "all_checkpoints")
-OWN_BACKWARD = ("lomo", "adalomo")
+_DEFAULT_MAX_GRAD_NORM = 1.0
+_KEY_SHARING = ("checkpoint", "all_checkpoints")
+_OWN_BACKWARD = ("lomo", "layerwise")
 
 
 def refuse_arguments(args: Any) -> None:  # noqa: ANN401  (TrainingArguments)
-    """Check the `TrainingArguments` of a private run.
+    """Check the `TrainingArguments` of a private run, and the environment that they were made in.
 
     Raises:
-        InvalidArgument: naming the first argument that cannot be used, and what to do instead.
+        InvalidArgument: naming the first setting that cannot be used, and what to do instead.
     """
-    for refused, name, why in (*_sampling(args), *_loss(args), *_numerics(args), *_devices(args), *_leaks(args)):
-        if refused:
-            raise InvalidArgument(
-                f"Expected a TrainingArguments that keeps differential privacy, got {name}="
-                f"{getattr(args, name, None)!r}. {why}"
-            )
-
-
-Refusal = tuple[bool, str, str]
+    refuse_environment(os.environ)
+    refusals = (*_sampling(args), *_loss(args), *_checkpointing(args), *launch_refusals(args), *_leaks(args))
+    refuse_first(refusals, args, "a TrainingArguments that keeps differential privacy")
 
 
 def _sampling(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
@@ -58,10 +59,6 @@ def _sampling(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
             args.auto_find_batch_size, "auto_find_batch_size",
             "The sampling probability, and with it epsilon, would change. Only memory matters here: set "
             "dp_physical_batch_size.",
-        ),
-        (
-            bool((args.accelerator_config.gradient_accumulation_kwargs or {}).get("num_steps")), "accelerator_config",
-            "Give the accumulation as gradient_accumulation_steps: it decides the logical batch.",
         ),
     )  # fmt: skip
 
@@ -89,54 +86,27 @@ def _loss(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
             "Its fused kernels have no per-sample gradients.",
         ),
         (
-            args.max_grad_norm not in (0, DEFAULT_MAX_GRAD_NORM, None), "max_grad_norm",
+            args.max_grad_norm not in (0, _DEFAULT_MAX_GRAD_NORM, None), "max_grad_norm",
             "The Trainer would clip the mean gradient, which bounds no sample. Set "
             "PrivacyArguments(dp_max_grad_norm=...) and leave this at its default.",
         ),
         (
-            any(name in str(getattr(args.optim, "value", args.optim)).lower() for name in (*OWN_BACKWARD, "layerwise")),
+            any(name in str(getattr(args.optim, "value", args.optim)).lower() for name in _OWN_BACKWARD),
             "optim", "It updates inside the backward pass. Use an optimizer that reads .grad, e.g. adamw_torch.",
         ),
     )  # fmt: skip
 
 
-def _numerics(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+def _checkpointing(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
     name = "gradient_checkpointing_kwargs"
     if getattr(args, "activation_checkpointing_kwargs", None):
         name = "activation_checkpointing_kwargs"
     options = getattr(args, name, None)
     return (
-        (args.fp16, "fp16", "Loss scaling changes with the data, and its skipped steps too. Use bf16=True."),
-        (
-            args.torch_compile, "torch_compile",
-            "It compiles the model for batch gradients. Leave it out; PrivacyArguments has dp_compile.",
-        ),
         (
             isinstance(options, Mapping) and bool(options.get("use_reentrant")), name,
             "Reentrant checkpoints hide the forward pass from per-sample gradients. Use {'use_reentrant': False}.",
         ),
-    )  # fmt: skip
-
-
-def _devices(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
-    sharded = (
-        "Each process has a whole replica of the model here. For a model that is cut into parts use fully_shard or "
-        "parallelize_module and a loop over make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
-    )
-    launched = str(getattr(getattr(args, "distributed_state", None), "distributed_type", ""))
-    asked = {
-        name: os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true") or launched.endswith(name)
-        for name in ("DEEPSPEED", "FSDP")
-    }
-    return (
-        (
-            args.n_gpu > 1, "n_gpu",
-            "nn.DataParallel mixes the gradients of samples. Start a process for each device, `torchrun "
-            "--nproc-per-node N`, or set CUDA_VISIBLE_DEVICES to one.",
-        ),
-        (bool(args.deepspeed) or asked["DEEPSPEED"], "deepspeed", f"{sharded} Leave DeepSpeed out."),
-        (bool(args.fsdp) or asked["FSDP"], "fsdp", sharded),
-        (getattr(args, "parallelism_config", None) is not None, "parallelism_config", sharded),
     )  # fmt: skip
 
 
@@ -148,7 +118,7 @@ def _leaks(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
             "How many tokens were drawn is private: the number of drawn records is not released.",
         ),
         (
-            args.push_to_hub and not args.save_only_model and strategy in KEY_SHARING, "hub_strategy",
+            args.push_to_hub and not args.save_only_model and strategy in _KEY_SHARING, "hub_strategy",
             "A checkpoint holds the key of the run, which undoes the noise. Use 'end' or 'every_save', or "
             "save_only_model=True.",
         ),
@@ -237,6 +207,8 @@ def refuse_values(model: object, privacy: object, key: object, model_init: objec
         raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
     if model_init is not None or not isinstance(model, nn.Module):
         raise InvalidArgument("Expected model to be a module, and no model_init: each model is a run of its own.")
+    if privacy.dp_enabled:
+        refuse_sharded_model(model)
     if compute_loss_func is not None:
         raise InvalidArgument(
             "Expected no compute_loss_func, which gives one loss for a batch. Pass loss=, a function "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,21 @@ from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.format import (
     Checkpoint,
+    complete_checkpoints,
     read_json,
     remove,
     saved_key,
     sha256,
     sweep,
     verify,
-    whole_checkpoints,
     write_json,
 )
 from dpfunc.checkpoint.journal import read_steps
 from dpfunc.checkpoint.loading import load
 from dpfunc.checkpoint.saving import save
+from dpfunc.distributed.launch import once
+from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -48,12 +50,16 @@ def save_run(
     state: StepState,
     plan: Plan,
     data: str,
-    extra: Mapping[str, Any],
     journal: Path,
+    ranks: Ranks | None,
 ) -> None:
-    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as whole only later."""
-    remove(checkpoint / FOLDER)  # of an earlier run, whose files the Trainer has replaced
-    save(checkpoint / FOLDER, params=params, state=state, plan=plan, data=data, extra=extra, keep=1, journal=journal)
+    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as complete only later.
+
+    All processes call it.
+    """
+    folder = checkpoint / FOLDER
+    once(ranks, lambda: remove(folder))  # of an earlier run, whose files the Trainer has replaced
+    save(folder, params=params, state=state, plan=plan, data=data, ranks=ranks, keep=1, journal=journal)
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
@@ -76,7 +82,7 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
     """
     from transformers.trainer_utils import sort_checkpoints
 
-    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_whole)
+    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_complete)
     if not limit or limit < 0 or len(found) <= limit:
         return []
     stay = {found[-1], *([Path(best)] if best is not None else [])}
@@ -97,35 +103,54 @@ def clean(output_dir: Path) -> None:
 
 
 def load_run(
-    checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, key: Key | None, earlier: Ledger | None
+    checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
 ) -> Checkpoint:
     """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
 
+    All processes call it.
+
     Raises:
-        CheckpointError: not whole, or of another plan, data set, parameter set or key; or a file of the Trainer
-            (optimizer, scheduler, its state) is missing or was changed, without which it would start anew.
+        CheckpointError: not complete, or of another plan, data set or parameter set; a file of the Trainer (optimizer,
+            scheduler, its state) is missing or was changed, without which it would start anew; or steps after it were
+            released in another layout, e.g. by another number of processes.
     """
-    if not is_whole(checkpoint):
-        raise CheckpointError(
-            f"Expected a whole checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
-            f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
-        )
-    verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
-    # `note_earlier_runs` warns of later runs.
-    saved = load(checkpoint / FOLDER, plan=plan, params=params, data=data, journal=journal, later_runs="ignore")
+
+    def check() -> None:
+        if not is_complete(checkpoint):
+            raise CheckpointError(
+                f"Expected a complete checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
+                f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
+            )
+        verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
+
+    all_or_none(check, ranks, "Nothing was resumed")
+    return load(
+        checkpoint / FOLDER, plan=plan, params=params, data=data, ranks=ranks, journal=journal,
+        later_runs="ignore",  # `note_earlier_runs` warns of them
+    )  # fmt: skip
+
+
+def check_started_so(saved: Checkpoint, plan: Plan, key: Key | None, earlier: Ledger | None) -> None:
+    """Check what the user says about the start of a run that is resumed.
+
+    Args:
+        saved: what was loaded. plan: of the run. key, earlier: as given to the Trainer; None says nothing.
+
+    Raises:
+        CheckpointError: the run has another key, or began with another ledger.
+    """
     if key is not None and key != saved.state.key:
         raise CheckpointError(
-            f"The checkpoint {checkpoint} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
+            f"The checkpoint {saved.path} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
             f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
         )
     own = plan.ledger(saved.state.charged)
     if earlier is not None and earlier.compose(own) != saved.state.ledger:
         raise CheckpointError(
             f"Expected the ledger that the run was started with, got {earlier} beside the {own.num_steps} steps of "
-            f"this run; the checkpoint {checkpoint} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
+            f"this run; the checkpoint {saved.path} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
             "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
         )
-    return saved
 
 
 def check_goes_on(before: StepState, saved: Checkpoint) -> None:
@@ -146,7 +171,7 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
 
 
 def newest(output_dir: Path) -> Path:
-    """The newest whole checkpoint of a run; one that a kill left half-written is passed over.
+    """The newest complete checkpoint of a run; one that a kill left half-written is passed over.
 
     Raises:
         CheckpointError: there is none, or it is not clear of which run.
@@ -155,15 +180,15 @@ def newest(output_dir: Path) -> Path:
         tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about.
     """
     found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _numbered(path))]
-    whole: list[Path] = []
+    complete: list[Path] = []
     for _, path in sorted(found, reverse=True):
-        if is_whole(path):
-            whole.append(path)
+        if is_complete(path):
+            complete.append(path)
         else:
-            logger.warning("The checkpoint %s is not whole and is passed over.", path)
-    if whole:
-        _of_one_run(whole, output_dir / JOURNAL)
-        return whole[0]
+            logger.warning("The checkpoint %s is not complete and is passed over.", path)
+    if complete:
+        _of_one_run(complete, output_dir / JOURNAL)
+        return complete[0]
     steps = count_steps(output_dir / JOURNAL)
     more = (
         f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
@@ -199,19 +224,19 @@ def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
 
 def _run_of(checkpoint: Path) -> str:
     """Fingerprint of the key of a checkpoint."""
-    return fingerprint(saved_key(whole_checkpoints(checkpoint / FOLDER)[-1]))
+    return fingerprint(saved_key(complete_checkpoints(checkpoint / FOLDER)[-1]))
 
 
 def _numbered(path: Path) -> re.Match[str] | None:
     return re.fullmatch(r"checkpoint-(\d+)", path.name)
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
     try:
         read_json(checkpoint / TRAINER_STATE)
         names = read_json(checkpoint / FOLDER / FILES)
-        own = whole_checkpoints(checkpoint / FOLDER)
+        own = complete_checkpoints(checkpoint / FOLDER)
     except CheckpointError:
         return False
     return bool(own) and isinstance(names, dict)

@@ -24,7 +24,7 @@ from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
-from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import processes
@@ -39,6 +39,7 @@ from dpfunc.hf.trainer.checks import (
     refuse_overrides,
     refuse_values,
 )
+from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
     Loss,
@@ -61,6 +62,7 @@ from dpfunc.state import StepState
 
 logger = logging.getLogger(__name__)
 
+NOT_RESUMED = "Nothing was resumed"
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -139,6 +141,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if privacy.dp_enabled:
             refuse_arguments(args)
             refuse_overrides(self, DPTrainer, Trainer)
+            for setting in without_effect(args):
+                logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             args = changed(args, one_draw_a_step(self.logical_batch_size))
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
@@ -154,8 +158,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own; of a private run on several processes one that wraps no model."""
         super().create_accelerator_and_postprocess()
-        if self.privacy.dp_enabled and self._ranks is not None:
-            self.accelerator: Any = processes.Replicas(self.accelerator)
+        if self.privacy.dp_enabled:
+            refuse_accelerator(self.accelerator)
+            if self._ranks is not None:
+                self.accelerator: Any = processes.Replicas(self.accelerator)
 
     # What a run is
 
@@ -268,8 +274,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
         if resume_from_checkpoint:
-            saved = all_or_none(partial(self._resume, resume_from_checkpoint, data), self._ranks, "Nothing was resumed")
-            processes.check_processes(saved, self._journal(), self._ranks)
+            saved = self._resume(resume_from_checkpoint, data)
             spent = saved.state.ledger.num_steps
             distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal(), spent))
             skipping = not self.args.ignore_data_skip
@@ -315,13 +320,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return self._data_name or data_name(self.train_dataset)
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
-        path = Path(checkpoint) if isinstance(checkpoint, str) else trainer_state.newest(Path(self.args.output_dir))
+        def find() -> bytes:
+            folder = Path(self.args.output_dir)
+            return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder)).encode()
+
+        def check() -> None:
+            trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
+            if self._run is not None:
+                trainer_state.check_goes_on(self._run.state, saved)
+
+        path = Path(shared(all_or_none(find, self._ranks, NOT_RESUMED), self._ranks).decode())
         saved = trainer_state.load_run(
-            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(),
-            key=self._given_key, earlier=self._earlier,
-        )  # fmt: skip
-        if self._run is not None:
-            trainer_state.check_goes_on(self._run.state, saved)
+            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
+        )
+        all_or_none(check, self._ranks, NOT_RESUMED)
         return saved
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -467,15 +479,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
 
-        def before() -> None:
-            if not args.save_only_model:  # which is also how to get a checkpoint without the key
-                trainer_state.save_run(
-                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data,
-                    extra=processes.as_saved(self._journal(), self._ranks), journal=self._journal(),
-                )  # fmt: skip
-            trainer_state.write_accounting(folder, accounting)
-
-        distributed.once(self._ranks, before)
+        if not args.save_only_model:  # which is also how to get a checkpoint without the key
+            trainer_state.save_run(
+                folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
+                ranks=self._ranks,
+            )  # fmt: skip
+        distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
         self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
         try:
             all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")

@@ -307,9 +307,9 @@ def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_pat
     (folder / "checkpoint-8" / "trainer_state.json").write_text('{"global')
     trainer = run(folder)
     trainer.train(resume_from_checkpoint=True)
-    assert "checkpoint-8 is not whole" in caplog.text
+    assert "checkpoint-8 is not complete" in caplog.text
     assert same(trained(trainer.model), trained(uninterrupted.model))
-    with pytest.raises(CheckpointError, match="Expected a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="Expected a complete checkpoint"):
         run(folder).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
 
 

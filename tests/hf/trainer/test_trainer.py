@@ -421,13 +421,8 @@ def test_L17_length_grouping_is_refused(tmp_path, values, named):
         ("max_grad_norm", 0.5),
         ("optim", "galore_adamw_layerwise"),
         ("optim", "lomo"),
-        ("fp16", True),
-        ("torch_compile", True),
         ("activation_checkpointing_kwargs", {"use_reentrant": True}),
         ("gradient_checkpointing_kwargs", {"use_reentrant": True}),
-        ("_n_gpu", 2),
-        ("deepspeed", "config.json"),
-        ("fsdp", "full_shard"),
         ("include_num_input_tokens_seen", "all"),
     ],
 )
@@ -460,14 +455,6 @@ def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgument, match=message):
         DPTrainer(classifier(), arguments, privacy=privacy, train_dataset=DATA)
-
-
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
-def test_sharding_by_the_launcher_is_refused(tmp_path, monkeypatch, name):
-    arguments = training_arguments(tmp_path)
-    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
-    with pytest.raises(InvalidArgument, match=rf"got {name}=.*distributed.sharded\(mesh\)"):
-        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
 
 
 def test_the_trainers_arguments_are_left_alone(tmp_path):

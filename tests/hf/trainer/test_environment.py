@@ -1,0 +1,242 @@
+"""Launchers, precision, sharding: every row of the table in docs/guides/trainer.md, as a user would write it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType
+from launcher import PATHS
+from text_job import write_job
+from trainer_cases import again, classifier, labelled, same, trained, training_arguments
+
+import dpfunc
+from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.checks import changed
+from dpfunc.hf.trainer.environment import refuse_accelerator, refuse_environment
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.train.config import job_from_dict
+from dpfunc.train.config_file import read_yaml
+from dpfunc.train.run import check_job
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "trainer.md"
+KEY = dpfunc.insecure_key(5207)
+PRIVACY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="bookkeeping")
+# Constructing these arguments asks for packages or devices that are not here: they are written into finished ones.
+WRITTEN = {"deepspeed", "parallelism_config", "_n_gpu", "distributed_state"}
+
+
+def table():
+    """The rows of the guide: setting -> what happens."""
+    section = GUIDE.read_text().split("## Launchers, precision, sharding")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return dict(rows[1:])
+
+
+def arguments(folder, values):
+    made = training_arguments(folder, max_steps=2, **{n: v for n, v in values.items() if n not in WRITTEN})
+    return changed(made, {name: value for name, value in values.items() if name in WRITTEN})
+
+
+def trainer_of(made, model):
+    return DPTrainer(model, made, privacy=PRIVACY, key=KEY, train_dataset=labelled())
+
+
+def run(folder, values):
+    """Two private steps; returns what was trained."""
+    trainer = trainer_of(arguments(folder, values), classifier())
+    again(KEY)
+    trainer.train()
+    return trained(trainer.model)
+
+
+def sharded_on_load():
+    model = classifier()
+    model._tp_size = 2  # as from_pretrained leaves it
+    return model
+
+
+def dtensors():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = torch.nn.Linear(2, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
+    finally:
+        dist.destroy_process_group()
+    return model
+
+
+# Setting in the guide -> arguments, or environment in capitals, that say the same here.
+CASES = {
+    "`TrainingArguments(bf16=True)`": {"bf16": True},
+    "`TrainingArguments(fp16=True)`": {"fp16": True},
+    "`TrainingArguments(gradient_accumulation_steps=3)`": {"gradient_accumulation_steps": 3},
+    '`accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 3}}`': {
+        "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}
+    },
+    '`accelerator_config={"split_batches": True}`': {"accelerator_config": {"split_batches": True}},
+    '`accelerator_config={"dispatch_batches": True}`': {"accelerator_config": {"dispatch_batches": True}},
+    "`TrainingArguments(ddp_find_unused_parameters=False)`": {"ddp_find_unused_parameters": False},
+    "`TrainingArguments(torch_compile=True)`": {"torch_compile": True},
+    "`TrainingArguments(fsdp=True)`": {"fsdp": True},
+    '`TrainingArguments(fsdp="full_shard auto_wrap")`': {"fsdp": "full_shard auto_wrap"},
+    '`TrainingArguments(fsdp_config={"version": 2})`': {"fsdp_config": {"version": 2}},
+    '`TrainingArguments(deepspeed="zero3.json")`': {"deepspeed": "zero3.json"},
+    "`TrainingArguments(parallelism_config=ParallelismConfig(tp_size=2))`": {
+        "parallelism_config": ParallelismConfig(tp_size=2)
+    },
+    "`python train.py` with two CUDA devices": {"_n_gpu": 2},
+    "devices other than CPUs and CUDA": {
+        "distributed_state": SimpleNamespace(distributed_type=DistributedType.MULTI_XPU)
+    },
+    "`accelerate launch --cpu --num_processes 2 train.py`": {
+        "MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"
+    },
+}  # fmt: skip
+MODELS = {"`from_pretrained(..., tp_size=2)`": sharded_on_load, "a model whose parameters are DTensors": dtensors}
+LAUNCHED = {
+    "`torchrun --nproc-per-node 2 train.py`": "tests/distributed/test_launch.py",
+    "`accelerate launch --num_processes 1 train.py`": "test_accelerate_launch_with_one_process",
+}
+
+
+def case(setting):
+    """Arguments and environment of a row of the guide."""
+    variable = re.fullmatch(r"`([A-Z_]+)=(\S+)`", setting)
+    values = {variable[1]: variable[2]} if variable else CASES.get(setting, {})
+    return {n: v for n, v in values.items() if not n.isupper()}, {n: v for n, v in values.items() if n.isupper()}
+
+
+def outcomes(*kinds):
+    return [setting for setting, outcome in table().items() if outcome.startswith(kinds)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    return run(folder / "float32", {}), run(folder / "bf16", {"bf16": True})
+
+
+def test_every_row_of_the_guide_is_tried():
+    rows = table()
+    assert {outcome.split()[0].strip(":.,") for outcome in rows.values()} == {"works", "refused", "no"}
+    variables = {setting for setting in rows if re.fullmatch(r"`[A-Z_]+=\S+`", setting)}
+    assert rows.keys() - variables == CASES.keys() | MODELS.keys() | LAUNCHED.keys()
+
+
+@pytest.mark.parametrize("setting", [setting for setting in outcomes("works", "no effect") if setting not in LAUNCHED])
+def test_what_works_gives_the_run_that_it_names(tmp_path, monkeypatch, caplog, plain, setting):
+    values, environment = case(setting)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    narrow = "bf16" in setting
+    assert same(run(tmp_path, values), plain[narrow])
+    assert not same(*plain)
+    told = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+    assert bool(told) == table()[setting].startswith("no effect")
+    assert all(name in told[0] for name in values if told)
+
+
+@pytest.mark.parametrize("setting", outcomes("refused"))
+def test_what_is_refused_is_named_before_anything_is_spent(tmp_path, monkeypatch, setting):
+    values, environment = case(setting)
+    made = arguments(tmp_path / "run", values)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "ACCELERATE_USE_DEEPSPEED" not in environment:  # these arguments would ask for it to be installed
+        made = arguments(tmp_path / "run", values)
+    with pytest.raises(DPFuncError) as caught:
+        trainer_of(made, MODELS[setting]() if setting in MODELS else classifier())
+    message = str(caught.value)
+    known = {**environment, **values, **dict.fromkeys(["tp_size"] if "tp_size" in setting else [])}
+    named = [name.strip("_").split("_state")[0] for name in known] or ["weight"]
+    assert any(name in message for name in named) or "`accelerate launch`" in message, message
+    assert re.search(r"Use |use |Leave|Give|Unset|Start", message)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", [setting for setting in outcomes("refused") if setting.startswith("`ACCELERATE")])
+def test_the_command_refuses_the_same_environment(tmp_path, monkeypatch, setting):
+    """Also in a dry run, and before a table is read. The twin without privacy is the Trainer's own."""
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    values = read_yaml(Path("job.yaml"))
+    for name, value in case(setting)[1].items():
+        monkeypatch.setenv(name, value)
+        with pytest.raises(InvalidArgument, match=name):
+            check_job(job_from_dict(values), False, None)
+    privacy = {**values["privacy"], "dp_enabled": False}
+    check_job(job_from_dict({**values, "privacy": privacy}), False, None)
+
+
+@pytest.mark.parametrize("value", ["TRUE", "1", "yes", "on", "anything"])
+def test_a_switch_is_off_only_if_it_says_so(value):
+    with pytest.raises(InvalidArgument, match="ACCELERATE_USE_FSDP"):
+        refuse_environment({"ACCELERATE_USE_FSDP": value})
+    refuse_environment({"ACCELERATE_USE_FSDP": "False", "ACCELERATE_DYNAMO_BACKEND": "NO"})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16'"),
+        ({"distributed_type": DistributedType.FSDP}, "distributed_type"),
+        ({"distributed_type": DistributedType.MULTI_HPU}, "distributed_type"),
+        ({"fsdp_plugin": object()}, "state.fsdp_plugin"),
+        ({"deepspeed_plugin": object()}, "state.deepspeed_plugin"),
+        ({"backend": "INDUCTOR"}, "state.dynamo_plugin.backend='INDUCTOR'"),
+    ],
+)
+def test_the_accelerator_itself_is_checked(change, named):
+    """However it was configured: a state that was there before, a subclass of the Trainer."""
+    known = {"mixed_precision": "bf16", "distributed_type": DistributedType.MULTI_CPU, "backend": "NO", **change}
+    dynamo = SimpleNamespace(backend=known.pop("backend"))
+    plugins = {name: known.pop(name) for name in list(known) if name.endswith("_plugin")}
+    fake = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=dynamo, **plugins), **known)
+    with pytest.raises(InvalidArgument, match=re.escape(named)):
+        refuse_accelerator(fake)
+    refuse_accelerator(Accelerator(cpu=True))
+
+
+def test_a_subclass_that_makes_another_accelerator_is_refused(tmp_path):
+    class Compiled(DPTrainer):
+        def _build_accelerator_args(self, **kwargs):
+            return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "fp16"}
+
+    with pytest.raises(InvalidArgument, match="mixed_precision='fp16'"):
+        Compiled(classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=labelled())
+
+
+SCRIPT = """
+from pathlib import Path
+import torch
+from test_environment import run
+torch.save(run(Path("run"), {}), "trained.pt")
+"""
+
+
+def test_accelerate_launch_with_one_process(tmp_path, plain):
+    """The launcher itself, with the variables that this version of it sets."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    paths = os.pathsep.join([str(Path(__file__).parent), PATHS])
+    words = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_cpu_threads_per_process", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": paths}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = torch.load(tmp_path / "trained.pt")
+    for name, value in plain[0].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
