@@ -36,7 +36,7 @@ Compile = bool | Literal["auto"]
 
 # Of "auto": these first steps of a run stay eager, whatever the process.
 EAGER_STEPS = 2
-# Forward operations of a run below which compilation takes longer than it saves; measured, see decision 0019.
+# Forward operations of a run below which compilation takes longer than it saves; measured, see decision 0016.
 _MIN_RUN_FLOPS = 1e14
 # The last microbatch is padded by half of its rows on average, which may be at most this share of the expected batch.
 _MAX_PADDING = 1 / 16
