@@ -165,6 +165,11 @@ def _note(source: _Source) -> None:
             "not covered were not recorded.",
             err=True,
         )
+    if source.path.parent.name.startswith("checkpoint-"):
+        click.echo(
+            "Note: this is the record of a checkpoint. The cost of the finished run is in the folder above it.",
+            err=True,
+        )
     if source.uncounted:
         click.echo(
             f"Warning: the journal beside {source.path.name} has {source.uncounted} steps that it does not count: the "
@@ -218,6 +223,7 @@ def check_ledger(path: Path, epsilon: float | None, delta: float | None, method:
     Example: dpfunc ledger check runs/mails
     """
     source = _read_source(path)
+    _note(source)
     record = source.record
     if epsilon is None and record is None:
         raise click.UsageError(

@@ -195,3 +195,13 @@ def test_a_record_cannot_write_to_the_terminal(folder):
     result = run("show", folder)
     assert result.exit_code == 1
     assert "\x1b" not in result.output
+
+
+def test_the_record_of_a_checkpoint_is_not_that_of_the_run(folder):
+    part = folder / "checkpoint-10"
+    part.mkdir()
+    (part / "privacy_accounting.json").write_text(RECORD.to_json())
+    for command in ("show", "check"):
+        result = run(command, part)
+        assert result.exit_code == 0
+        assert "record of a checkpoint" in result.stderr
