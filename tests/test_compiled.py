@@ -166,9 +166,7 @@ def squares_with(power):
     return loss_fn
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("transformer LoRA", "tied weights"))]
-)
+@pytest.mark.parametrize("name", ["mlp", pytest.param("transformer LoRA", marks=pytest.mark.slow)])
 def test_auto_equals_eager(name, quick):
     """Batches of several sizes, one compiled size."""
     case = build(name, size=9)
