@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.validation import one_of, whole
+from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
@@ -283,7 +283,7 @@ def make_clipped_grad(
         raise InvalidArgument(f"Expected engine to be an engine such as dpfunc.engines.vmap(), got engine={engine!r}.")
     size = microbatch_size
     if size is not None and size != "auto":
-        size = whole("microbatch_size", size, minimum=1)
+        size = integer("microbatch_size", size, minimum=1)
     one_of("adjacency", adjacency, ADJACENCIES)
     check_setting(compile, size)
     return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile, full_norms)

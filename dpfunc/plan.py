@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from dpfunc._utils.validation import fail, one_of, open_unit, positive, whole
+from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.ranks import Ranks
@@ -94,7 +94,7 @@ class Plan:
             raise fail("a clip rule such as clipping.Flat(clip_norm=...)", "clip", self.clip)
         if not isinstance(self.noise_multiplier, Schedule):
             object.__setattr__(self, "noise_multiplier", positive("noise_multiplier", self.noise_multiplier))
-        object.__setattr__(self, "num_steps", whole("num_steps", self.num_steps, minimum=1))
+        object.__setattr__(self, "num_steps", integer("num_steps", self.num_steps, minimum=1))
         object.__setattr__(self, "delta", open_unit("delta", self.delta))
         one_of("adjacency", self.adjacency, ADJACENCIES)
         one_of("allocation", self.allocation, ("uniform", "optimal"))
@@ -296,7 +296,7 @@ class Plan:
         def described() -> str:
             check_dataset(dataset, self.sampler.dataset_size, state.num_records)
             check_collate(collate_fn)
-            whole("num_workers", num_workers)
+            integer("num_workers", num_workers)
             if ranks is None:
                 return ""
             return data_name or batches_name(dataset, collate_fn)

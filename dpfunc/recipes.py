@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, one_of, open_unit, positive, probability, records, whole
+from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, probability, records
 from dpfunc.accounting import calibrate_noise
 from dpfunc.clipping import Automatic
 from dpfunc.plan import Plan
@@ -230,7 +230,7 @@ def recipe(
     (3732, 100)
     """
     rule = _RULES[one_of("strategy", strategy, STRATEGIES)]
-    size, d = records(dataset_size), whole("num_parameters", num_parameters, minimum=1)
+    size, d = records(dataset_size), integer("num_parameters", num_parameters, minimum=1)
     positive("epsilon", epsilon)
     open_unit("delta", delta)
     inputs = _head_inputs(strategy, d, num_classes, num_head_parameters, feature_norm)
@@ -266,12 +266,12 @@ def _head_inputs(
             raise fail("num_classes >= 1 with a head", "num_classes", num_classes, "Pass the number of its outputs.")
         if num_head_parameters is not None and num_head_parameters != d:
             raise fail(f"num_head_parameters={d}, all that are trained", "num_head_parameters", num_head_parameters)
-        return d / whole("num_classes", num_classes, minimum=1)
+        return d / integer("num_classes", num_classes, minimum=1)
     if strategy == "lora" and num_classes is not None and num_head_parameters is not None:
-        own = whole("num_head_parameters", num_head_parameters, minimum=1)
+        own = integer("num_head_parameters", num_head_parameters, minimum=1)
         if own > d:
             raise fail(f"num_head_parameters <= {d}, what is trained", "num_head_parameters", own)
-        return own / whole("num_classes", num_classes, minimum=1)
+        return own / integer("num_classes", num_classes, minimum=1)
     given = {"num_classes": num_classes, "num_head_parameters": num_head_parameters, "feature_norm": feature_norm}
     for name, value in given.items():
         if value is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dpfunc._utils.validation import whole
+from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument
 
 _KEY_BYTES = 32
@@ -116,7 +116,7 @@ def insecure_key(seed: int) -> Key:
     >>> insecure_key(1) == insecure_key(1 + 2**32)
     False
     """
-    number = whole("seed", seed)
+    number = integer("seed", seed)
     return Key(hashlib.blake2b(f"insecure:{number}".encode(), digest_size=_KEY_BYTES).digest(), guessable=True)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.unchanged import Versions
-from dpfunc._utils.validation import fail, one_of, whole, wrong_type
+from dpfunc._utils.validation import fail, integer, one_of, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
@@ -60,7 +60,7 @@ ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "vmap": lambda unproven: vmap(),
     "loop": lambda unproven: loop(),
 }
-UNCHANGED = (
+_UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
     "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
     "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). Said once."
@@ -151,7 +151,7 @@ class DPStep:
         )
 
     def _check_bound(self, num_records: int) -> int:
-        count, bound = whole("num_records", num_records, minimum=1), self.plan.sampler.dataset_size
+        count, bound = integer("num_records", num_records, minimum=1), self.plan.sampler.dataset_size
         if count > bound:
             raise fail(
                 f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
@@ -200,7 +200,7 @@ class DPStep:
         if first is not None:
             self._first[0] = None  # once
             if first.still(params) and self._processes.writes:
-                logger.warning(UNCHANGED)
+                logger.warning(_UNCHANGED)
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.

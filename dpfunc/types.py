@@ -148,7 +148,7 @@ class Event:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampling_prob", checks.probability("sampling_prob", self.sampling_prob))
         object.__setattr__(self, "noise_multiplier", checks.non_negative("noise_multiplier", self.noise_multiplier))
-        object.__setattr__(self, "num_steps", checks.whole("num_steps", self.num_steps, minimum=1))
+        object.__setattr__(self, "num_steps", checks.integer("num_steps", self.num_steps, minimum=1))
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.pieces:
             raise InvalidArgument("Expected at least one piece in Schedule, got pieces=().")
-        checked = tuple((checks.whole("num_steps", n, minimum=1), checks.positive("value", v)) for n, v in self.pieces)
+        checked = tuple(
+            (checks.integer("num_steps", n, minimum=1), checks.positive("value", v)) for n, v in self.pieces
+        )
         object.__setattr__(self, "pieces", checked)
 
     def at(self, step: int) -> float:

@@ -12,9 +12,9 @@ from pathlib import Path
 from dpfunc.errors import InvalidArgument
 
 LOCK_FILE = ".dpfunc.lock"
-FAR = 2**40  # Windows locks bytes, and others may not read them: one that no file has
-PAUSE = 0.05
-ATTEMPTS = 100
+_FAR = 2**40  # Windows locks bytes, and others may not read them: one that no file has
+_PAUSE = 0.05
+_ATTEMPTS = 100
 
 _held: dict[Path, int] = {}  # lock files of this process, and how many blocks hold each
 
@@ -48,7 +48,7 @@ def _lock_byte(handle: int, wait: bool) -> bool:
 
     calls = vars(msvcrt)  # of Windows only, so unknown to a type checker elsewhere
     at = os.lseek(handle, 0, os.SEEK_CUR)
-    os.lseek(handle, FAR, os.SEEK_SET)
+    os.lseek(handle, _FAR, os.SEEK_SET)
     try:
         while True:
             try:
@@ -56,7 +56,7 @@ def _lock_byte(handle: int, wait: bool) -> bool:
             except OSError:
                 if not wait:
                     return False
-                time.sleep(PAUSE)
+                time.sleep(_PAUSE)
             else:
                 return True
     finally:
@@ -132,7 +132,7 @@ def _taken(path: Path, folder: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    for _ in range(ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError, FileExistsError):
             return _open(path)
     return _open(path)  # its error says why

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc.errors import InvalidArgument
 
-LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64, and float64 tells all records apart
+_LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64, and float64 tells all records apart
 Name = TypeVar("Name", bound=str)
 
 
@@ -82,14 +82,11 @@ def integer(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     return number
 
 
-whole = integer  # the older name, which also stood for complete and in full
-
-
 def records(dataset_size: object) -> int:
     """A number of records, 1 <= dataset_size <= 2**46."""
     size = integer("dataset_size", dataset_size, minimum=1)
-    if size > LARGEST_DATASET:
-        raise fail(f"dataset_size <= {LARGEST_DATASET}", "dataset_size", dataset_size)
+    if size > _LARGEST_DATASET:
+        raise fail(f"dataset_size <= {_LARGEST_DATASET}", "dataset_size", dataset_size)
     return size
 
 

@@ -8,7 +8,7 @@ import torch
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 
-TRIED = "2.13"
+_TRIED = "2.13"
 
 
 def lacks_compile() -> str:
@@ -32,7 +32,7 @@ def check_compile() -> None:
     if lacks_compile():
         raise InvalidArgument(
             f"Expected compile=False with torch {torch.__version__}, which cannot compile the gradients of a step. "
-            f"Leave compile out, or install a newer torch ({TRIED} was tried)."
+            f"Leave compile out, or install a newer torch ({_TRIED} was tried)."
         )
 
 
@@ -56,6 +56,6 @@ def check_sharding() -> None:
     if lacking:
         raise UnsupportedModel(
             f"Expected a torch that has {', '.join(lacking)}, got torch {torch.__version__}. Sharded models and "
-            f"checkpoints need a newer one ({TRIED} was tried); dpfunc.distributed.data_parallel() does not. Nothing "
+            f"checkpoints need a newer one ({_TRIED} was tried); dpfunc.distributed.data_parallel() does not. Nothing "
             "was spent."
         )

@@ -28,7 +28,7 @@ from dpfunc.state import StepState, plan_digest
 from dpfunc.types import Batch, Params
 
 SCHEMA = 3
-PREFIX = "step-"
+_PREFIX = "step-"
 NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
 SAVING, REMOVING = ".saving-", ".removing-"
 STATE, PLAN, MANIFEST, METADATA = "state.json", "plan.json", "manifest.json", ".metadata"
@@ -204,7 +204,7 @@ def all_checkpoints(parent: Path) -> list[Path]:
     Args:
         parent: the directory, which may be missing.
     """
-    found = {path: NAME.fullmatch(path.name) for path in parent.glob(f"{PREFIX}*")}
+    found = {path: NAME.fullmatch(path.name) for path in parent.glob(f"{_PREFIX}*")}
     return sorted((path for path in found if found[path] and path.is_dir()), key=_place)
 
 
@@ -244,14 +244,14 @@ def read_manifest(path: Path) -> dict[str, str]:
 
 def _place(path: Path) -> tuple[int, int]:
     """Order of checkpoints: by the number of the save, since a run that went back has lower steps."""
-    step, _, number = path.name.removeprefix(PREFIX).partition(".")
+    step, _, number = path.name.removeprefix(_PREFIX).partition(".")
     return int(number), int(step)
 
 
 def free_name(parent: Path, step: int) -> Path:
     """A new name for each save, also of the same step: nothing is ever overwritten. Later saves have higher numbers."""
     last = max((_place(path)[0] for path in all_checkpoints(parent)), default=-1)
-    return parent / f"{PREFIX}{step:08d}.{last + 1:03d}"
+    return parent / f"{_PREFIX}{step:08d}.{last + 1:03d}"
 
 
 def remove(path: Path) -> None:

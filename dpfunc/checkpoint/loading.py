@@ -50,7 +50,7 @@ from dpfunc.rng import secure_key
 from dpfunc.state import resumed
 from dpfunc.types import Batch, Params
 
-FAILED = "No checkpoint was loaded"
+_FAILED = "No checkpoint was loaded"
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,9 @@ def load(
     if ranks is not None:
         check_sharding()
     parent = Path(directory)
-    name, values = json.loads(shared(all_or_none(partial(_found, parent, ranks), ranks, FAILED), ranks))
+    name, values = json.loads(shared(all_or_none(partial(_found, parent, ranks), ranks, _FAILED), ranks))
     path = parent / name
-    all_or_none(partial(check_choice, journal, without_journal), ranks, FAILED)
+    all_or_none(partial(check_choice, journal, without_journal), ranks, _FAILED)
 
     def check() -> dict[str, torch.Tensor]:
         check_unsharded(params, ranks)
@@ -138,7 +138,7 @@ def load(
         optimizer = room("optimizer_state", values["optimizer"], table, params, optimizer_state)
         return {**laid_out, **optimizer, **room("noise_state", values["noise"], table, params)}
 
-    tensors = all_or_none(check, ranks, FAILED)
+    tensors = all_or_none(check, ranks, _FAILED)
     now = layout(params, ranks)
 
     def decide() -> bytes:
@@ -150,10 +150,10 @@ def load(
         line = None if note is None else note_line(note)
         return json.dumps({"state": state_to_dict(state), "note": line}).encode()
 
-    decided = json.loads(shared(all_or_none(decide, ranks, FAILED), ranks))
-    group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
+    decided = json.loads(shared(all_or_none(decide, ranks, _FAILED), ranks))
+    group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     read_tensors(path, tensors, group)
-    all_or_none(partial(_note, parent, decided["note"], ranks), ranks, FAILED)
+    all_or_none(partial(_note, parent, decided["note"], ranks), ranks, _FAILED)
     optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.locks import in_use
-from dpfunc._utils.validation import whole, wrong_type
+from dpfunc._utils.validation import integer, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint.chain import sync_directory
 from dpfunc.checkpoint.format import (
@@ -54,7 +54,7 @@ from dpfunc.rng import fingerprint
 from dpfunc.state import StepState
 from dpfunc.types import Batch, Params
 
-FAILED = "No checkpoint was made, and the one before is still the newest"
+_FAILED = "No checkpoint was made, and the one before is still the newest"
 
 
 def save(
@@ -125,7 +125,7 @@ def save(
     tensors: dict[str, Tensor] = {}
 
     def prepare() -> dict[str, Any]:
-        whole("keep", keep, minimum=1)
+        integer("keep", keep, minimum=1)
         _check_types(params, state, plan, optimizer_state)
         encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
         noise = encode("noise_state", state.noise_state, tensors)
@@ -134,17 +134,17 @@ def save(
         values = state_to_dict(state, data_fingerprint(data, state.key), extra)
         return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "noise": noise}}
 
-    files = all_or_none(prepare, ranks, FAILED)
+    files = all_or_none(prepare, ranks, _FAILED)
     texts = {name: json.dumps(values) for name, values in files.items()}
     check_agreement({**texts, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
     files[STATE]["layout"] = layout(params, ranks)
-    group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, FAILED)
+    group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     with ExitStack() as stack:
-        begun = all_or_none(partial(_begin, parent, state, ranks, stack), ranks, FAILED)
+        begun = all_or_none(partial(_begin, parent, state, ranks, stack), ranks, _FAILED)
         work = parent / shared(begun, ranks).decode()
         write_tensors(work, tensors, group)
-        all_or_none(partial(_sign, work, group), ranks, FAILED)
-        made = all_or_none(partial(_commit, work, files, keep, ranks, journal), ranks, FAILED)
+        all_or_none(partial(_sign, work, group), ranks, _FAILED)
+        made = all_or_none(partial(_commit, work, files, keep, ranks, journal), ranks, _FAILED)
     return parent / shared(made, ranks).decode()
 
 

@@ -26,7 +26,7 @@ Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> type and shape of each saved tensor."""
 
 
-def owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:  # noqa: ANN401
+def _owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:  # noqa: ANN401
     """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
     Args:
@@ -78,7 +78,7 @@ def room(
     tensors: dict[str, Tensor] = {}
     for slot in found:
         dtype, shape = table[slot.name]
-        like = owner(slot, shape, skeleton, params) if template is None else by_place.get(slot.place)
+        like = _owner(slot, shape, skeleton, params) if template is None else by_place.get(slot.place)
         if template is not None and (like is None or tuple(like.shape) != shape):
             has = "nothing" if like is None else describe(like.dtype, tuple(like.shape))
             raise CheckpointError(

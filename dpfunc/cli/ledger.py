@@ -123,7 +123,7 @@ def ledger() -> None:
 @click.option("--delta", "-d", type=float, help="Delta, below 1 / number of records. A record has its own.")
 @click.option("--method", type=_METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
 @json_option
-def show_ledger(path: Path, delta: float | None, method: str | None, as_json: bool) -> None:
+def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: bool) -> None:
     """Show the privacy cost of a run, and what it covers and does not.
 
     PATH is a record (privacy_accounting.json), a journal (.jsonl), a ledger (.json), or the folder of a run.
@@ -214,7 +214,7 @@ def _print_events(spent: Ledger) -> None:
 @click.option("--delta", "-d", type=float, help="Delta of the claim; by default that of the record.")
 @click.option("--method", type=_METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
 @json_option
-def check_ledger(path: Path, epsilon: float | None, delta: float | None, method: str | None, as_json: bool) -> None:
+def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method: str | None, as_json: bool) -> None:
     """Compute epsilon again from the steps that were counted, and compare it with what is claimed.
 
     PATH is as for `dpfunc ledger show`. Of a folder, the journal is compared as well. The exit code is 0 if all agrees,

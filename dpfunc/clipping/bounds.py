@@ -17,9 +17,9 @@ SMALLEST, LARGEST = 1e-10, 1e10
 # sums, so that the bound holds for the numbers that are released and not only for the reals.
 SLACK = 2.0**-13
 # Squares of numbers below this lose precision in float32; such norms are treated as this large.
-TINY_NORM = 1e-12
+_TINY_NORM = 1e-12
 # Smaller factors would be subnormal, with large relative rounding: they become 0.
-TINY_FACTOR = 1e-30
+_TINY_FACTOR = 1e-30
 
 
 def check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
@@ -91,7 +91,7 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
     usable_B1 = usable_B[:, None]
     safe_norms_BG = torch.where(usable_B1, norms_BG, torch.ones_like(norms_BG))
     inner_G = bounds_G * (1.0 - SLACK)
-    ceiling_BG = inner_G / safe_norms_BG.clamp(min=TINY_NORM)
+    ceiling_BG = inner_G / safe_norms_BG.clamp(min=_TINY_NORM)
     factors_BG = torch.minimum(rule.factors(safe_norms_BG, inner_G), ceiling_BG)
-    keep_BG = usable_B1 & (factors_BG >= TINY_FACTOR)  # false for NaN as well
+    keep_BG = usable_B1 & (factors_BG >= _TINY_FACTOR)  # false for NaN as well
     return torch.where(keep_BG, factors_BG, torch.zeros_like(factors_BG))

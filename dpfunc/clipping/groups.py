@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import apart, shorten, whole
+from dpfunc._utils.validation import apart, integer, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Groups
 
@@ -64,7 +64,7 @@ class Blocks:
     num_blocks: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_blocks", whole("num_blocks", self.num_blocks, minimum=1))
+        object.__setattr__(self, "num_blocks", integer("num_blocks", self.num_blocks, minimum=1))
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Group of each name. More blocks than parameters is an error: a block would be empty."""

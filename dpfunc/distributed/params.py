@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.validation import whole as whole_number
+from dpfunc._utils.validation import integer as whole_number
 from dpfunc._utils.versions import check_sharding
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Params

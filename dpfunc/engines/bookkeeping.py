@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import arrived, is_dtensor
-from dpfunc._utils.validation import one_of, shorten, whole
+from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.batches import batch_size
 from dpfunc.engines.closing import CaughtGrads, ClosedSums
 from dpfunc.engines.cost import Choice
@@ -281,7 +281,7 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
     >>> per_sample.sq_norms()["w"]
     tensor([25.,  1.])
     """
-    budget = DEFAULT_BUDGET if memory_budget is None else whole("memory_budget", memory_budget, minimum=0)
+    budget = DEFAULT_BUDGET if memory_budget is None else integer("memory_budget", memory_budget, minimum=0)
     return Bookkeeping(budget, one_of("unproven", unproven, ("audit", "refuse")))
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.validation import shorten, whole
+from dpfunc._utils.validation import integer, shorten
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged
 from dpfunc.engines.guards.collectives import none_batched
 from dpfunc.engines.per_sample import Dense, PerSample
@@ -150,7 +150,7 @@ def vmap(chunk_size: int | None = None) -> Engine:
     >>> per_sample.sq_norms()["w"]
     tensor([25.,  1.])
     """
-    size = None if chunk_size is None else whole("chunk_size", chunk_size, minimum=1)
+    size = None if chunk_size is None else integer("chunk_size", chunk_size, minimum=1)
 
     def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         _refuse_split(params)

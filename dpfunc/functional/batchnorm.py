@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from dpfunc._utils.validation import shorten, whole
+from dpfunc._utils.validation import integer, shorten
 from dpfunc.errors import UnsupportedModel
 
-PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
+_PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 
 
 def batchnorm_names(module: nn.Module) -> list[str]:
@@ -73,13 +73,13 @@ def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
     >>> replace_batchnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1]
     GroupNorm(16, 48, eps=1e-05, affine=True, bias=True)
     """
-    limit = whole("max_groups", max_groups, minimum=1)
+    limit = integer("max_groups", max_groups, minimum=1)
     parts = {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
     unknown = [
         f"{name or 'the module'} ({type(part).__name__})"
         for name, part in parts.items()
         if isinstance(part, LazyModuleMixin)
-        or (type(part).forward not in PLAIN_FORWARDS and list(part._modules) != ["drop", "act"])
+        or (type(part).forward not in _PLAIN_FORWARDS and list(part._modules) != ["drop", "act"])
     ]
     if unknown:
         raise UnsupportedModel(
@@ -92,7 +92,7 @@ def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
 
 def _replacement(norm: _BatchNorm, max_groups: int) -> nn.Module:
     ours = _group_norm(norm, max_groups)
-    if type(norm).forward in PLAIN_FORWARDS:
+    if type(norm).forward in _PLAIN_FORWARDS:
         return ours
     after = {name: copy.deepcopy(child) for name, child in norm.named_children()}
     return nn.Sequential(OrderedDict[str, nn.Module](norm=ours, **after)).train(norm.training)

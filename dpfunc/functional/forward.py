@@ -67,7 +67,7 @@ class Forward:
             checkpoint_is_an_error(),
             self._writing_is_an_error(),
             recovered(self.module),
-            put_back(self.module),
+            _put_back(self.module),
         ):
             output = self._run(params, self.buffers, args, kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
@@ -79,7 +79,7 @@ class Forward:
         refuse_unsupported(self.module, checkpointing=True)
         with fullgraph_is_an_error(), self._writing_is_an_error():
             scope.hold(lambda: self._swapped(params))
-            with put_back(self.module):
+            with _put_back(self.module):
                 return self.module(*args, **kwargs)
 
     @contextmanager
@@ -129,7 +129,7 @@ class Forward:
 
 
 @contextmanager
-def put_back(module: nn.Module) -> Iterator[None]:
+def _put_back(module: nn.Module) -> Iterator[None]:
     """Inside, an error in the module puts its parameters and buffers back into their places.
 
     A module may move its own tensors for the time of a call (PEFT merges adapters of attention so), and an error would

@@ -18,7 +18,7 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
 
-WAY_OUT = (
+_WAY_OUT = (
     "Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, trainable=...), or "
     "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then cuts them, their "
     "gradients and the optimizer's state over the processes. Call functionalize after fully_shard. To train what it "
@@ -103,7 +103,7 @@ def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
     if own:
         raise UnsupportedModel(
             f"The parameters {shorten(own)} are managed by fully_shard, which overwrites in each forward pass what is "
-            f"given as an argument. {WAY_OUT}"
+            f"given as an argument. {_WAY_OUT}"
         )
 
 

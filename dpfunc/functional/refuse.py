@@ -13,7 +13,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
 from dpfunc.functional.batchnorm import training_batchnorms
 
-CHECKPOINTED = (
+_CHECKPOINTED = (
     "its second forward pass would run with the module's own parameters and give wrong gradients. Call "
     "model.gradient_checkpointing_disable(); to save memory use microbatch_size, or checkpoint a function that calls "
     "forward(params, ...) as a whole."
@@ -64,11 +64,11 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
             f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
             "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
         )
-    refuse_outliers(module)
+    _refuse_outliers(module)
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
     on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
     if on and not checkpointing:
-        raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {CHECKPOINTED}")
+        raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
     bounded = [
         name for name, part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
     ]
@@ -79,7 +79,7 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
         )
 
 
-def refuse_outliers(module: nn.Module) -> None:
+def _refuse_outliers(module: nn.Module) -> None:
     """Refuse LLM.int8 layers, which choose outlier columns over all rows of a batch: rounding depends on other rows.
 
     Raises:
@@ -104,7 +104,7 @@ def checkpoint_is_an_error() -> Iterator[None]:
     Raises:
         UnsupportedModel: a part of the module is checkpointed.
     """
-    message = f"The forward pass uses gradient checkpointing or other saved tensor hooks: {CHECKPOINTED}"
+    message = f"The forward pass uses gradient checkpointing or other saved tensor hooks: {_CHECKPOINTED}"
     with ExitStack() as stack:
         try:
             stack.enter_context(disable_saved_tensors_hooks(message))

@@ -18,7 +18,7 @@ from dpfunc.types import Params
 AnyForward = Callable[..., Any]
 """`forward(params, **inputs) -> output`, e.g. of `dpfunc.functionalize`."""
 
-COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
+_COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
 """Decoders with a table of positions that is looked up from the start of the row, padding or not."""
 
 
@@ -123,7 +123,7 @@ def facts_of(forward: AnyForward) -> Facts:
     return Facts(
         options=MappingProxyType({"use_cache": False} if caches else {}),
         soft_prompt=soft_prompt,
-        counts_padding=getattr(config, "model_type", "") in COUNT_PADDING and not soft_prompt,
+        counts_padding=getattr(config, "model_type", "") in _COUNT_PADDING and not soft_prompt,
         problem=getattr(config, "problem_type", None),
         decoder_inputs=_decoder_inputs(base),
         speech=_speech(base),

@@ -90,7 +90,7 @@ def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGN
     >>> token_mean(torch.zeros(1, 2, 2), torch.tensor([[0, -100]]))
     tensor([0.6931])
     """
-    flat_NV, flat_N = at_least_float32(logits_BTV).flatten(0, 1), labels_BT.flatten()
+    flat_NV, flat_N = _at_least_float32(logits_BTV).flatten(0, 1), labels_BT.flatten()
     losses_N = F.cross_entropy(flat_NV, flat_N, ignore_index=ignore_index, reduction="none")
     count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
     return losses_N.reshape(labels_BT.shape).sum(1) / count_B
@@ -112,7 +112,7 @@ def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = I
     tensor([1.3863, 1.3863])
     """
     _check("logits (B, C)", logits_BC, "labels (B,)", labels_B)
-    return F.cross_entropy(at_least_float32(logits_BC), labels_B, ignore_index=ignore_index, reduction="none")
+    return F.cross_entropy(_at_least_float32(logits_BC), labels_B, ignore_index=ignore_index, reduction="none")
 
 
 def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
     """
     if logits_BC.dim() != 2 or labels_BC.shape != logits_BC.shape:
         raise _misfit("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
-    logits_BC = at_least_float32(logits_BC)
+    logits_BC = _at_least_float32(logits_BC)
     return F.binary_cross_entropy_with_logits(logits_BC, labels_BC.to(logits_BC.dtype), reduction="none").mean(1)
 
 
@@ -154,7 +154,7 @@ def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
     targets_BK = labels[:, None] if labels.dim() == 1 else labels
     if outputs_BK.dim() != 2 or targets_BK.shape != outputs_BK.shape:
         raise _misfit("outputs (B, K)", outputs_BK, "labels (B, K)", labels)
-    outputs_BK = at_least_float32(outputs_BK)
+    outputs_BK = _at_least_float32(outputs_BK)
     return (outputs_BK - targets_BK.to(outputs_BK.dtype)).square().mean(1)
 
 
@@ -213,7 +213,7 @@ def ctc(
     if logits_BTV.dim() != 3 or labels_BL.dim() != 2 or len(labels_BL) != len(logits_BTV):
         raise _misfit("logits (B, T, V)", logits_BTV, "labels (B, L)", labels_BL)
     there_BL = labels_BL >= 0
-    scores_TBV = F.log_softmax(at_least_float32(logits_BTV), dim=2).transpose(0, 1)
+    scores_TBV = F.log_softmax(_at_least_float32(logits_BTV), dim=2).transpose(0, 1)
     count_B = there_BL.sum(1)
     losses_B = F.ctc_loss(
         scores_TBV, torch.where(there_BL, labels_BL, 0), frames_B, count_B,
@@ -239,14 +239,14 @@ def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> 
     """
     if first_BD.dim() != 2 or first_BD.shape != second_BD.shape:
         raise _misfit("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
-    cosines_B = F.cosine_similarity(at_least_float32(first_BD), at_least_float32(second_BD))
+    cosines_B = F.cosine_similarity(_at_least_float32(first_BD), _at_least_float32(second_BD))
     return regression(cosines_B[:, None], scores_B)
 
 
-def at_least_float32(values: Tensor) -> Tensor:
+def _at_least_float32(values: Tensor) -> Tensor:
     """float32 for what is narrower; a mean over many tokens is not exact in 16 bits.
 
-    >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    >>> _at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
     torch.float32
     """
     return values.to(torch.promote_types(values.dtype, torch.float32))

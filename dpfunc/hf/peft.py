@@ -18,7 +18,7 @@ from dpfunc.functional.names import check_params, select
 from dpfunc.functional.refuse import unwrapped
 from dpfunc.types import Params
 
-LOOK_AT_DATA = ("eva", "corda", "lora_ga")
+_LOOK_AT_DATA = ("eva", "corda", "lora_ga")
 """Initial values of LoRA that are computed from activations or gradients of data, without noise."""
 
 
@@ -136,7 +136,7 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:  # n
             "VeLoRA compresses activations by averages over the batch, which mixes its samples. Set velora_config=None."
         )
     start = getattr(config, "init_lora_weights", True)
-    if start in LOOK_AT_DATA and not initialized_on_public_data:
+    if start in _LOOK_AT_DATA and not initialized_on_public_data:
         raise InvalidArgument(
             "Expected an adapter whose initial value does not depend on private data, got "
             f"init_lora_weights={start!r}. "

@@ -15,7 +15,7 @@ from dpfunc.types import Params
 LABELS = ("label", "labels", "score")
 IDS = "_input_ids"
 
-COMPARE_RECORDS = (
+_COMPARE_RECORDS = (
     "Negatives", "Batch", "GIST", "CoSENT", "AnglE", "OnlineContrastive", "Tension", "InfoNCE", "NTXent", "Clip",
     "SigLip",
 )  # fmt: skip
@@ -57,7 +57,7 @@ def refusal(task: object) -> UnsupportedModel:
     'MultipleNegativesRankingLoss compares the records of a bat'
     """
     name = type(task).__name__
-    if any(part in name for part in COMPARE_RECORDS):
+    if any(part in name for part in _COMPARE_RECORDS):
         return UnsupportedModel(
             f"{name} compares the records of a batch with each other (in-batch negatives): no part of its gradient "
             "belongs to one record, so clipping bounds nobody's. Take a loss of single pairs, task="

@@ -26,7 +26,7 @@ SampleLoss = Callable[[AnyForward, Params, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class TaskLoss:
+class _TaskLoss:
     """A loss function `(params, batch) -> (B,)`; see `make_loss_fn`."""
 
     forward: AnyForward
@@ -203,7 +203,7 @@ TASKS: Mapping[str, SampleLoss] = MappingProxyType(
 )
 """Name of a task -> its loss."""
 
-ENDINGS = {
+_ENDINGS = {
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
     "ForSequenceClassification": "sequence_classification",
@@ -219,13 +219,13 @@ ENDINGS = {
 }
 """Ending of the name of a model's class -> its task."""
 
-NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "ProphetNetForCausalLM")
+_NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "ProphetNetForCausalLM")
 """Endings of names that say too little: Flaubert's head is masked, XLM's either, the others see some later tokens."""
 
-ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+_ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 """Decoders whose configuration has `is_decoder`, and does not use it."""
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
 """Names by which collators say where the texts begin that they have put into one row."""
 
 
@@ -265,7 +265,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         raise InvalidArgument(
             f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."
         )
-    return TaskLoss(Caller(forward, facts_of(forward)), task)
+    return _TaskLoss(Caller(forward, facts_of(forward)), task)
 
 
 def infer_task(model: nn.Module) -> str:
@@ -283,10 +283,10 @@ def infer_task(model: nn.Module) -> str:
     """
     base = base_model(model)
     names = [kind.__name__ for kind in type(base).__mro__]
-    if any(name.endswith(NO_GUESS) for name in names):
+    if any(name.endswith(_NO_GUESS) for name in names):
         raise _unknown(base)
     for name in names:
-        for ending, task in ENDINGS.items():
+        for ending, task in _ENDINGS.items():
             if name.endswith(ending):
                 _refuse_encoder(base, task)
                 return task
@@ -304,7 +304,7 @@ def _refuse_encoder(base: nn.Module, task: str) -> None:
     config = getattr(base, "config", None)
     if task != "causal_lm" or getattr(config, "is_decoder", None) is not False:
         return
-    if getattr(config, "model_type", "") not in ALWAYS_DECODERS:
+    if getattr(config, "model_type", "") not in _ALWAYS_DECODERS:
         raise UnsupportedModel(
             f"{type(base).__name__} is an encoder: each token sees the next one, which it would learn to copy. Load it "
             "with is_decoder=True, or wrap its forward function in dpfunc.hf.models.with_causal_attention and name the "
@@ -331,7 +331,7 @@ def _refuse_packing(inputs: Mapping[str, Tensor]) -> None:
 
     Transformers takes positions without a mask as the sign of such rows. TRL packs so, and DataCollatorWithFlattening.
     """
-    found = [name for name in PACKED if name in inputs]
+    found = [name for name in _PACKED if name in inputs]
     if not found and "position_ids" in inputs and "attention_mask" not in inputs:
         found = ["position_ids without attention_mask"]
     if found:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, one_of, positive, real, whole
+from dpfunc._utils.validation import fail, integer, one_of, positive, real
 from dpfunc.rng import Key, stream
 
 
@@ -43,7 +43,7 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
         object.__setattr__(self, "also_train", tuple(self.also_train))
-        object.__setattr__(self, "rank", whole("rank", self.rank, minimum=1))
+        object.__setattr__(self, "rank", integer("rank", self.rank, minimum=1))
         object.__setattr__(self, "alpha", positive("alpha", self.alpha))
         dropout = real("dropout", self.dropout, "0 <= dropout < 1")
         if not 0 <= dropout < 1:

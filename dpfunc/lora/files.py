@@ -72,8 +72,8 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     try:
         adapter = attach(module, insecure_key(0), **json.loads(metadata["config"]))
     except (KeyError, TypeError, ValueError) as error:  # InvalidArgument is a ValueError
-        said = error if isinstance(error, InvalidArgument) else f"its configuration is damaged: {error!r}"
-        raise CheckpointError(f"The adapter {path} does not fit the module: {said}") from error
+        problem = error if isinstance(error, InvalidArgument) else f"its configuration is damaged: {error!r}"
+        raise CheckpointError(f"The adapter {path} does not fit the module: {problem}") from error
     expected = {**adapter.constants, **adapter.params}
     differ = [
         f"{name}: saved {_describe(saved.get(name))}, module needs {_describe(expected.get(name))}"

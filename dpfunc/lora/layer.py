@@ -27,7 +27,7 @@ class LoRALayer(nn.Module):
     def forward(self, x: Tensor, *args: Any) -> Tensor:  # noqa: ANN401  (those of the layer)
         """The layer's own output plus `scale * B A x`."""
         inputs = x if isinstance(self.base, nn.Embedding) else F.dropout(x, self.dropout, self.training)
-        low = low_rank(self.base, inputs, self.lora_A, self.lora_B)
+        low = _low_rank(self.base, inputs, self.lora_A, self.lora_B)
         output: Tensor = self.base(x, *args)
         return output + self.scale * low.to(output.dtype)
 
@@ -44,18 +44,18 @@ class LoRALayer(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
 
-def is_conv1d(layer: nn.Module) -> bool:
+def _is_conv1d(layer: nn.Module) -> bool:
     """Hugging Face's Conv1D: a linear layer with weight (in, out). Recognised by form, not to import the library."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
 def adaptable(layer: nn.Module) -> bool:
     """True if a layer can be adapted: a known kind that holds its weight itself (no parametrization)."""
-    known = isinstance(layer, (nn.Linear, nn.Embedding, nn.Conv2d)) or is_conv1d(layer)
+    known = isinstance(layer, (nn.Linear, nn.Embedding, nn.Conv2d)) or _is_conv1d(layer)
     return known and layer._parameters.get("weight") is not None
 
 
-def low_rank(layer: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _low_rank(layer: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`B A x` for each kind of layer."""
     if isinstance(layer, nn.Embedding):
         return F.linear(F.embedding(x, a.t(), layer.padding_idx), b)
@@ -79,7 +79,7 @@ def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tenso
         delta = torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
     else:
         product = b @ a
-        delta = product.T if isinstance(layer, nn.Embedding) or is_conv1d(layer) else product
+        delta = product.T if isinstance(layer, nn.Embedding) or _is_conv1d(layer) else product
     return (weight.to(wide) + scale * delta).to(weight.dtype)
 
 

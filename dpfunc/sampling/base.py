@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from dpfunc._utils.validation import whole
+from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, stream
 from dpfunc.types import Adjacency, Event
@@ -70,8 +70,8 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
     >>> check_span(3, 3)
     (3, 3)
     """
-    first = whole("start", start)
-    return first, whole("stop", stop, minimum=first)
+    first = integer("start", start)
+    return first, integer("stop", stop, minimum=first)
 
 
 def own_records(sampler: Sampler, key: Key, step: int, num_records: int | None, rank: int = 0, size: int = 1) -> Tensor:

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, whole
+from dpfunc._utils.validation import fail, integer
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_key, check_span, draw
 from dpfunc.types import Adjacency, Event
 
-FIXED_ADJACENCIES: tuple[Adjacency, ...] = ("zero_out", "replace_one")
+_FIXED_ADJACENCIES: tuple[Adjacency, ...] = ("zero_out", "replace_one")
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class FixedSize:
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
         """Adjacencies without add/remove: one record more changes the draw of the others."""
-        return FIXED_ADJACENCIES
+        return _FIXED_ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
-        generator = draw(key, "sample", whole("step", step))
+        generator = draw(key, "sample", integer("step", step))
         drawn_B = generator.choice(self.dataset_size, self.batch_size, replace=False, shuffle=False)
         return torch.from_numpy(np.sort(drawn_B))
 
     def expected_batch_size(self, step: int) -> float:
-        whole("step", step)
+        integer("step", step)
         return float(self.batch_size)
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
@@ -104,17 +104,17 @@ class Shuffled:
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
         """Adjacencies without add/remove: one record more moves others into other batches."""
-        return FIXED_ADJACENCIES
+        return _FIXED_ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The indices of the batch of a step, in the order of the permutation."""
-        epoch, position = divmod(whole("step", step), self.steps_per_epoch)
+        epoch, position = divmod(integer("step", step), self.steps_per_epoch)
         order_N = _permutation(check_key(key), epoch, self.dataset_size)
         return torch.from_numpy(order_N[position * self.batch_size : (position + 1) * self.batch_size].copy())
 
     def expected_batch_size(self, step: int) -> float:
         """The batch size; also for the smaller last batch, so that all records weigh the same."""
-        whole("step", step)
+        integer("step", step)
         return float(self.batch_size)
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
@@ -163,17 +163,17 @@ class InOrder:
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
         """Adjacencies without add/remove: one record more moves all that follow."""
-        return FIXED_ADJACENCIES
+        return _FIXED_ADJACENCIES
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The indices of the batch of a step; no random numbers are drawn."""
         check_key(key)
-        start = whole("step", step) % self.steps_per_epoch * self.batch_size
+        start = integer("step", step) % self.steps_per_epoch * self.batch_size
         return torch.arange(start, min(start + self.batch_size, self.dataset_size))
 
     def expected_batch_size(self, step: int) -> float:
         """The batch size; also for the smaller last batch, so that all records weigh the same."""
-        whole("step", step)
+        integer("step", step)
         return float(self.batch_size)
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
@@ -196,8 +196,8 @@ def _permutation(key: Key, epoch: int, size: int) -> npt.NDArray[np.int64]:
 
 def _check_sizes(sampler: FixedSize | Shuffled | InOrder) -> None:
     """Check both numbers, and keep them as Python integers."""
-    n = whole("dataset_size", sampler.dataset_size, minimum=1)
-    size = whole("batch_size", sampler.batch_size, minimum=1)
+    n = integer("dataset_size", sampler.dataset_size, minimum=1)
+    size = integer("batch_size", sampler.batch_size, minimum=1)
     if size > n:
         raise fail("batch_size <= dataset_size", "batch_size", sampler.batch_size, f"The data set has {n} records.")
     object.__setattr__(sampler, "dataset_size", n)

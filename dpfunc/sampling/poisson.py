@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import probability, records, sampling_prob_of, whole
+from dpfunc._utils.validation import integer, probability, records, sampling_prob_of
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, draw
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
 
 CHUNK = 2**16  # gaps in memory at once; no influence on the result
-SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
+_SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Poisson:
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
-        generator = draw(key, "sample", whole("step", step))
+        generator = draw(key, "sample", integer("step", step))
         found = list(successes(generator, self.dataset_size, schedule_at(self.sampling_prob, step)))
         return torch.from_numpy(np.concatenate(found))
 
     def expected_batch_size(self, step: int) -> float:
         """Expected number of records, `q n` with the q of this step."""
-        return schedule_at(self.sampling_prob, whole("step", step)) * self.dataset_size
+        return schedule_at(self.sampling_prob, integer("step", step)) * self.dataset_size
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for each stretch of equal q."""
@@ -115,7 +115,7 @@ def successes(generator: np.random.Generator, trials: int, prob: float) -> Itera
     >>> next(successes(np.random.default_rng(0), 5, 1.0))
     array([0, 1, 2, 3, 4])
     """
-    rate = max(-math.log1p(-prob), SLOWEST) if prob < 1 else math.inf
+    rate = max(-math.log1p(-prob), _SLOWEST) if prob < 1 else math.inf
     start = 0
     while start < trials:
         expected = (trials - start) * prob

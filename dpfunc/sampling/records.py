@@ -19,13 +19,13 @@ from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch
 
 # Records that are read to recognise a data set, and to see whether reading it twice gives the same.
-WHOLE = 1_000_000  # of a list or tuple: measured 8 us for a text of 100 words, 70 us for ids and mask of 128 tokens
-WHOLE_ELSEWHERE = 20_000  # of a data set that may read, tokenize or decode each
-RECOGNISED = 1024  # of larger ones
-PROBED = 16  # at once
-NUMBERS = frozenset((int, float, bool))
+_WHOLE = 1_000_000  # of a list or tuple: measured 8 us for a text of 100 words, 70 us for ids and mask of 128 tokens
+_WHOLE_ELSEWHERE = 20_000  # of a data set that may read, tokenize or decode each
+_RECOGNISED = 1024  # of larger ones
+_PROBED = 16  # at once
+_NUMBERS = frozenset((int, float, bool))
 # Records may name files of images, which are read when the record is drawn.
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:  # noqa: ANN401  (any map-style data set)
@@ -44,12 +44,12 @@ def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
     Guarantees:
         tests/sampling/test_records.py::test_a_change_of_any_record_is_another_data_set.
     """
-    known = WHOLE if isinstance(dataset, (list, tuple)) else WHOLE_ELSEWHERE
-    indices = range(len(dataset)) if len(dataset) <= known else spread(len(dataset), RECOGNISED)
+    known = _WHOLE if isinstance(dataset, (list, tuple)) else _WHOLE_ELSEWHERE
+    indices = range(len(dataset)) if len(dataset) <= known else spread(len(dataset), _RECOGNISED)
     state = hashlib.blake2b(digest_size=16)
     with torch_seed(insecure_key(0), accelerators=False):
-        for start in range(0, len(indices), RECOGNISED):
-            for record in read(dataset, indices[start : start + RECOGNISED]):
+        for start in range(0, len(indices), _RECOGNISED):
+            for record in read(dataset, indices[start : start + _RECOGNISED]):
                 _update(state, record)
     return f"{len(dataset)} records {state.hexdigest()}"
 
@@ -69,11 +69,9 @@ def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:  #
     >>> batches_name([1.0, 2.0], torch.tensor) == batches_name([2.0, 1.0], torch.tensor)
     False
     """
-    indices = spread(len(dataset), RECOGNISED)
+    indices = spread(len(dataset), _RECOGNISED)
     with torch_seed(insecure_key(0), accelerators=False):
-        parts = [
-            digest(collate(read(dataset, indices[start : start + PROBED]))) for start in range(0, len(indices), PROBED)
-        ]
+        parts = [digest(collate(read(dataset, indices[at : at + _PROBED]))) for at in range(0, len(indices), _PROBED)]
     return f"{len(dataset)} records {digest(parts)}"
 
 
@@ -86,7 +84,7 @@ def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> Non
 
     def once() -> str:
         with torch_seed(insecure_key(0), accelerators=False):
-            return digest(collate(read(dataset, spread(len(dataset), PROBED))))
+            return digest(collate(read(dataset, spread(len(dataset), _PROBED))))
 
     if once() != once():
         raise InvalidArgument(
@@ -137,7 +135,7 @@ def _mapping(value: Mapping[Any, Any], state: hashlib.blake2b) -> None:
 @_contents.register(tuple)
 def _sequence(value: Sequence[Any], state: hashlib.blake2b) -> None:
     state.update(f"{len(value)}:".encode())
-    if NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
+    if _NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
         state.update(repr(value).encode())
         return
     for item in value:
@@ -167,7 +165,7 @@ def _array(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
 @_contents.register(PurePath)
 def _scalar(value: object, state: hashlib.blake2b) -> None:
     state.update(repr(value).encode())
-    if isinstance(value, (str, PurePath)) and str(value).lower().endswith(IMAGES):
+    if isinstance(value, (str, PurePath)) and str(value).lower().endswith(_IMAGES):
         _update_file(state, Path(value))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, shorten, whole, wrong_type
+from dpfunc._utils.validation import fail, integer, shorten, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, stream
 from dpfunc.types import Params
 
-TEXT_MASK = "text_mask"
+_TEXT_MASK = "text_mask"
 
 # `(forward, params, batch) -> (B,)`, as the losses of `dpfunc.hf.tasks` are.
 SampleLoss = Callable[[Callable[..., Any], Params, Mapping[str, Tensor]], Tensor]
@@ -53,8 +53,8 @@ class Persons:
         Raises:
             InvalidArgument: a tensor that has fewer rows than the table, or one named `text_mask`.
         """
-        if TEXT_MASK in texts:
-            raise InvalidArgument(f"Expected tensors of texts under other names than {TEXT_MASK!r}. Rename it.")
+        if _TEXT_MASK in texts:
+            raise InvalidArgument(f"Expected tensors of texts under other names than {_TEXT_MASK!r}. Rename it.")
         needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
         short = [f"{name} has {len(value)}" for name, value in texts.items() if value.ndim == 0 or len(value) < needed]
         if short:
@@ -66,7 +66,7 @@ class Persons:
             for name, value in texts.items()
         }
         device = next((value.device for value in texts.values()), mask_BK.device)
-        return {**batch, TEXT_MASK: mask_BK.to(device)}
+        return {**batch, _TEXT_MASK: mask_BK.to(device)}
 
 
 def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) -> Persons:
@@ -96,7 +96,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     tensor([[ True,  True],
             [ True, False]])
     """
-    cap = whole("max_texts", max_texts, minimum=1)
+    cap = integer("max_texts", max_texts, minimum=1)
     if not isinstance(key, Key):
         raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
     if isinstance(persons, (str, bytes)):
@@ -131,12 +131,12 @@ class MeanOverTexts:
 
     def __call__(self, forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of each person (B,), from tensors (B, K, ...) and `text_mask` (B, K)."""
-        mask_BK = batch.get(TEXT_MASK)
+        mask_BK = batch.get(_TEXT_MASK)
         if mask_BK is None or mask_BK.ndim != 2:
-            raise InvalidArgument(f"Expected a batch of Persons.batch, with a {TEXT_MASK!r} of shape (B, K).")
+            raise InvalidArgument(f"Expected a batch of Persons.batch, with a {_TEXT_MASK!r} of shape (B, K).")
         # A person's texts stay adjacent on axis 0, so that the engines find out that K rows belong to one sample. Where
         # a model merges positions and rows with the positions first (nn.MultiheadAttention), only vmap and loop can.
-        texts = {name: value.flatten(0, 1) for name, value in batch.items() if name != TEXT_MASK}
+        texts = {name: value.flatten(0, 1) for name, value in batch.items() if name != _TEXT_MASK}
         losses_BK = self.sample_loss(forward, params, texts).reshape(mask_BK.shape)
         own_BK = torch.where(mask_BK, losses_BK, torch.zeros_like(losses_BK))
         return own_BK.sum(1) / mask_BK.sum(1).clamp(min=1).to(losses_BK.dtype)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import fail, non_negative, one_of, positive, whole
+from dpfunc._utils.validation import fail, integer, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 from dpfunc.train.config_errors import explained
@@ -75,7 +75,7 @@ class DataSection:
     answer_column: str = _key("Column with the answer (vqa).", "answer")
 
     def __post_init__(self) -> None:
-        whole("data.max_length", self.max_length, minimum=2)
+        integer("data.max_length", self.max_length, minimum=2)
         if not 0 <= self.eval_fraction < 1:
             raise fail("0 <= data.eval_fraction < 1", "data.eval_fraction", self.eval_fraction)
         if self.eval is not None and self.eval_fraction:
@@ -126,10 +126,10 @@ class LoraSection:
     modules_to_save: Texts | None = _key("Modules trained whole besides; a new head always is.", None)
 
     def __post_init__(self) -> None:
-        whole("lora.rank", self.rank, minimum=1)
+        integer("lora.rank", self.rank, minimum=1)
         positive("lora.alpha", self.alpha)
         if self.top_layers is not None:
-            whole("lora.top_layers", self.top_layers, minimum=1)
+            integer("lora.top_layers", self.top_layers, minimum=1)
         if not 0 <= self.dropout < 1:
             raise fail("0 <= lora.dropout < 1", "lora.dropout", self.dropout)
 
@@ -173,7 +173,7 @@ class TrainingSection:
             "save_steps": 1, "keep_checkpoints": 1, "logging_steps": 1, "cache_mib": 0,
         }.items():  # fmt: skip
             if getattr(self, name) is not None:
-                whole(f"training.{name}", getattr(self, name), minimum=minimum)
+                integer(f"training.{name}", getattr(self, name), minimum=minimum)
         if self.steps is not None and self.epochs is not None:
             raise InvalidArgument("Expected one of training.steps and training.epochs, got both.")
         if self.head_rate is not None and self.optimizer != "adamw_torch":

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dpfunc._utils.validation import fail, suggestion, wrong_type
 from dpfunc.errors import InvalidArgument
 
-QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."
+_QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."
 # The type of an error of pydantic -> domain, what to do.
 KINDS = {
     "bool_parsing": ("true or false", ""),
@@ -23,11 +23,11 @@ KINDS = {
     "int_parsing": ("an integer", ""),
     "int_type": ("an integer", ""),
     "string_too_short": ("text", "Leave it out, or give it a value."),
-    "string_type": ("text", QUOTES),
+    "string_type": ("text", _QUOTES),
     "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
     "tuple_type": ("a list of texts", "Write [first, second]."),
 }
-LONGEST = 200  # characters of a value in a message
+_LONGEST = 200  # characters of a value in a message
 UNKNOWN = "unexpected_keyword_argument"
 
 
@@ -63,7 +63,7 @@ def explained(error: ValidationError, job: type, flag: str = "") -> InvalidArgum
 
 def _wrong(domain: str, name: str, value: object, hint: str) -> InvalidArgument:
     """The error for a value, which is shown if it is a short one."""
-    hidden = isinstance(value, list | dict) or len(repr(value)) > LONGEST
+    hidden = isinstance(value, list | dict) or len(repr(value)) > _LONGEST
     return (wrong_type if hidden else fail)(domain, name, value, hint)
 
 

@@ -22,9 +22,9 @@ from dpfunc.train.config_errors import explained
 # as two values, so that aliases multiply no long text either.
 MOST_BYTES, MOST_VALUES, LONG = 2**20, 10_000, 100
 # A flag for one of these replaces the other one of the file.
-ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
-ALTERNATIVES |= {other: key for key, other in ALTERNATIVES.items()}
-NOTHING = ("null", "none")
+_ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
+_ALTERNATIVES |= {other: key for key, other in _ALTERNATIVES.items()}
+_NOTHING = ("null", "none")
 
 
 def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
@@ -199,7 +199,7 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
             continue  # refused with the name of the section when the job is made
         if section == "privacy":
             old, new = own_names(old), own_names(new)
-        replaced = {ALTERNATIVES.get(key) for key in new}
+        replaced = {_ALTERNATIVES.get(key) for key in new}
         merged[section] = {key: value for key, value in old.items() if key not in replaced} | new
     return merged
 
@@ -207,7 +207,7 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
 def _from_text(flag: str, text: str, kind: Any) -> object:  # noqa: ANN401  (a type)
     """The value of a flag: null, a list of texts, or what pydantic makes of it."""
     options = get_args(kind)
-    if type(None) in options and text.lower() in NOTHING:
+    if type(None) in options and text.lower() in _NOTHING:
         return None
     if Texts in options:
         return [item.strip() for item in text.split(",")]

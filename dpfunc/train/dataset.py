@@ -61,7 +61,7 @@ class PadRight:
         return {"input_ids": rows("input_ids", self.pad), "attention_mask": mask, "labels": labels}
 
 
-def columns_of(job: Job) -> tuple[str, ...]:
+def _columns_of(job: Job) -> tuple[str, ...]:
     """The columns that the job reads."""
     data = job.data
     if job.task == "text_classification":
@@ -82,7 +82,7 @@ def read_records(job: Job, processing: Any) -> Records:  # noqa: ANN401  (tokeni
     Raises:
         InvalidArgument: a table, a label or an image that cannot be used; the row is named by its number.
     """
-    data, columns = job.data, columns_of(job)
+    data, columns = job.data, _columns_of(job)
     if job.task == "text_classification" and data.labels is None:
         raise InvalidArgument(
             "Expected data.labels, the list of classes, e.g. [ham, spam]. They are published with the model, so they "
@@ -134,14 +134,14 @@ def _record(job: Job, processing: Any, row: Row, table: Path) -> Mapping[str, An
         ids = processing(row[data.text_column], truncation=True, max_length=data.max_length)["input_ids"]
         return {"input_ids": list(ids), "labels": (data.labels or ()).index(row[data.label_column])}
     if job.task == "causal_lm":
-        return language_record(processing, *prompt_and_response(data, row), data)
+        return language_record(processing, *_prompt_and_response(data, row), data)
     question = row[data.question_column]
     if not processing.chat_template:
         question = f"{processing.image_token} {question}"
     return {"prompt": question, "answer": row[data.answer_column], "image": str(table.parent / row[data.image_column])}
 
 
-def prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
+def _prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
     """Prompt of a row, and the response that the language model learns."""
     if data.prompt_column is not None and data.response_column is not None:
         return row[data.prompt_column], row[data.response_column]

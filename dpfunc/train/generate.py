@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfunc import distributed
-from dpfunc._utils.validation import fail, positive, probability, whole
+from dpfunc._utils.validation import fail, integer, positive, probability
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
@@ -69,8 +69,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("num", "max_new_tokens", "batch_size"):
-            whole(name, getattr(self, name), minimum=1)
-        whole("seed", self.seed)
+            integer(name, getattr(self, name), minimum=1)
+        integer("seed", self.seed)
         positive("temperature", self.temperature)
         probability("top_p", self.top_p)
 
@@ -203,9 +203,9 @@ def sample(
         draw = partial(_chunks, writer, wanted, how, own)
         texts = all_or_none(draw, ranks, "No more texts are drawn")
         if ranks is not None:
-            told: list[list[str]] = [[]] * size
-            dist.all_gather_object(told, texts, group=ranks.group)
-            texts = [text for theirs in told for text in theirs]
+            of_each: list[list[str]] = [[]] * size
+            dist.all_gather_object(of_each, texts, group=ranks.group)
+            texts = [text for theirs in of_each for text in theirs]
         first = starts[turn]
         for row, text in zip(wanted[first : first + len(texts)], texts, strict=True):
             yield {"text": text, **row, "epsilon": writer.epsilon, "delta": writer.delta}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 METRICS = "metrics.json"
-TWIN = "-no-dp"  # the end of the name of its folder
+_TWIN = "-no-dp"  # the end of the name of its folder
 
 
 def classification(prediction: Any) -> dict[str, float]:  # noqa: ANN401  (an EvalPrediction)
@@ -39,11 +39,11 @@ def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) 
     if not lines or not private:
         return lines
     name = "eval_accuracy" if "eval_accuracy" in measured else "eval_loss"
-    reference = _measured_by(Path(f"{folder}{TWIN}")).get(name)
+    reference = _measured_by(Path(f"{folder}{_TWIN}")).get(name)
     lines.append(
         "non-private reference: none. --no-dp trains the twin, which is as private as its records"
         if reference is None else
-        f"non-private reference, {name} of the twin in {folder}{TWIN}: {reference:.4g}"
+        f"non-private reference, {name} of the twin in {folder}{_TWIN}: {reference:.4g}"
     )  # fmt: skip
     return lines
 

@@ -14,7 +14,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import Job, LoraSection
 
-PEFT_TASKS = {"text_classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM"}
+_PEFT_TASKS = {"text_classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM"}
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def one_line(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def here_or_downloaded(job: Job, path: str) -> Iterator[None]:
+def _here_or_downloaded(job: Job, path: str) -> Iterator[None]:
     """Report a missing model folder as missing when downloads are not allowed.
 
     Transformers takes a path that is no folder for a name on the hub, and its error is about the internet connection.
@@ -67,7 +67,7 @@ def load_processing(job: Job) -> Any:  # noqa: ANN401  (a tokenizer or a process
     if job.model.gguf_file is not None and job.model.tokenizer is None:
         options["gguf_file"] = job.model.gguf_file
     offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
-    with here_or_downloaded(job, path), one_line(f"a tokenizer in {path!r}{offline}"):
+    with _here_or_downloaded(job, path), one_line(f"a tokenizer in {path!r}{offline}"):
         processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
     tokenizer = getattr(processing, "tokenizer", processing)
     if tokenizer.eos_token is None and (job.task != "text_classification" or tokenizer.pad_token is None):
@@ -109,7 +109,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
     if mean:  # noise is regularisation enough, and what is frozen is computed without dropout
         changes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     with (
-        here_or_downloaded(job, path),
+        _here_or_downloaded(job, path),
         one_line(f"a model for {job.task} in {path!r}"),
         torch_seed(key_of(job, "model")),
     ):
@@ -201,7 +201,7 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
     lora = job.lora
     with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
         config = LoraConfig(
-            task_type=PEFT_TASKS[job.task],
+            task_type=_PEFT_TASKS[job.task],
             r=lora.rank,
             lora_alpha=lora.alpha,
             target_modules=_targets(lora),

@@ -42,10 +42,10 @@ from dpfunc.train.run_folder import check_accounting, check_folder, recorded_job
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 MODEL = "model"
-FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
+_FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
 LOSSES = {"text_classification": "sequence_classification", "causal_lm": "causal_lm", "vqa": "vqa"}
 # Loggers of which Transformers does not say whether they are installed, and their modules.
-UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
+_UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
 NOT_COVERED = (
     "Not covered by epsilon: metrics on the evaluation records, a choice between runs made with them, the number of "
     "records, and what you read off the table yourself (labels, lengths, settings)."
@@ -210,7 +210,7 @@ def _check_loggers(names: Sequence[str] | None) -> None:
     with one_line('transformers, from pip install "dpfunc[hf]"'):
         from transformers.integrations import get_available_reporting_integrations
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK as KNOWN
-    installed = [*get_available_reporting_integrations(), *(name for name, m in UNLISTED.items() if find_spec(m))]
+    installed = [*get_available_reporting_integrations(), *(name for name, m in _UNLISTED.items() if find_spec(m))]
     for name in names:
         one_of("report_to", name, sorted(KNOWN), suggestion(name, sorted(KNOWN)))
         if name not in installed:
@@ -226,7 +226,7 @@ def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:  # noqa:
 
     job, records = prepared.job, prepared.records
     first = records.train[0]
-    at_once = max(FEATURES_AT_ONCE, job.physical_batch_size) if "features" in first else job.physical_batch_size
+    at_once = max(_FEATURES_AT_ONCE, job.physical_batch_size) if "features" in first else job.physical_batch_size
     return DPTrainer(
         model=prepared.model,
         args=training_arguments(prepared),

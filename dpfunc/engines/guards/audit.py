@@ -94,11 +94,11 @@ class Audits:
         """Rows of this batch to compute alone, which is done inside and timed; see `due`.
 
         Args:
-            key: of the step, see `drawn_rows`. batch, doubts, untraced, seconds: as for `due`.
+            key: of the step, see `_drawn_rows`. batch, doubts, untraced, seconds: as for `due`.
         """
         wanted = self.due(batch, doubts, untraced, seconds)
         start = time.perf_counter()
-        yield drawn_rows(key, batch_size(batch), wanted)
+        yield _drawn_rows(key, batch_size(batch), wanted)
         self.paid(wanted, time.perf_counter() - start)
 
     def paid(self, number: int, seconds: float) -> None:
@@ -108,7 +108,7 @@ class Audits:
             self.saved = max(0.0, self.saved - seconds)
 
 
-def drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
+def _drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
     """Rows of a batch, drawn from the key without replacement, so that nobody can predict them."""
     source = secure_key() if key is None else fold_in(key, "audit")
     chosen: list[int] = []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from dpfunc._utils.validation import fail, one_of, open_unit, positive, probability, suggestion, whole
+from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.errors import InvalidArgument, UnreachableBudget
@@ -17,7 +17,7 @@ from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.step import ENGINES
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
-CLIPS = ("flat", "automatic")
+_CLIPS = ("flat", "automatic")
 
 # What other libraries call the same thing. `disable_dp` is the opposite of `dp_enabled`.
 OTHER_NAMES = {
@@ -96,7 +96,7 @@ class PrivacyArguments:
     def __post_init__(self) -> None:
         one_of("dp_engine", self.dp_engine, ENGINES)
         one_of("dp_accountant", self.dp_accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
-        for name, allowed in {"dp_clip": CLIPS, "dp_adjacency": ADJACENCIES, "dp_recipe": STRATEGIES}.items():
+        for name, allowed in {"dp_clip": _CLIPS, "dp_adjacency": ADJACENCIES, "dp_recipe": STRATEGIES}.items():
             if getattr(self, name) is not None:
                 one_of(name, getattr(self, name), allowed)
         if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
@@ -112,7 +112,7 @@ class PrivacyArguments:
             open_unit("dp_delta", self.dp_delta)
         for name in ("dp_physical_batch_size", "dp_dataset_size"):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), minimum=1)
+                integer(name, getattr(self, name), minimum=1)
         if self.dp_enabled:
             self._check_complete()
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
-TRAINER_STATE = "trainer_state.json"
+_TRAINER_STATE = "trainer_state.json"
 FILES = "trainer_files.json"
 """A digest of every file that the Trainer has written into a checkpoint."""
 
@@ -118,7 +118,7 @@ def load_run(
     def check() -> None:
         if not is_complete(checkpoint):
             raise CheckpointError(
-                f"Expected a complete checkpoint of a private run, got {checkpoint}. It needs {TRAINER_STATE} and "
+                f"Expected a complete checkpoint of a private run, got {checkpoint}. It needs {_TRAINER_STATE} and "
                 f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
             )
         verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
@@ -234,7 +234,7 @@ def _numbered(path: Path) -> re.Match[str] | None:
 def is_complete(checkpoint: Path) -> bool:
     """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
     try:
-        read_json(checkpoint / TRAINER_STATE)
+        read_json(checkpoint / _TRAINER_STATE)
         names = read_json(checkpoint / FOLDER / FILES)
         own = complete_checkpoints(checkpoint / FOLDER)
     except CheckpointError:

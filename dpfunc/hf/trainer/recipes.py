@@ -16,7 +16,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.run import trainable
 from dpfunc.recipes import Recipe, Strategy, recipe
 
-ADAPTER = "lora_"  # in the names of parameters, by PEFT
+_ADAPTER = "lora_"  # in the names of parameters, by PEFT
 PHYSICAL = 64  # records differentiated at once where nobody says how many
 _PROBES = (8, 32)  # made-up texts and their tokens
 # What a recipe decides, besides the two sizes of batches. Trainer has one rate; a new head gets its own.
@@ -75,7 +75,7 @@ def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
     """The trained parameters of a new head: all with `head`, those that are no adapters with `lora`, else none."""
     params = trainable(model)
     if strategy == "lora":
-        return {name: p for name, p in params.items() if ADAPTER not in name}
+        return {name: p for name, p in params.items() if _ADAPTER not in name}
     return params if strategy == "head" else {}
 
 
@@ -177,7 +177,7 @@ def short_way(
 def _guessed(model: nn.Module) -> Strategy | None:
     """The strategy of a model, where its trained parameters tell: adapters, or one linear layer."""
     params = trainable(model)
-    if any(ADAPTER in name for name in params):
+    if any(_ADAPTER in name for name in params):
         return "lora"
     matrices = [p for p in params.values() if p.dim() > 1]
     return "head" if len(matrices) == 1 and len(params) <= 2 and matrices[0].dim() == 2 else None

@@ -127,7 +127,7 @@ def begin(
 
 
 @dataclass(frozen=True)
-class Native:
+class _Native:
     """The model itself as a forward function; its own parameters, and gradients of a whole batch."""
 
     module: nn.Module = field(repr=False)
@@ -144,7 +144,7 @@ def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callab
     Args:
         model: what is trained. wrapped: the same, as the Trainer calls it. task: None infers it from the model.
     """
-    loss_fn = make_loss_fn(Native(model, wrapped), infer_task(model) if task is None else task)
+    loss_fn = make_loss_fn(_Native(model, wrapped), infer_task(model) if task is None else task)
     return lambda batch: loss_fn({}, dict(batch)).mean()
 
 

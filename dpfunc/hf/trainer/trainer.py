@@ -62,7 +62,7 @@ from dpfunc.state import StepState
 
 logger = logging.getLogger(__name__)
 
-NOT_RESUMED = "Nothing was resumed"
+_NOT_RESUMED = "Nothing was resumed"
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -329,11 +329,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
 
-        path = Path(shared(all_or_none(find, self._ranks, NOT_RESUMED), self._ranks).decode())
+        path = Path(shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode())
         saved = trainer_state.load_run(
             path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
         )
-        all_or_none(check, self._ranks, NOT_RESUMED)
+        all_or_none(check, self._ranks, _NOT_RESUMED)
         return saved
 
     def get_train_dataloader(self) -> DataLoader[Any]:

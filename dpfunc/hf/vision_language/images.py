@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, one_of, shorten, whole
+from dpfunc._utils.validation import fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.vision_language.one_image import ONE_SIZE, OneImage, one_image, processed
 from dpfunc.hf.vision_language.reading import opened
 
 IGNORED = -100
-KEYS = ("prompt", "answer", "image", "images")
+_KEYS = ("prompt", "answer", "image", "images")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ImageTextCollator:
 
     def _encode(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
         """Ids, labels and number of images of a sample, without padding."""
-        unknown = [key for key in sample if key not in KEYS]
+        unknown = [key for key in sample if key not in _KEYS]
         if unknown or not {"prompt", "answer"} <= sample.keys():
             raise InvalidArgument(
                 f"Expected samples with prompt, answer, and image or images, got the keys {shorten(list(sample))}. "
@@ -203,11 +203,11 @@ def image_text_collator(
     >>> {name: tuple(value.shape) for name, value in batch.items()}
     {'input_ids': (1, 24), 'attention_mask': (1, 24), 'labels': (1, 24), 'pixel_values': (1, 3, 16, 16)}
     """
-    whole("max_length", max_length, minimum=2)
-    whole("max_images", max_images)
+    integer("max_length", max_length, minimum=2)
+    integer("max_images", max_images)
     one_of("padding_side", padding_side, ("left", "right"))
     if pad_to_multiple_of is not None:
-        whole("pad_to_multiple_of", pad_to_multiple_of, minimum=1)
+        integer("pad_to_multiple_of", pad_to_multiple_of, minimum=1)
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
         raise InvalidArgument("Expected a tokenizer with a padding token and an end token. Set tokenizer.pad_token.")
     if image_size is not None:
@@ -228,7 +228,7 @@ def image_text_collator(
 def _checked_size(image_size: object) -> tuple[int, int]:
     if not isinstance(image_size, (tuple, list)) or len(image_size) != 2:
         raise fail("image_size to be (height, width)", "image_size", image_size)
-    height, width = (whole("image_size", size, minimum=1) for size in image_size)
+    height, width = (integer("image_size", size, minimum=1) for size in image_size)
     return height, width
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpfunc.errors import InvalidArgument
 
-MOST_PIXELS = 2**26  # 192 MiB in memory
+_MOST_PIXELS = 2**26  # 192 MiB in memory
 
 
 def opened(image: Any, size: tuple[int, int] | None) -> Any:  # noqa: ANN401  (of PIL)
@@ -49,7 +49,7 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:  # noqa: ANN401
 
 @contextmanager
 def opened_image(path: Path | str) -> Iterator[Any]:
-    """Open an image file, of which only the header is read so far, if it has no more than `MOST_PIXELS`.
+    """Open an image file, of which only the header is read so far, if it has no more than `_MOST_PIXELS`.
 
     Args:
         path: of the file.
@@ -67,17 +67,17 @@ def opened_image(path: Path | str) -> Iterator[Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
-                if file.width * file.height > MOST_PIXELS:
+                if file.width * file.height > _MOST_PIXELS:
                     raise InvalidArgument(
-                        f"Expected an image of at most {MOST_PIXELS} pixels, got {file.width} x {file.height}. Make it "
-                        "smaller: the model sees far fewer."
+                        f"Expected an image of at most {_MOST_PIXELS} pixels, got {file.width} x {file.height}. Make "
+                        "it smaller: the model sees far fewer."
                     )
                 yield file
     except InvalidArgument:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidArgument(
-            f"Expected an image of at most {MOST_PIXELS} pixels, got one with more. Make it smaller."
+            f"Expected an image of at most {_MOST_PIXELS} pixels, got one with more. Make it smaller."
         ) from error
     except UnidentifiedImageError:
         reason = "it is of no format that is known"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import fail, one_of, shorten, whole
+from dpfunc._utils.validation import fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.hf.facts import facts_of
@@ -29,7 +29,7 @@ from dpfunc.rng import Key
 from dpfunc.types import Params
 
 STRATEGIES = ("full", "lora", "qlora", "projector")
-ADAPTERS = ("lora", "qlora")
+_ADAPTERS = ("lora", "qlora")
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def strategy(
     >>> sum(p.numel() for p in lora.params.values())
     992
     """
-    check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
-    check_base(model, name, train_projector)
-    if name not in ADAPTERS:
+    _check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
+    _check_base(model, name, train_projector)
+    if name not in _ADAPTERS:
         if key is not None:
             raise fail(f"no key with {name!r}", "key", key, "Nothing is drawn: the parameters start as they are.")
         forward, params = functionalize(model, trained_parameters(model, name))
@@ -159,9 +159,9 @@ def prepare(
     >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
     544
     """
-    check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
-    check_base(model, name, train_projector)
-    if name not in ADAPTERS:
+    _check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
+    _check_base(model, name, train_projector)
+    if name not in _ADAPTERS:
         wanted = set(trained_parameters(model, name))
         for parameter_name, parameter in model.named_parameters():
             if parameter.is_floating_point():
@@ -183,7 +183,7 @@ def prepare(
     return adapted
 
 
-def check_options(
+def _check_options(
     name: str,
     *,
     rank: int | None,
@@ -197,11 +197,11 @@ def check_options(
         InvalidArgument: one is missing, or one has no effect.
     """
     one_of("strategy", name, STRATEGIES)
-    if name in ADAPTERS:
+    if name in _ADAPTERS:
         for option, value in (("rank", rank), ("alpha", alpha)):
             if value is None:
                 raise InvalidArgument(f"Expected {option} with the strategy {name!r}, got {option}=None.")
-        whole("rank", rank, minimum=1)
+        integer("rank", rank, minimum=1)
         return
     given = {"rank": rank, "alpha": alpha, "targets": targets, "train_projector": train_projector or None}
     useless = [option for option, value in given.items() if value is not None]
@@ -211,7 +211,7 @@ def check_options(
         )
 
 
-def check_base(model: nn.Module, name: str, train_projector: bool) -> None:
+def _check_base(model: nn.Module, name: str, train_projector: bool) -> None:
     """Check that the base is in 4 bits exactly where the strategy needs it, and layers trained whole are in float.
 
     Raises:

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
 
-VISION = ("vision_tower", "vision_model", "visual")
+_VISION = ("vision_tower", "vision_model", "visual")
 PROJECTOR = ("multi_modal_projector", "mm_projector", "connector", "merger")
-LANGUAGE = ("language_model", "text_model")
+_LANGUAGE = ("language_model", "text_model")
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def parts(model: nn.Module) -> Parts:
     >>> parts(tiny_llava()).projector
     ('model.multi_modal_projector',)
     """
-    found = {"vision": _topmost(model, VISION), "projector": _topmost(model, PROJECTOR)}
-    found["language"] = _topmost(model, LANGUAGE)
+    found = {"vision": _topmost(model, _VISION), "projector": _topmost(model, PROJECTOR)}
+    found["language"] = _topmost(model, _LANGUAGE)
     missing = [name for name, modules in found.items() if not modules]
     if missing:
         raise UnsupportedModel(
             f"Expected a vision-language model, got {type(model).__name__} without {shorten(missing)}. Looked for "
-            f"{', '.join(VISION)}; {', '.join(PROJECTOR)}; {', '.join(LANGUAGE)}. Name the trained parameters "
+            f"{', '.join(_VISION)}; {', '.join(PROJECTOR)}; {', '.join(_LANGUAGE)}. Name the trained parameters "
             "yourself: dpfunc.functionalize(model, trainable=...)."
         )
     return Parts(**found)

@@ -13,19 +13,19 @@ from typing import Any
 import click
 from torch import nn
 
-from dpfunc._utils.validation import whole
+from dpfunc._utils.validation import integer
 from dpfunc.rng import insecure_key, stream, torch_seed
 
-WORDS = (
+_WORDS = (
     "<pad>", "<s>", "</s>", "<unk>", "<image>", "USER:", "ASSISTANT:", "what", "which", "is", "the", "a", "of", "in",
     "colour", "shape", "picture", "?", "red", "green", "blue", "yellow", "circle", "square", "yes", "no",
 )  # fmt: skip
 COLOURS: Mapping[str, tuple[int, int, int]] = {
     "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 50),
 }  # fmt: skip
-SHAPES = ("circle", "square")
+_SHAPES = ("circle", "square")
 IMAGE_SIZE, PATCH_SIZE = 16, 8
-TEMPLATE = (
+_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] | upper }}: {% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
@@ -43,15 +43,15 @@ def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
     """
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    whole("width", width, minimum=2)
+    integer("width", width, minimum=2)
     sizes = {
         "hidden_size": width, "intermediate_size": 3 * width // 2, "num_hidden_layers": 2, "num_attention_heads": 2,
     }  # fmt: skip
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**sizes, image_size=IMAGE_SIZE, patch_size=PATCH_SIZE),
-        text_config=LlamaConfig(**sizes, vocab_size=len(WORDS), max_position_embeddings=128, **ids),
-        image_token_index=WORDS.index("<image>"),
+        text_config=LlamaConfig(**sizes, vocab_size=len(_WORDS), max_position_embeddings=128, **ids),
+        image_token_index=_WORDS.index("<image>"),
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         **ids,
@@ -70,7 +70,7 @@ def tiny_processor() -> Any:  # noqa: ANN401  (a LlavaProcessor)
     from tokenizers import Tokenizer
     from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
-    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    vocabulary = {word: i for i, word in enumerate(_WORDS)}
     words: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
@@ -97,7 +97,7 @@ def tiny_processor() -> Any:  # noqa: ANN401  (a LlavaProcessor)
         patch_size=PATCH_SIZE,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
+        chat_template=_TEMPLATE,
     )
 
 
@@ -138,8 +138,8 @@ def write(folder: Path | str, count: int = 40, seed: int = 0) -> None:
     model.save_pretrained(root / "llava")
     tiny_processor().save_pretrained(root / "llava")
     lines = []
-    for i in range(whole("count", count, minimum=1)):
-        colour, shape = list(COLOURS)[i % 4], SHAPES[i // 4 % 2]
+    for i in range(integer("count", count, minimum=1)):
+        colour, shape = list(COLOURS)[i % 4], _SHAPES[i // 4 % 2]
         draw(colour, shape, 24, seed + i).save(root / "images" / f"{i:03}.png")
         asked, answer = ("colour", colour) if i // 8 % 2 == 0 else ("shape", shape)
         row = {"image": f"images/{i:03}.png", "question": f"what is the {asked} ?", "answer": answer}
