@@ -104,7 +104,7 @@ class ClippedGrad:
 
     @property
     def compilation(self) -> Compilation:
-        """How the last step was computed, compiled or not, and why."""
+        """Record of the last step: compiled or eager, and why."""
         return self._compiler.last
 
     def _core(

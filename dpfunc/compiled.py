@@ -88,7 +88,7 @@ class RunFacts(NamedTuple):
 
 
 class Compilation(NamedTuple):
-    """How the last step was computed.
+    """Record of the last step: compiled or eager, and why.
 
     Args:
         compiled: true if all its microbatches ran compiled. reason: in words, where they did not.

@@ -282,7 +282,7 @@ class DPStep:
 
     @property
     def compilation(self) -> Compilation:
-        """How the last step was computed, compiled or not, and why."""
+        """Record of the last step: compiled or eager, and why."""
         return self.clipped_grad.compilation
 
     def _run_of_its_own(self, params: Params) -> StepState:

@@ -1,4 +1,4 @@
-"""What not every version of torch has: checks, made before anything is spent."""
+"""Checks for what some versions of torch lack, made before anything is spent."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ SIZES = ("number of records", "public bound on the number of records")
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has cost, the facts needed to check it, and what is not covered. It holds public facts only.
+    """Record of the cost of a run, of the facts to check it by, and of what is not covered. It holds public facts only.
 
     Args:
         date: when it was written, UTC, as ISO 8601.

@@ -27,7 +27,7 @@ _path_argument = click.argument("path", type=click.Path(exists=True, path_type=P
 
 @dataclass(frozen=True)
 class _Source:
-    """What the files of a run say about its cost.
+    """Cost of a run as its files state it.
 
     Args:
         path: of the file that was read. ledger: all that it counts. record: None for a ledger or a journal.

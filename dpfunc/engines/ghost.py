@@ -182,7 +182,7 @@ class GhostEngine:
         return result
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
-        """Refuse to be compiled.
+        """Raise: this engine cannot be compiled.
 
         Raises:
             UnsupportedModel: always.

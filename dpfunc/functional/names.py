@@ -91,8 +91,8 @@ def _refuse_unknown(module: nn.Module, named: Mapping[str, Tensor], names: Seque
         if alias in unknown
     }
     if tied:
-        named = shorten([f"{alias!r} is {first!r}" for alias, first in tied.items()])
-        raise InvalidArgument(f"Expected each parameter under its first name, got a tied one: {named}.")
+        aliases = shorten([f"{alias!r} is {first!r}" for alias, first in tied.items()])
+        raise InvalidArgument(f"Expected each parameter under its first name, got a tied one: {aliases}.")
     close = [match for name in unknown for match in difflib.get_close_matches(name, named, n=2)]
     hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(list(named))}."
     raise InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")

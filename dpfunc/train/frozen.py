@@ -1,4 +1,4 @@
-"""What frozen layers give for each record, computed once before training instead of in every step."""
+"""Outputs of frozen layers for each record, computed once before training instead of in every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reaches on its evaluation records, beside the most frequent class and the twin without privacy."""
+"""Metrics of a run on its evaluation records, beside the most frequent class and the twin without privacy."""
 
 from __future__ import annotations
 

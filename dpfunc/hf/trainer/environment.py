@@ -1,4 +1,4 @@
-"""What launchers and sharding settings ask of a Trainer: refused by name, unless a private run does it rightly.
+"""Settings of launchers and of sharding: refused by name, unless a private run follows them rightly.
 
 `accelerate launch` asks through variables of the environment, scripts through `TrainingArguments`. Both are checked
 first, for the message; the `Accelerator` that came of them is checked last, so that nothing gets past by another way.

@@ -1,4 +1,4 @@
-"""What a processor of Transformers makes of one image: tokens in a text, and tensors."""
+"""Tokens in a text, and tensors, that a processor of Transformers makes of one image."""
 
 from __future__ import annotations
 
