@@ -53,7 +53,7 @@ class ManyProcesses:
     @property
     def on_this_machine(self) -> int:
         """Processes here, as torchrun says; otherwise all could be."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
 
     def check(
         self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
