@@ -81,7 +81,7 @@ ORDERED = frozenset((
 ))  # fmt: skip
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 
-# By identity: torch computes the hash of an operation in Python. The operation is kept, so that nothing else has its id.
+# By identity, since torch computes hashes of operations in Python. The operation is kept: nothing else has its id.
 _known: dict[int, tuple[Any, Known]] = {}
 
 
