@@ -69,7 +69,7 @@ REFUSED = {
     "managed": ("UnsupportedModel", "layers.0.norm.weight.*managed by fully_shard.*distributed.shard"),
     "sharded later": ("UnsupportedModel", "managed by fully_shard"),
     "sharded later, vmap": ("UnsupportedModel", "managed by fully_shard"),
-    "twice": ("UnsupportedModel", "whole, got one with parts that fully_shard was called on"),
+    "twice": ("UnsupportedModel", "not sharded, got one with parts that fully_shard was called on"),
     "no layer": ("InvalidArgument", "at least one layer"),
     "unknown layer": ("InvalidArgument", "unknown layers.9"),
     "nothing trained": ("InvalidArgument", "at least one trainable parameter"),

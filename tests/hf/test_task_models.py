@@ -174,7 +174,7 @@ def test_adapters_of_dpfunc_know_the_model(name):
 
 def test_adapters_of_dpfunc_skip_padding_on_the_left():
     """GPT-2 numbers positions from the start of the padding, so they are given to it."""
-    adapter = attach(gpt2(), insecure_key(0), targets="c_attn", rank=2, alpha=4)
+    adapter = attach(gpt2().eval(), insecure_key(0), targets="c_attn", rank=2, alpha=4)
     loss_fn = make_loss_fn(adapter.forward, "causal_lm")
     batch = {"input_ids": torch.tensor([[0, 0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], IGNORED)

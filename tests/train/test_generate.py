@@ -175,8 +175,9 @@ def test_a_classifier_writes_no_texts(here):
     copy = here / "copy"
     shutil.copytree("run", copy)
     content = json.loads((copy / "job.json").read_text())
-    content["job"]["task"] = "text_classification"
-    content["job"]["data"]["prompt_template"] = None
+    for job in (content["job"], content["filled"]):
+        job["task"] = "text_classification"
+        job["data"]["prompt_template"] = None
     (copy / "job.json").write_text(json.dumps(content))
     result = generate("--num", 1, "--out", here / "x.jsonl", folder=copy)
     assert "Expected a run with task causal_lm, got 'text_classification'" in result.stderr
