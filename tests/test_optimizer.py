@@ -175,8 +175,20 @@ def test_one_changed_parameter_is_a_change(caplog):
     assert warned(caplog, lambda module, params: [params["0.bias"]]) == []
 
 
-def test_new_tensors_in_each_step_are_a_change(caplog):
-    """Functional updates: the old tensors may be freed, and the new ones may lie in their memory."""
+def written(params, grads):
+    """An update through `.data`, which torch does not count."""
+    for name, p in params.items():
+        p.data -= 0.1 * grads[name]
+    return params
+
+
+def made_anew(params, grads):
+    """A functional update: the old tensors may be freed, and the new ones may lie in their memory."""
+    return {name: p.detach() - 0.1 * grads[name] for name, p in params.items()}
+
+
+@pytest.mark.parametrize("update", [written, made_anew])
+def test_updates_without_an_optimizer_are_a_change(caplog, update):
     params, dp_step, state = made(model())
     data = dataset()
     with caplog.at_level("WARNING", logger="dpfunc.step"):
@@ -184,5 +196,5 @@ def test_new_tensors_in_each_step_are_a_change(caplog):
             indices = dp_step.plan.draw(state, state.step).tolist()
             batch = torch.stack([data[i][0] for i in indices]), torch.tensor([data[i][1] for i in indices])
             grads, state, _ = dp_step(params, batch, state)
-            params = {name: p.detach() - 0.1 * grads[name] for name, p in params.items()}
+            params = update(params, grads)
     assert caplog.records == []

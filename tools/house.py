@@ -20,6 +20,7 @@ import dpfunc
 
 ROOT = Path(dpfunc.__file__).parent
 API = ROOT.parent / "tests" / "public_api.txt"
+AROUND = tuple(ROOT.parent / name for name in ("tests", "examples", "benchmarks", "tools"))
 VAGUE = ("What", "Whether", "Which", "How")
 SHORT = 5
 COMPLEX = 10
@@ -113,8 +114,9 @@ def way_of_a_batch() -> list[str]:
     for number, indices in enumerate(plan.batches(state)):
         batch = dpfunc.take(data, indices)
         sys.setprofile(profile if number else None)
-        _, state, _ = step(params, batch, state)
+        grads, state, _ = step(params, batch, state)
         sys.setprofile(None)
+        params = {name: (param - grads[name]).detach().requires_grad_() for name, param in params.items()}
     return list(reached)
 
 
@@ -127,8 +129,9 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
     public = {name: defined(tree) for name, tree in trees.items()}
     exported = set(API.read_text().split())
     uses = {name: used(tree) for name, tree in trees.items()}
+    around = set[str]().union(*(used(ast.parse(path.read_text())) for each in AROUND for path in each.rglob("*.py")))
     only_here = sum(
-        own not in exported and not any(own in found for other, found in uses.items() if other != name)
+        own not in exported | around and not any(own in found for other, found in uses.items() if other != name)
         for name, names in public.items()
         for own in names
     )
@@ -141,7 +144,7 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
         "modules that step.py imports": len(modules_imported(trees["step.py"])),
         "public names at module level": sum(map(len, public.values())),
         "names meant to be public": len(exported),
-        "names without an underscore that only their own file uses": only_here,
+        "names without an underscore that only their own file uses, tests and examples included": only_here,
         "functions": len(every),
         f"functions of complexity > {COMPLEX}": f"{complicated} ({100 * complicated / len(every):.1f} %)",
         "imports inside of functions": sum(map(inner_imports, trees.values())),

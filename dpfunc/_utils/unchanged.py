@@ -5,14 +5,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from dpfunc._utils.dtensor import local
+
+_HEAD = 8
+
+
+class _Known(NamedTuple):
+    """A tensor, torch's counter of writes in place, and its first numbers: `tensor.data` is written uncounted."""
+
+    tensor: weakref.ReferenceType[Tensor]
+    version: int
+    head: Tensor
 
 
 @dataclass(frozen=True)
 class Versions:
-    """Tensors by name, without keeping them in memory, with the counters that torch raises at each write in place.
+    """Tensors by name, without keeping them in memory, as they were at one moment.
 
     >>> import torch
     >>> params = {"w": torch.zeros(2)}
@@ -23,19 +36,28 @@ class Versions:
     False
     """
 
-    known: Mapping[str, tuple[weakref.ReferenceType[Tensor], int]]
+    known: Mapping[str, _Known]
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor]) -> Versions:
         """The present versions. Inference tensors have none, and are never unchanged."""
-        return cls({name: (weakref.ref(p), _version(p)) for name, p in params.items() if not p.is_inference()})
+        return cls(
+            {name: _Known(weakref.ref(p), _version(p), _head(p)) for name, p in params.items() if not p.is_inference()}
+        )
 
     def still(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the same tensors, and nothing was written into any of them. A copy is another tensor."""
-        return bool(params) and self.known.keys() == params.keys() and all(
-            self.known[name][0]() is p and self.known[name][1] == _version(p) for name, p in params.items()
-        )  # fmt: skip
+        if not params or self.known.keys() != params.keys():
+            return False
+        pairs = [(self.known[name], p) for name, p in params.items()]
+        counted = all(known.tensor() is p and known.version == _version(p) for known, p in pairs)
+        return counted and all(torch.equal(known.head, _head(p)) for known, p in pairs)
 
 
 def _version(tensor: Any) -> int:  # noqa: ANN401  (torch does not type its counter)
     return int(tensor._version)
+
+
+def _head(tensor: Tensor) -> Tensor:
+    own = local(tensor).detach()
+    return own[(0,) * (own.ndim - 1)][:_HEAD].clone() if own.ndim and own.numel() else own.clone()
