@@ -148,7 +148,7 @@ def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
         return trainer
 
     monkeypatch.setattr(train_job, "make_trainer", interrupted)
-    flags = ["--batch_size", 20, "--save_steps", 2, "--insecure-seed", 1]
+    flags = ["--batch_size", 20, "--save_steps", 2, "--insecure-seed", 61001]
     assert train(*flags).exit_code == 1
     monkeypatch.setattr(train_job, "make_trainer", make)
     begun = json.loads(Path("run/job.json").read_text())
