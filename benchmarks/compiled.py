@@ -41,12 +41,8 @@ def measure(name: str, rounds: int, quick: bool, whole_batch: bool) -> dict[str,
     """Times and ratios of one case."""
     problem = ALL_CASES[name].problem(quick=quick)
     step_without = plain(problem.copy()).step
-    forward, params = dpfunc.functionalize(problem.module)
+    loss_fn, params = problem.functional()
     batch, size = (problem.inputs, problem.targets), problem.batch_size
-
-    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> torch.Tensor:
-        inputs, targets = batch
-        return problem.losses(forward(params, inputs), targets)
 
     clip = clipping.Flat(problem.clip_norm)
     plan = dpfunc.Plan(sampling.Poisson(RECORDS, size / RECORDS), clip, 1.0, STEPS, 1e-6)

@@ -60,16 +60,13 @@ def plain_step(problem: Problem) -> Callable[[], object]:
 
 def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
     """The whole step, and its parts alone."""
-    forward, params = dpfunc.functionalize(problem.module)
+    loss_fn, params = problem.functional()
     ranks = distributed.data_parallel()
     batch = (problem.inputs, problem.targets)
     whole = problem.batch_size * ranks.size
     plan = dpfunc.Plan(
         sampling.Poisson(100 * whole, 0.01), clipping.Flat(problem.clip_norm), 1.0, 10 * rounds + 10, delta=1e-7
     )
-
-    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> Tensor:
-        return problem.losses(forward(params, batch[0]), batch[1])
 
     dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="bookkeeping", ranks=ranks, verify_batch=False)
     states = [dp_step.init(params, distributed.shared_key(ranks))]

@@ -36,12 +36,8 @@ GROUPINGS = {"one group": AllParameters(), "a group a layer": PerLayer()}
 def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     """Seconds and peak bytes of each kind of step, and their ratios to the plain one."""
     problem = ALL_CASES[name].problem(quick=quick)
-    forward, params = dpfunc.functionalize(problem.module)
+    loss_fn, params = problem.functional()
     batch = (problem.inputs, problem.targets)
-
-    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> torch.Tensor:
-        inputs, targets = batch
-        return problem.losses(forward(params, inputs), targets)
 
     def private(groups: Any) -> Callable[[], object]:  # noqa: ANN401
         clipped_grad = make_clipped_grad(loss_fn, Flat(1.0, groups=groups), engine=dpfunc.engines.auto())

@@ -33,10 +33,7 @@ RESULT = Path(__file__).parent / "results" / "noise_ahead.json"
 def stepper(name: str, quick: bool, steps: int) -> tuple[Callable[[int], dict[str, torch.Tensor]], int]:
     """A function that takes the next step of a run with a number of threads ahead; and the number of parameters."""
     problem = ALL_CASES[name].problem(quick=quick)
-    forward, params = dpfunc.functionalize(problem.module)
-
-    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> torch.Tensor:
-        return problem.losses(forward(params, batch[0]), batch[1])
+    loss_fn, params = problem.functional()
 
     sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
     plan = dpfunc.Plan(sampler, dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=steps, delta=1e-3)

@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import dpfunc
 from benchmarks.engines import report
 from benchmarks.engines.__main__ import check_cases
 from benchmarks.engines.cases import ALL_CASES
@@ -40,12 +39,8 @@ RESULT = Path(__file__).parent / "results" / "overhead.json"
 def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     """Seconds of each kind of step of one case, and the ratios."""
     problem = ALL_CASES[name].problem(quick=quick)
-    forward, params = dpfunc.functionalize(problem.module)
+    loss_fn, params = problem.functional()
     batch = (problem.inputs, problem.targets)
-
-    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> torch.Tensor:
-        inputs, targets = batch
-        return problem.losses(forward(params, inputs), targets)
 
     engine = bookkeeping(DEFAULT_BUDGET)
     known = CachedSampleAxes(engine._cache.discover(loss_fn, params, batch, engine))

@@ -219,10 +219,12 @@ class DPStep:
         """Inside, free cores draw the noise of this step: with its key, and for this step only."""
         if self.noise_source != "secure" or any(is_dtensor(param) for param in params.values()):
             return nullcontext()
+        threads = free_cores(all(param.is_cpu for param in params.values()), self._processes.on_this_machine)
+        if not threads:
+            return nullcontext()
         like = self._processes.noise_of(params)
         if sum(math.prod(leaf.shape) for leaf in like.values()) < _AHEAD:
             return nullcontext()
-        threads = free_cores(all(param.is_cpu for param in params.values()), self._processes.on_this_machine)
         return drawn_ahead(self._release_key(state), like, threads)
 
     def _release_key(self, state: StepState) -> Key:

@@ -61,11 +61,7 @@ def ours(problem: Problem, engine_name: str, microbatch_size: str) -> Contestant
     make_engine = getattr(dpfunc.engines, engine_name.partition("-")[0], None)
     if make_engine is None:
         raise NotImplementedError(f"dpfunc has no engine {engine_name}")
-    forward, params = dpfunc.functionalize(problem.module)
-
-    def loss_fn(params: dpfunc.types.Params, batch: dpfunc.types.Batch) -> Tensor:
-        inputs, targets = batch
-        return problem.losses(forward(params, inputs), targets)
+    loss_fn, params = problem.functional()
 
     size = problem.batch_size if compiled and microbatch_size == "none" else microbatch(microbatch_size)
     options: dict[str, Any] = {"engine": make_engine(), "microbatch_size": size, "compile": compiled}

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+import dpfunc
+from dpfunc.types import Batch, LossFn, Params
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -33,6 +36,16 @@ class Problem:
     def batch_size(self) -> int:
         """How many samples the batch has."""
         return len(self.inputs)
+
+    def functional(self) -> tuple[LossFn, dict[str, Tensor]]:
+        """The loss of each sample as a function of the trained parameters, and these."""
+        forward, params = dpfunc.functionalize(self.module)
+
+        def loss_fn(params: Params, batch: Batch) -> Tensor:
+            inputs, targets = batch
+            return self.losses(forward(params, inputs), targets)
+
+        return loss_fn, params
 
     def to(self, device: str) -> Problem:
         """The same problem on another device."""

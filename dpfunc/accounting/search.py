@@ -50,7 +50,7 @@ def falling_root(function: Callable[[float], float], low: float, high: float, rt
 
 
 def least(function: Callable[[float], float], low: float, high: float, width: float) -> tuple[float, float]:
-    """Where a function with one minimum is the least, within `width`, and its value there: golden sections.
+    """Minimum of a function that has only one: its place, within `width`, and its value, by golden sections.
 
     >>> x, value = least(lambda x: (x - 1) ** 2, 0.0, 3.0, 1e-3)
     >>> abs(x - 1) < 1e-3, value < 1e-6

@@ -264,7 +264,7 @@ def saddle(base: _Sampled, epsilon: float) -> float:
 
 
 def _minimum(function: Callable[[float], float]) -> tuple[float, float]:
-    """Where a function of log t is the least, and its value there."""
+    """Minimum of a function of log t: its place, and its value."""
     grid = np.arange(-14.0, 19.0, 3.0)
     best = int(np.argmin([function(point) for point in grid]))
     return least(function, float(grid[max(0, best - 1)]), float(grid[min(len(grid) - 1, best + 1)]), 0.02)
