@@ -10,6 +10,7 @@ hooks on saved tensors while they are active. With any of them the backward pass
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -69,4 +70,21 @@ def _is_plain(kind: type) -> bool:
 
 def saving_hooked() -> bool:
     """True where hooks take the tensors that the graph saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return _refuses_to_disable_hooks() if top is None else top(True) is not None
+
+
+def _refuses_to_disable_hooks() -> bool:
+    """The same without that function of torch, which 2.6 lacks: hooks cannot be forbidden where there are some."""
+    autograd = torch._C._autograd
+    before = autograd._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        autograd._saved_tensors_hooks_disable("for a moment")  # forbids them even where it raises
+        return False
+    except RuntimeError:
+        return True
+    finally:
+        autograd._saved_tensors_hooks_enable()
+        if before is not None:
+            with suppress(RuntimeError):  # it raises where there are hooks, and forbids further ones all the same
+                autograd._saved_tensors_hooks_disable(before)

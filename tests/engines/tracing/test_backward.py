@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfunc
 from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.tracing.backward import is_plain
+from dpfunc.engines.tracing.backward import _refuses_to_disable_hooks, is_plain, saving_hooked
 from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel
 
@@ -232,3 +232,17 @@ def test_nodes_that_are_not_known_are_followed():
     assert not is_plain(torch.linalg.det(x @ x.mT + torch.eye(4)) * x.sum(1))
     assert not is_plain(Half.apply(x).sum(1))
     assert not is_plain(x.detach().sum(1))
+
+
+def test_hooks_on_saved_tensors_are_found_by_older_versions_of_torch_too():
+    """torch 2.6 cannot be asked for them; what was forbidden before stays forbidden."""
+    found = _refuses_to_disable_hooks
+    assert not found()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert found()
+        assert saving_hooked()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert not found()
+        with pytest.raises(RuntimeError, match="none here"), torch.autograd.graph.save_on_cpu():
+            pass
+    assert not found()
