@@ -104,8 +104,8 @@ def test_a_killed_process_is_an_error_of_the_others(moment):
     assert (alive.value or [alive.error])[0] in ("RuntimeError", "DistBackendError")
 
 
-def test_a_stalled_process_is_an_error_of_the_others():
-    alive, _ = outcomes(2, "jobs:one_step_of", {"stalls": 8}, seconds=3)
+def test_a_stalled_process_is_an_error_of_the_others(tmp_path):
+    alive, _ = outcomes(2, "jobs:one_step_of", {"stalls": f"{tmp_path}/given up"}, seconds=3)
     assert (alive.value or [alive.error])[0] in ("RuntimeError", "DistBackendError")
     assert "imed out" in (alive.value[1] if alive.value else alive.message)
 
