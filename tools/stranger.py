@@ -72,7 +72,7 @@ def install(place: Path) -> Path:
     """Build the package, and install it into a new environment; the folder of its commands."""
     copy = place / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LOCAL))
-    code = "from setuptools.build_meta import build_sdist, build_wheel; [build({!r}) for build in (build_sdist, build_wheel)]"
+    code = "from setuptools.build_meta import build_sdist, build_wheel; build_sdist({0!r}); build_wheel({0!r})"
     run(sys.executable, "-c", code.format(str(place)), cwd=copy)
     shutil.rmtree(copy)
     (wheel,) = place.glob("*.whl")

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc.errors import InvalidArgument
 
-_LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64, and float64 tells all records apart
+_LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64; float64 has each of these integers
 Name = TypeVar("Name", bound=str)
 
 

@@ -100,7 +100,7 @@ def load(
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
             journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved.
-        InvalidArgument: both journal and without_journal="new_key", or tensors cut into parts without ranks.
+        InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks.
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:

@@ -66,21 +66,21 @@ def plain(name, more):
     return train(name, 0, **more)
 
 
-def cut(name, parts, more):
-    """The model cut into parts."""
+def in_parts(name, parts, more):
+    """The model in parts."""
     return train(name, parts, **more)
 
 
 def without_the_sum_of_norms(name):
     """The same run where each process clips by the norm of its own parts."""
-    import dpfunc.step
+    from dpfunc.distributed import collective_step
 
-    proper = dpfunc.step.full_norms
-    dpfunc.step.full_norms = lambda params, sq_norms, ranks: sq_norms
+    proper = collective_step.full_norms
+    collective_step.full_norms = lambda params, sq_norms, ranks: sq_norms
     try:
         return train(name, dist.get_world_size())
     finally:
-        dpfunc.step.full_norms = proper
+        collective_step.full_norms = proper
 
 
 def trouble(kind):
