@@ -124,6 +124,8 @@ def one_step(**trouble):
         indices = indices[1:]
     if mine and trouble.get("killed") == "before":
         os.kill(os.getpid(), signal.SIGKILL)
+    if "stalls" in trouble:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     while mine and "stalls" in trouble and not os.path.exists(trouble["stalls"]):  # until the others have given up
         time.sleep(0.05)
     try:

@@ -193,7 +193,7 @@ def all_parts(*arguments):
     from dpfunc import state
     from dpfunc.cli.main import main
 
-    distributed.from_environment(timedelta(seconds=60))
+    distributed.from_environment(timedelta(minutes=4))
     shutdown, distributed.shutdown = distributed.shutdown, lambda: None
     words = list(arguments)
     while words != ["trainer"]:

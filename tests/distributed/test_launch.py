@@ -187,7 +187,7 @@ def test_what_the_processes_share(trained):
     assert [each["place"] for each in found] == [(0, 2), (1, 2)]
     assert [each["writer"] for each in found] == [True, False]
     for each in found:
-        assert each["timeout"] == timedelta(seconds=60)
+        assert each["timeout"] == timedelta(minutes=4)
         assert each["again"]
         assert each["same"][0] == "nothing"
         assert each["other"][0] == "RankMismatch"
