@@ -242,7 +242,7 @@ class Plan:
 
     def loader(
         self,
-        dataset: Any,  # noqa: ANN401  (any map-style data set)
+        dataset: Any,
         state: Position,
         ranks: Ranks | None = None,
         *,
@@ -250,7 +250,7 @@ class Plan:
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        multiprocessing_context: Any = None,  # noqa: ANN401  (as in torch)
+        multiprocessing_context: Any = None,
         data_name: str | None = None,
     ) -> DataLoader[Any]:
         """The batches of the steps from `state` to the end of its budget, from a data set of torch or Hugging Face.

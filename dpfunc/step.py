@@ -212,7 +212,7 @@ class DPStep:
         multiplier = schedule_at(plan.noise_multiplier, step)
         return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
 
-    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:  # noqa: ANN401
+    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         after = self._advance(state, noise_state)
         digest = self._processes.digest(released, params)
@@ -288,7 +288,7 @@ class DPStep:
                 "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
             )
 
-    def _advance(self, state: StepState, noise_state: Any) -> StepState:  # noqa: ANN401  (any pytree)
+    def _advance(self, state: StepState, noise_state: Any) -> StepState:
         step = state.step + 1
         if step <= state.charged:
             left = tuple(item for item in state.released if item[0] >= step)

@@ -86,7 +86,7 @@ class Calls:
         return self._first.still(params)
 
 
-def _version(tensor: Any) -> int:  # noqa: ANN401  (torch does not type its counter)
+def _version(tensor: Any) -> int:
     return int(tensor._version)
 
 

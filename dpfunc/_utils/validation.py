@@ -146,7 +146,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names)}."
 
 
-def unique_json(text: str | bytes) -> Any:  # noqa: ANN401  (any JSON)
+def unique_json(text: str | bytes) -> Any:
     """JSON values in which no object has two values of one name: readers would differ in which of them counts.
 
     Raises:

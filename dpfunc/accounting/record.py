@@ -159,7 +159,7 @@ class Record:
         return record
 
 
-def _parsed(text: str | bytes, expected: str) -> Any:  # noqa: ANN401  (JSON)
+def _parsed(text: str | bytes, expected: str) -> Any:
     """Values of a JSON text in which no field is there twice."""
     try:
         return unique_json(text)

@@ -26,7 +26,7 @@ Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> type and shape of each saved tensor."""
 
 
-def _owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:  # noqa: ANN401
+def _owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:
     """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
     Args:
@@ -43,7 +43,7 @@ def _owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) ->
     return found if found is not None and tuple(found.shape) == shape else None
 
 
-def _numbered(skeleton: Any, params: Params) -> dict[object, str]:  # noqa: ANN401  (state of any optimizer)
+def _numbered(skeleton: Any, params: Params) -> dict[object, str]:
     """Names of the parameters that the state of an optimizer numbers; none where their numbers do not fit.
 
     Numbers are in the order in which the optimizer got the parameters, `params.values()` unless it knows their names.
@@ -64,7 +64,7 @@ def empty(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 def room(
     name: str,
-    encoded: Any,  # noqa: ANN401  (JSON)
+    encoded: Any,
     table: Table,
     params: Params,
     template: object | None = None,
@@ -176,7 +176,7 @@ def read_table(path: Path) -> Table:
 class _Unpickler(pickle.Unpickler):
     """Unpickler of tensor descriptions that refuses every other class."""
 
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  (any class)
+    def find_class(self, module: str, name: str) -> Any:
         allowed = {
             "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
             "torch.serialization": ("_get_layout",),

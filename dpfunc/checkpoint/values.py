@@ -45,7 +45,7 @@ class Slot(NamedTuple):
     sharded: bool
 
 
-def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401  (JSON)
+def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     """A state as JSON values; its tensors are put into `tensors`.
 
     Args:
@@ -78,7 +78,7 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:  # noqa
     return _encoded(name, value, tensors)
 
 
-def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401  (JSON)
+def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     kind = type(value).__name__
     if isinstance(value, Tensor):
         slot = f"{name}/{len(tensors)}"
@@ -91,7 +91,7 @@ def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa:
     return {kind: _TEXTS[kind][1](value)} if kind in _TEXTS else value
 
 
-def decode(values: Any, tensor: Callable[[Slot], Any], place: _Place = ()) -> Any:  # noqa: ANN401  (JSON; a pytree)
+def decode(values: Any, tensor: Callable[[Slot], Any], place: _Place = ()) -> Any:
     """Inverse of `encode`, with `tensor(slot)` in place of each tensor."""
     if not isinstance(values, dict):
         return values
@@ -106,7 +106,7 @@ def decode(values: Any, tensor: Callable[[Slot], Any], place: _Place = ()) -> An
     return _TEXTS[kind][2](content)
 
 
-def slots(values: Any) -> tuple[list[Slot], Any]:  # noqa: ANN401  (JSON; a pytree)
+def slots(values: Any) -> tuple[list[Slot], Any]:
     """All tensors of an encoded state, and the state with slots in their place."""
     found: list[Slot] = []
 
@@ -127,11 +127,11 @@ def _unreadable(value: object, place: str) -> Iterator[tuple[str, object]]:
     if kind in _PLAIN or isinstance(value, Tensor) or kind in (text[0] for text in _TEXTS.values()):
         return
     if kind in _MAPS.values():
-        for key, item in value.items():  # type: ignore[attr-defined]
+        for key, item in value.items():  # type: ignore[attr-defined]  # a dict
             yield from _unreadable(key, f"a key of {place}")
             yield from _unreadable(item, f"{place}[{key!r}]")
     elif kind in _LISTS.values():
-        for index, item in enumerate(value):  # type: ignore[arg-type]
+        for index, item in enumerate(value):  # type: ignore[arg-type]  # a list
             yield from _unreadable(item, f"{place}[{index}]")
     else:
         yield place, value

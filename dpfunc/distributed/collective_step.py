@@ -153,7 +153,7 @@ class ManyProcesses:
         mechanism: Mechanism,
         clipped: ClippedSum,
         params: Params,
-        noise_state: Any,  # noqa: ANN401  (any pytree)
+        noise_state: Any,
         key: Key,
     ) -> tuple[dict[str, Tensor], Any]:
         """The sum over all processes with noise.

@@ -89,7 +89,7 @@ class ManagedForward:
     module: nn.Module = field(repr=False)
     parts: Mapping[str, Tensor] = field(repr=False)
 
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the module's own)
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters."""
         if is_independent():
             refuse_communication(self.module)
@@ -120,7 +120,7 @@ class ManagedForward:
                 own.copy_(params[name])
 
     @contextmanager
-    def _recovered(self) -> Any:  # noqa: ANN401  (an iterator)
+    def _recovered(self) -> Any:
         with recovered(self.module):
             yield
 

@@ -97,7 +97,7 @@ class Processes(Protocol):
         mechanism: Mechanism,
         clipped: ClippedSum,
         params: Params,
-        noise_state: Any,  # noqa: ANN401  (any pytree)
+        noise_state: Any,
         key: Key,
     ) -> tuple[dict[str, Tensor], Any]:
         """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
@@ -153,7 +153,7 @@ class OneProcess:
         mechanism: Mechanism,
         clipped: ClippedSum,
         params: Params,
-        noise_state: Any,  # noqa: ANN401  (any pytree)
+        noise_state: Any,
         key: Key,
     ) -> tuple[dict[str, Tensor], Any]:
         return mechanism.add(clipped, noise_state, key)

@@ -146,7 +146,7 @@ def without_rows(batch: Batch) -> Batch:
 
 
 def data_loader(
-    dataset: Any,  # noqa: ANN401  (any map-style data set)
+    dataset: Any,
     draws: Draws,
     collate: Collate,
     *,
@@ -154,7 +154,7 @@ def data_loader(
     pin_memory: bool = False,
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
-    multiprocessing_context: Any = None,  # noqa: ANN401  (as in torch)
+    multiprocessing_context: Any = None,
 ) -> DataLoader[Any]:
     """The draws as batches; workers change neither their order nor their random numbers.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import dpfunc

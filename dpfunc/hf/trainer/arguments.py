@@ -30,7 +30,7 @@ OTHER_NAMES = {
 }
 
 
-def _option(default: object, text: str) -> Any:  # noqa: ANN401  (a dataclass field of any type)
+def _option(default: object, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
