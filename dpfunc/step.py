@@ -51,7 +51,7 @@ _UNCHANGED = (
     "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
     "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
 )
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -174,7 +174,7 @@ class DPStep:
         step = state.step if isinstance(state, StepState) else None
         rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
         if self._calls.changed_nothing(params) and self._processes.writes:
-            logger.warning(_UNCHANGED)
+            _logger.warning(_UNCHANGED)
         return self._run_of_its_own(params) if state is None else state, rows
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:

@@ -155,6 +155,12 @@ def test_tests_named_in_docstrings_exist():
                     assert any(f"def {function}" in text for text in sources.values()), f"{path} names {function}"
 
 
+def test_slow_tests_are_marked_in_their_files():
+    """`make test-slow` collects the files that have the mark, and no others."""
+    here = Path(__file__).parent
+    assert [path for path in here.rglob("*.py") if "mark.slow" in path.read_text() and path.name[:5] != "test_"] == []
+
+
 def test_importing_is_light():
     """Importing dpfunc does not import what only some users need."""
     import subprocess

@@ -42,6 +42,7 @@ def falling_root(
             x = _zero(low, at_low, high, at_high) + (0.4 if turn % 2 else -0.4) * distance
         width = high - low if turn % 3 == 0 else width
         x = min(max(x, low + 0.1 * (high - low)), high - distance / 4)
+        x = x if low < x < high else (low + high) / 2
         if not low < x < high:  # neighbours in float64
             break
         value = function(x)

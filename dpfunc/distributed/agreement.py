@@ -218,14 +218,18 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
         tables: summaries of the data group, then of the tensor group if there is one.
     """
     over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
+
+    def values(table: list[RankSummary], name: str) -> list[int]:
+        return [getattr(row, name) for row in table]
+
     differing = [
-        (name, [getattr(row, name) for row in table])
+        (name, values(table, name))
         for table, names in zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
         for name in names
-        if len({getattr(row, name) for row in table}) > 1
+        if len(set(values(table, name))) > 1
     ]
     if len({(row.part, row.replica) for row in tables[0]}) > len({row.part for row in tables[0]}):
-        differing.append(("params", [row.replica for row in tables[0]]))
+        differing.append(("params", values(tables[0], "replica")))
     return differing
 
 

@@ -50,11 +50,11 @@ def processes_of(ranks: Ranks | None) -> Processes:
         return OneProcess()
     if not isinstance(ranks, Ranks):
         raise fail("ranks made by dpfunc.distributed.data_parallel() or sharded(mesh)", "ranks", ranks)
-    return ManyProcesses(ranks)
+    return _ManyProcesses(ranks)
 
 
 @dataclass(frozen=True)
-class ManyProcesses:
+class _ManyProcesses:
     """The processes of `ranks`, which take each step together; see `processes.Processes`."""
 
     ranks: Ranks

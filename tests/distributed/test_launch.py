@@ -68,6 +68,7 @@ def launched(place, killed):
     with pytest.MonkeyPatch.context() as patch:  # one process would repeat step 5 with other last bits
         patch.chdir(folder)
         refused = CliRunner().invoke(main, [*KILLED, "--resume"])
+    assert journal_ledger(folder / "killed" / "privacy_journal.jsonl").num_steps == 5
     (folder / "trainer").mkdir()
     generate = ("generate", "killed", *TEXTS, "--out", "two.jsonl")
     train = ("train", "job.yaml", *FLAGS, "--output_dir", "two")
