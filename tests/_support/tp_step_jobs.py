@@ -102,7 +102,7 @@ def trouble(kind):
         data["x"][:] = data["x"] + 1
     if kind == "one ulp" and mine:
         params["norm.weight"][2] = torch.nextafter(params["norm.weight"][2], torch.tensor(9.0, dtype=torch.float64))
-    if kind == "one ulp of a part":  # cut over processes with other records, alike over those with the same
+    if kind == "one ulp of a part":  # sharded over processes with other records, alike over those with the same
         part = distribute_tensor(params["norm.weight"], mesh["dp"], [Shard(0)])
         params["norm.weight"] = part
         if mine:
@@ -113,6 +113,8 @@ def trouble(kind):
     try:
         if kind == "compile":
             options |= {"compile": True, "microbatch_size": 4}
+        if kind == "microbatches":
+            options["microbatch_size"] = "auto"
         dp_step = make_dp_step(CASES["mlp"][2](forward), plan, ranks=ranks, **options)
         good = {key: torch.nan_to_num(p) if not is_dtensor(p) else p for key, p in params.items()}
         state = replay(dp_step.init(good, KEY))

@@ -47,6 +47,7 @@ TROUBLE = {
     "one process": ("InvalidArgument", "or sharded(mesh)"),
     "vmap": ("UnsupportedModel", "bookkeeping"),
     "compile": ("InvalidArgument", "compile=False"),
+    "microbatches": ("InvalidArgument", "what each process measures may differ"),
     "other records": ("RankMismatch", "same records"),
     "one ulp": ("RankMismatch", ""),
 }
