@@ -72,16 +72,13 @@ class DPStep:
     noise_source: Literal["secure", "device"]
     verify_batch: bool
     journal: Callable[[StepState], None] | None
-    ranks: Ranks | None = None
+    ranks: Ranks | None
+    _processes: Processes = field(repr=False, compare=False)
     _calls: Calls = field(default_factory=Calls, repr=False, compare=False)
 
     @cached_property
     def _mark(self) -> str:
         return plan_digest(self.plan)
-
-    @cached_property
-    def _processes(self) -> Processes:
-        return processes_of(self.ranks)
 
     def init(
         self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
@@ -391,4 +388,4 @@ def make_dp_step(
         compile=compile,
         full_norms=processes.full_norms,
     )
-    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)
+    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks, processes)
