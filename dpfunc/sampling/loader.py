@@ -115,11 +115,11 @@ class Collate:
 
     Args:
         collate: list of records -> batch.
-        empty: an empty draw becomes a batch with no rows; otherwise one with the row of a record that is not real.
+        cut: an empty draw becomes a batch with no rows; otherwise one with the row of a record that is not real.
     """
 
     collate: Callable[[list[Any]], Batch]
-    empty: bool = True
+    cut: bool = True
 
     def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
         """Collate the records of one step, with torch's CPU generator seeded by the step."""
@@ -128,7 +128,7 @@ class Collate:
             batch = self.collate([record for _, record in records])
         if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
             batch = dict(batch)
-        return without_rows(batch) if self.empty and not first.real else batch
+        return without_rows(batch) if self.cut and not first.real else batch
 
 
 def without_rows(batch: Batch) -> Batch:

@@ -357,7 +357,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return data_loader(
             self.train_dataset,
             Draws(self.plan.sampler, start.key, steps, epoch, rank, size, self._num_records()),
-            Collate(self._collator(), empty=size == 1),  # of several, one without records runs a row of weight zero
+            Collate(self._collator(), cut=size == 1),  # of several, one without records runs a row of weight zero
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
