@@ -49,13 +49,17 @@ downloads: $(VENV)/dev
 	$(BIN)/python examples/language_model/fetch_smollm.py
 	$(BIN)/python examples/vqa/downloads.py
 
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
+# Tests start many processes, and each would compile the source anew where the environment forbids to keep bytecode.
+# Files begin in the order of tests/conftest.py.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile \
+	--no-loadscope-reorder
 
 test: check downloads
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# only files with slow tests: to collect the others takes as long as several of these tests
 test-slow: $(VENV)/vision downloads
-	$(PYTEST) -m slow tests $(ARGS)
+	$(PYTEST) -m slow $$(grep -rl 'mark[.]slow' tests --include='test_*.py') $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/startup.py

@@ -80,7 +80,7 @@ def measure(name: str, rounds: int, quick: bool, whole_batch: bool) -> dict[str,
     }
 
 
-def running(dp_step: Any, params: Any, batch: Any) -> Callable[[], Any]:  # noqa: ANN401
+def running(dp_step: Any, params: Any, batch: Any) -> Callable[[], Any]:
     """A function that takes the next step of a run."""
     states = [dp_step.init(params, dpfunc.secure_key())]
 

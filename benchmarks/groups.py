@@ -39,7 +39,7 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     loss_fn, params = problem.functional()
     batch = (problem.inputs, problem.targets)
 
-    def private(groups: Any) -> Callable[[], object]:  # noqa: ANN401
+    def private(groups: Any) -> Callable[[], object]:
         clipped_grad = make_clipped_grad(loss_fn, Flat(1.0, groups=groups), engine=dpfunc.engines.auto())
         return lambda: clipped_grad(params, batch)
 

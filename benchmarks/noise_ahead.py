@@ -41,7 +41,7 @@ def stepper(name: str, quick: bool, steps: int) -> tuple[Callable[[int], dict[st
     state = [dp_step.init(params, key=dpfunc.secure_key())]
 
     def take(threads: int) -> dict[str, torch.Tensor]:
-        with mock.patch("dpfunc.step.free_cores", return_value=threads):
+        with mock.patch("dpfunc.noise.streams.free_cores", return_value=threads):
             grads, state[0], _ = dp_step(params, (problem.inputs, problem.targets), state[0])
         return grads
 

@@ -45,7 +45,7 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     engine = bookkeeping(DEFAULT_BUDGET)
     known = CachedSampleAxes(engine._cache.discover(loss_fn, params, batch, engine))
 
-    def untraced() -> Any:  # noqa: ANN401
+    def untraced() -> Any:
         """As a compiled step does: the places are those of an earlier trace, and nothing is followed."""
         with mock.patch.object(sys.modules[record_factors.__module__], "following", return_value=nullcontext()):
             return record_factors(loss_fn, params, batch, known, FactorRecorder(DEFAULT_BUDGET))

@@ -18,7 +18,7 @@ import click
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import dpfunc

@@ -49,7 +49,7 @@ class Target:
         return None if value is None or base is None else _SCALE[self.unit] * value / base
 
 
-def _at(report: Any, keys: Sequence[str]) -> float | None:  # noqa: ANN401  (JSON)
+def _at(report: Any, keys: Sequence[str]) -> float | None:
     for key in keys:
         if not isinstance(report, dict) or key not in report:
             return None

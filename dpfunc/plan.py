@@ -25,7 +25,7 @@ from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Ev
 ACCOUNTANTS = ("auto", "tilted", "prv", "rdp")
 
 
-class Place(Protocol):
+class _Place(Protocol):
     """Rank of this process, and the number of processes: the part of `dpfunc.distributed.Ranks` that a plan needs."""
 
     @property
@@ -227,7 +227,7 @@ class Plan:
             method=self.accountant,
         )
 
-    def batches(self, state: Position, ranks: Place | None = None) -> Iterator[Tensor]:
+    def batches(self, state: Position, ranks: _Place | None = None) -> Iterator[Tensor]:
         """The index tensors of the steps from `state` to the end of its budget, in order; some may be empty.
 
         With `ranks`, the records of this process: each draw is dealt out in turn.
@@ -235,14 +235,14 @@ class Plan:
         for step in range(state.step, state.limit):
             yield self.draw(state, step, ranks)
 
-    def draw(self, state: Position, step: int, ranks: Place | None = None) -> Tensor:
+    def draw(self, state: Position, step: int, ranks: _Place | None = None) -> Tensor:
         """The records of one step, of all processes or of this one."""
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         return own_records(self.sampler, state.key, step, state.num_records, *place)
 
     def loader(
         self,
-        dataset: Any,  # noqa: ANN401  (any map-style data set)
+        dataset: Any,
         state: Position,
         ranks: Ranks | None = None,
         *,
@@ -250,7 +250,7 @@ class Plan:
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        multiprocessing_context: Any = None,  # noqa: ANN401  (as in torch)
+        multiprocessing_context: Any = None,
         data_name: str | None = None,
     ) -> DataLoader[Any]:
         """The batches of the steps from `state` to the end of its budget, from a data set of torch or Hugging Face.

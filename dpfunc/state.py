@@ -117,7 +117,7 @@ def replay(state: StepState) -> StepState:
 
 
 def require_state(state: StepState | None) -> StepState:
-    """The state itself.
+    """The given state, if there is one.
 
     Raises:
         InvalidArgument: there is none.

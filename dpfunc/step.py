@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.unchanged import Versions
+from dpfunc._utils.unchanged import Calls
 from dpfunc._utils.validation import fail, integer, one_of, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
@@ -24,21 +22,16 @@ from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.compiled import Compilation, Compile, RunFacts
-from dpfunc.distributed.collective_step import ManyProcesses
-from dpfunc.distributed.launch import check_alone
-from dpfunc.distributed.processes import OneProcess, Processes, Rows
+from dpfunc.distributed.collective_step import processes_of
+from dpfunc.distributed.processes import Processes, Rows
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.distributed.reduce import full_norms
-from dpfunc.engines.auto import Decision, auto
-from dpfunc.engines.bookkeeping import bookkeeping
-from dpfunc.engines.ghost import ghost
+from dpfunc.engines.auto import Decision
+from dpfunc.engines.by_name import engine_of
 from dpfunc.engines.guards.parameters import check_named, check_params
-from dpfunc.engines.loop import loop
-from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven
-from dpfunc.engines.vmap import vmap
+from dpfunc.engines.tracing.discovery_cache import Unproven
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
-from dpfunc.noise.streams import drawn_ahead, free_cores
+from dpfunc.noise.streams import drawn_by_free_cores
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import (
@@ -53,22 +46,12 @@ from dpfunc.state import (
 )
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
-ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
-    "auto": lambda unproven: auto(unproven=unproven or "vmap"),
-    "bookkeeping": lambda unproven: bookkeeping(unproven="audit" if unproven == "audit" else "refuse"),
-    "ghost": lambda unproven: ghost(unproven="audit" if unproven == "audit" else "refuse"),
-    "vmap": lambda unproven: vmap(),
-    "loop": lambda unproven: loop(),
-}
 _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
     "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
-    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). Said once."
+    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
 )
-logger = logging.getLogger(__name__)
-
-# Noise of fewer numbers, some milliseconds, is not worth a thread.
-_AHEAD = 2**18
+_logger = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -89,17 +72,13 @@ class DPStep:
     noise_source: Literal["secure", "device"]
     verify_batch: bool
     journal: Callable[[StepState], None] | None
-    ranks: Ranks | None = None
-    _stateless: list[str] = field(default_factory=list, repr=False, compare=False)  # runs of their own; one at most
-    _first: list[Versions | None] = field(default_factory=list, repr=False, compare=False)  # params of the first call
+    ranks: Ranks | None
+    _processes: Processes = field(repr=False, compare=False)
+    _calls: Calls = field(default_factory=Calls, repr=False, compare=False)
 
     @cached_property
     def _mark(self) -> str:
         return plan_digest(self.plan)
-
-    @cached_property
-    def _processes(self) -> Processes:
-        return OneProcess() if self.ranks is None else ManyProcesses(self.ranks)
 
     def init(
         self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
@@ -191,23 +170,16 @@ class DPStep:
 
         step = state.step if isinstance(state, StepState) else None
         rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
-        self._warn_of_unchanged(params)
+        if self._calls.changed_nothing(params) and self._processes.writes:
+            _logger.warning(_UNCHANGED)
         return self._run_of_its_own(params) if state is None else state, rows
-
-    def _warn_of_unchanged(self, params: Params) -> None:
-        """Warn, at the second call, if the first one changed nothing: as an optimizer of other tensors does."""
-        first = self._first[0] if self._first else None
-        if first is not None:
-            self._first[0] = None  # once
-            if first.still(params) and self._processes.writes:
-                logger.warning(_UNCHANGED)
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.
         rank = (self._processes.rank,) if self._processes.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
 
-        expected = self.plan.sampler.expected_batch_size(state.step) / (self.ranks.size if self.ranks else 1)
+        expected = self.plan.sampler.expected_batch_size(state.step) / self._processes.size
         run = RunFacts(state.step, self.plan.num_steps, expected)
 
         def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
@@ -219,13 +191,11 @@ class DPStep:
         """Inside, free cores draw the noise of this step: with its key, and for this step only."""
         if self.noise_source != "secure" or any(is_dtensor(param) for param in params.values()):
             return nullcontext()
-        threads = free_cores(all(param.is_cpu for param in params.values()), self._processes.on_this_machine)
-        if not threads:
-            return nullcontext()
-        like = self._processes.noise_of(params)
-        if sum(math.prod(leaf.shape) for leaf in like.values()) < _AHEAD:
-            return nullcontext()
-        return drawn_ahead(self._release_key(state), like, threads)
+        on_cpu = all(param.is_cpu for param in params.values())
+        processes = self._processes
+        return drawn_by_free_cores(
+            self._release_key(state), lambda: processes.noise_of(params), on_cpu, processes.on_this_machine
+        )
 
     def _release_key(self, state: StepState) -> Key:
         return fold_in(fold_in(state.key, "step", state.step), "release")
@@ -239,7 +209,7 @@ class DPStep:
         multiplier = schedule_at(plan.noise_multiplier, step)
         return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
 
-    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:  # noqa: ANN401
+    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         after = self._advance(state, noise_state)
         digest = self._processes.digest(released, params)
@@ -251,10 +221,7 @@ class DPStep:
 
         self._processes.confirm(write)
         mark_released(after, digest)
-        if not state.drawn:
-            self._stateless.append(fingerprint(state.key))
-        if not self._first:
-            self._first.append(Versions.of(params))
+        self._calls.note(params, stateless=not state.drawn)
         return after
 
     def _described(self, state: StepState | None) -> str:
@@ -288,7 +255,7 @@ class DPStep:
         return self.clipped_grad.compilation
 
     def _run_of_its_own(self, params: Params) -> StepState:
-        if self._stateless:
+        if self._calls.stateless:
             raise InvalidArgument(
                 "dp_step was called without a state more than once. Each such call is a run of its own with its own "
                 "ledger, and nobody adds them up. In a loop, pass the state on: begin with "
@@ -318,7 +285,7 @@ class DPStep:
                 "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
             )
 
-    def _advance(self, state: StepState, noise_state: Any) -> StepState:  # noqa: ANN401  (any pytree)
+    def _advance(self, state: StepState, noise_state: Any) -> StepState:
         step = state.step + 1
         if step <= state.charged:
             left = tuple(item for item in state.released if item[0] >= step)
@@ -330,18 +297,6 @@ class DPStep:
         # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
         return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
-
-
-def _policy(engine: str, unproven: Unproven | None) -> Unproven | None:
-    if unproven is None:
-        return None
-    one_of("unproven", unproven, UNPROVEN)
-    if unproven == "vmap" and engine in ("bookkeeping", "ghost"):
-        raise InvalidArgument(
-            f'Expected unproven="audit" or "refuse" with engine={engine!r}, got unproven="vmap". Use engine="auto", '
-            "which computes the rows of such a step alone."
-        )
-    return unproven
 
 
 def make_dp_step(
@@ -413,18 +368,10 @@ def make_dp_step(
     """
     if not isinstance(plan, Plan):
         raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
-    if isinstance(engine, str):
-        engine = ENGINES[one_of("engine", engine, ENGINES)](_policy(engine, unproven))
-    elif unproven is not None:
-        raise InvalidArgument(
-            "Expected unproven= with the name of an engine; give it to an engine of your own when it is made."
-        )
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
-    if ranks is None:
-        check_alone(os.environ)
-    elif not isinstance(ranks, Ranks):
-        raise fail("ranks made by dpfunc.distributed.data_parallel() or sharded(mesh)", "ranks", ranks)
+    processes = processes_of(ranks)
+    processes.check_settings(microbatch_size, compile)
     if journal is not None and not callable(journal):
         raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
     if getattr(journal, "plan", plan) != plan:
@@ -432,20 +379,13 @@ def make_dp_step(
             "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
             "Journal(path, plan); several runs may share the path."
         )
-    if ranks is not None and not ranks.independent and microbatch_size == "auto":
-        raise InvalidArgument(
-            'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures may '
-            "differ, and all must run the same microbatches."
-        )
-    if ranks is not None and compile is True and not ranks.independent:
-        raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
     prepared = make_clipped_grad(
         loss_fn,
         plan.clip,
-        engine=engine,
+        engine=engine_of(engine, unproven),
         microbatch_size=microbatch_size,
         adjacency=plan.adjacency,
         compile=compile,
-        full_norms=None if ranks is None else partial(full_norms, ranks=ranks),
+        full_norms=processes.full_norms,
     )
-    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)
+    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks, processes)

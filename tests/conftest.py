@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # One thread a process, set before torch is imported: `make test` runs a process for each core.
@@ -18,3 +19,14 @@ settings.load_profile(os.environ.get("DPFUNC_HYPOTHESIS_PROFILE", "ci"))
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and tests of interrupts would see none.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The files that take longest. They begin first: if one begins last, the other processes wait for its end.
+_LONGEST = (
+    "test_engine_rules.py", "test_isolation_zoo.py", "test_parity.py", "test_launch.py", "test_main_job.py",
+    "test_llava_guide.py", "test_zoo_vision.py", "test_tilted.py", "test_kills.py", "test_package.py",
+    "test_main_job_parts.py", "test_vqa.py", "test_train.py", "test_files.py", "test_tensor_parallel_steps.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from reference import loop_clipped_sum, loop_gradients
 from scipy import stats
 
-from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling, step
+from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling
 from dpfunc.accounting import Ledger, accountant, epsilon
 from dpfunc.accounting.guarantee import Method
 from dpfunc.checkpoint import Journal, load, save
 from dpfunc.checkpoint.plan_json import KNOWN
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import ALL
-from dpfunc.engines import bookkeeping, register_rule
+from dpfunc.engines import bookkeeping, by_name, register_rule
 from dpfunc.engines import rules as rule_tables
 from dpfunc.engines.rules import RULES
 from dpfunc.engines.tracing import families, operations
@@ -359,6 +359,6 @@ def test_the_lists_of_accountants_agree():
 
 
 def test_the_lists_of_engines_agree():
-    assert set(step.ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
+    assert set(by_name.ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
     parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
-    assert all(f'"{name}": {name}()' in parity for name in step.ENGINES)
+    assert all(f'"{name}": {name}()' in parity for name in by_name.ENGINES)

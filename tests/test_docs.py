@@ -47,10 +47,10 @@ def test_commands_of_the_readme_work(command):
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), f"{path} links to {target}"
+def test_links_lead_somewhere():
+    links = [(path, target) for path in DOCUMENTS for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text())]
+    assert len(links) > 100
+    assert [f"{path} links to {target}" for path, target in links if not (path.parent / target).exists()] == []
 
 
 def test_the_table_of_the_readme_is_the_committed_result():

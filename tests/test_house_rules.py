@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -29,16 +30,16 @@ BANNED_CALLS = {
 }  # fmt: skip
 GLOBAL_RNG_ALLOWED = {"rng.py"}
 
-every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-
 
 def layer_of(path):
     relative = path.relative_to(ROOT)
     return relative.parts[0].removesuffix(".py") if relative.parts[0] != "__init__.py" else "__init__"
 
 
-def tree_of(path):
-    return ast.parse(path.read_text())
+@functools.cache
+def trees():
+    """Path -> syntax tree of each file. The tests go through all files: one test for each took longer than its work."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def imported_layers(tree):
@@ -53,17 +54,23 @@ def imported_layers(tree):
         yield from (name.split(".")[1] for name in names if name.startswith("dpfunc."))
 
 
-@every_file
-def test_imports_point_down(path):
-    mine = layer_of(path)
-    for other in imported_layers(tree_of(path)):
-        assert mine == other or LAYERS[other] < LAYERS[mine], f"{path} imports {other}"
+def test_imports_point_down():
+    up = [
+        f"{path} imports {other}"
+        for path, tree in trees().items()
+        for other in imported_layers(tree)
+        if layer_of(path) != other and LAYERS[other] >= LAYERS[layer_of(path)]
+    ]
+    assert up == []
 
 
-@every_file
-def test_bans(path):
-    tree = tree_of(path)
-    for node in ast.walk(tree):
+def nodes():
+    """Each syntax node of each file, with its path."""
+    return ((path, node) for path, tree in trees().items() for node in ast.walk(tree))
+
+
+def test_bans():
+    for path, node in nodes():
         where = f"{path}:{getattr(node, 'lineno', 0)}"
         assert not isinstance(node, ast.Assert), f"{where} assert is removed by python -O"
         if isinstance(node, ast.ExceptHandler):
@@ -78,10 +85,9 @@ def test_bans(path):
             assert called not in BANNED_CALLS or "object.__" in ast.unparse(node.func), f"{where} calls {called}"
 
 
-@every_file
-def test_no_foreign_attribute_is_written(path):
+def test_no_foreign_attribute_is_written():
     """Attributes are written on self (in the class's own methods) and nowhere else; but an optimizer reads `.grad`."""
-    for node in ast.walk(tree_of(path)):
+    for path, node in nodes():
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
             for target in targets:
@@ -91,15 +97,10 @@ def test_no_foreign_attribute_is_written(path):
                     assert ast.unparse(target.value) == "self", f"{path}:{node.lineno} writes {ast.unparse(target)}"
 
 
-@every_file
-def test_public_functions_take_no_unnamed_options(path):
-    for node in ast.walk(tree_of(path)):
+def test_public_functions_take_no_unnamed_options():
+    for path, node in nodes():
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.args.kwarg:
             assert node.name in ("forward",), f"{path}:{node.lineno} {node.name} swallows **{node.args.kwarg.arg}"
-
-
-def public_objects():
-    return {name: getattr(dpfunc, name) for name in dpfunc.__all__}
 
 
 def test_public_names():
@@ -109,10 +110,13 @@ def test_public_names():
     assert sorted(dpfunc.__all__) == snapshot
 
 
+ERRORS = [value for value in vars(dpfunc.errors).values() if inspect.isclass(value)]
+
+
 @pytest.mark.parametrize("name", dpfunc.__all__)
 def test_public_names_are_documented_with_an_example(name):
-    value = public_objects()[name]
-    if not (inspect.isfunction(value) or inspect.isclass(value)) or issubclass_of_exception(value):
+    value = getattr(dpfunc, name)
+    if not (inspect.isfunction(value) or inspect.isclass(value)) or value in ERRORS:
         return
     doc = inspect.getdoc(value) or ""
     assert doc.splitlines()[0].endswith((".", ":")), f"{name}: the first line is a sentence"
@@ -121,16 +125,12 @@ def test_public_names_are_documented_with_an_example(name):
 
 @pytest.mark.parametrize("name", dpfunc.__all__)
 def test_docstrings_name_every_argument(name):
-    value = public_objects()[name]
+    value = getattr(dpfunc, name)
     if not inspect.isfunction(value):
         return
     doc = inspect.getdoc(value) or ""
     for argument in inspect.signature(value).parameters:
         assert argument in doc, f"{name} does not document {argument}"
-
-
-def issubclass_of_exception(value):
-    return inspect.isclass(value) and issubclass(value, Exception)
 
 
 def test_every_module_says_what_it_is():
@@ -153,6 +153,12 @@ def test_tests_named_in_docstrings_exist():
                 function = name.split("::")[-1]
                 if not function.endswith("_py"):
                     assert any(f"def {function}" in text for text in sources.values()), f"{path} names {function}"
+
+
+def test_slow_tests_are_marked_in_their_files():
+    """`make test-slow` collects the files that have the mark, and no others."""
+    here = Path(__file__).parent
+    assert [path for path in here.rglob("*.py") if "mark.slow" in path.read_text() and path.name[:5] != "test_"] == []
 
 
 def test_importing_is_light():

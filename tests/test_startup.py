@@ -48,63 +48,63 @@ COMMANDS = {
 
 
 RUN = """
-import json, sys
+import contextlib, io, json, sys
 from dpfunc.cli.main import main
-sys.argv[0] = "dpfunc"
-try:
-    main()
-except SystemExit as end:
-    print(json.dumps([end.code, sorted(set(name.split(".")[0] for name in sys.modules))]))
+found = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    sys.argv = ["dpfunc", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            main()
+        except SystemExit as end:
+            found[name] = output.getvalue(), end.code, sorted(set(name.split(".")[0] for name in sys.modules))
+print(json.dumps(found))
 """
 
 
-def ran(*arguments):
-    """Exit code of a command of `dpfunc`, and the packages that it imported."""
-    code, modules = json.loads(python(RUN, *arguments).splitlines()[-1])
-    return code, {name for name in HEAVY if name in modules}
+def ran(**commands):
+    """Commands of `dpfunc`, one after another in one process: name -> output, exit code, and heavy packages then there."""
+    found = json.loads(python(RUN, json.dumps(commands)))
+    assert found.keys() == commands.keys()
+    return {name: (output, code, {*HEAVY} & {*modules}) for name, (output, code, modules) in found.items()}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_commands_do_not_import_torch(name, tmp_path):
+def test_commands_do_not_import_torch(tmp_path):
+    """All in one process: what one of them imports, it has at the end."""
     ledger, journal = tmp_path / "ledger.json", tmp_path / "journal.jsonl"
     (tmp_path / "privacy_accounting.json").write_text(RECORD.to_json())
     ledger.write_text(Ledger((Event(1.0, 5.0, 10),)).to_json())
     written(journal, *(line(step) for step in range(10)))
-    code, heavy = ran(*(word.format(ledger=ledger, journal=journal, folder=tmp_path) for word in COMMANDS[name]))
-    assert code == (1 if name == "error" else 0)
-    assert heavy == set()
+    files = {"ledger": ledger, "journal": journal, "folder": tmp_path}
+    found = ran(**{name: [word.format(**files) for word in words] for name, words in COMMANDS.items()})
+    for name, (_, code, heavy) in found.items():
+        assert (code, heavy) == (1 if name == "error" else 0, set()), name
 
 
 SAMPLED = {
-    "epsilon": ["epsilon", "-n", "60000", "-b", "256", "--epochs", "60", "--sigma", "1.1", "--delta", "1e-5"],
-    "sigma": ["sigma", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3", "--delta", "1e-5"],
-    "requirements": ["requirements", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3"],
+    "epsilon": ["epsilon", "-n", "60000", "-b", "256", "--epochs", "60", "--sigma", "1.1", "--delta", "1e-5", "--json"],
+    "sigma": ["sigma", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3", "--delta", "1e-5", "--json"],
+    "requirements": ["requirements", "-n", "60000", "-b", "256", "--epochs", "60", "--epsilon", "3", "--json"],
 }
+OPACUS = ["epsilon", "-q", "0.1", "--steps", "3", "--sigma", "5", "--delta", "1e-5", "--method"]
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_sampled_runs_import_torch_only_for_methods_of_opacus(name):
-    *answer, last = python(RUN, *SAMPLED[name], "--json").splitlines()
-    values = json.loads("\n".join(answer))
-    method = values["method"] if "method" in values else values["guarantee"]["method"]
-    code, modules = json.loads(last)
-    assert code == 0
-    assert method in ("prv", "rdp") or not {*HEAVY} & {*modules}
+def test_sampled_runs_import_torch_only_for_methods_of_opacus():
+    """The last command is the other half: were torch there, it would be seen."""
+    found = ran(**SAMPLED, rdp=[*OPACUS, "rdp"], prv=[*OPACUS, "prv"])
+    for name, (output, code, heavy) in found.items():
+        assert code == 0
+        if name in SAMPLED:
+            values = json.loads(output)
+            method = values["method"] if "method" in values else values["guarantee"]["method"]
+            assert method in ("prv", "rdp") or heavy == set(), name
+        else:
+            assert {"opacus", "torch"} <= heavy
 
 
-@pytest.mark.parametrize("method", ["prv", "rdp"])
-def test_opacus_comes_with_the_methods_that_are_from_it(method):
-    """The other half: the test above would see torch."""
-    code, heavy = ran("epsilon", "-q", "0.1", "--steps", "3", "--sigma", "5", "--delta", "1e-5", "--method", method)
-    assert code == 0
-    assert {"opacus", "torch"} <= heavy
-
-
-@pytest.mark.parametrize(
-    "module", ["dpfunc", "dpfunc.accounting", "dpfunc.cli.main", "dpfunc.checkpoint.journal", "dpfunc.errors"]
-)
-def test_modules_that_do_not_import_torch(module):
-    code = f"import sys, {module}; print([name for name in {(*HEAVY, 'scipy')} if name in sys.modules])"
+def test_modules_that_do_not_import_torch():
+    modules = "dpfunc, dpfunc.accounting, dpfunc.cli.main, dpfunc.checkpoint.journal, dpfunc.errors"
+    code = f"import sys, {modules}; print([name for name in {(*HEAVY, 'scipy')} if name in sys.modules])"
     assert python(code).strip() == "[]"
 
 
@@ -131,12 +131,12 @@ def test_the_lists_of_public_names_agree():
     assert {name: home for name, home in typed.items() if home} == dpfunc._HOMES
 
 
-@pytest.mark.parametrize("name", dpfunc.__all__)
-def test_public_names_are_what_they_are_at_home(name):
-    home, found = dpfunc._HOMES.get(name), getattr(dpfunc, name)
-    value = getattr(importlib.import_module(f"dpfunc.{home}"), name) if home else sys.modules[f"dpfunc.{name}"]
-    assert found is value
-    assert name in dir(dpfunc)
+def test_public_names_are_what_they_are_at_home():
+    for name in dpfunc.__all__:
+        home, found = dpfunc._HOMES.get(name), getattr(dpfunc, name)
+        value = getattr(importlib.import_module(f"dpfunc.{home}"), name) if home else sys.modules[f"dpfunc.{name}"]
+        assert found is value, name
+        assert name in dir(dpfunc)
 
 
 def test_no_name_is_a_module_as_well():

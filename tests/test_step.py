@@ -9,7 +9,7 @@ import torch
 from cases import as_batch, flat, linear_loss, params, random_rows
 from scipy import stats
 
-from dpfunc import clipping, sampling
+from dpfunc import clipping, engines, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
 from dpfunc.checkpoint.journal import Journal, journal_ledger
@@ -389,6 +389,13 @@ BAD_MAKES = {
         {"engine": "bookkeping"},
         "Expected engine to be one of 'auto', 'bookkeeping', 'ghost', 'vmap', 'loop', got engine='bookkeping'",
     ),
+    "unproven": ({"unproven": "pass"}, "Expected unproven to be one of"),
+    "unproven, alone": (
+        {"engine": "ghost", "unproven": "vmap"},
+        'Expected unproven="audit" or "refuse" with engine=\'ghost\', got unproven="vmap"',
+    ),
+    "unproven, own engine": ({"engine": engines.loop(), "unproven": "audit"}, "Expected unproven= with the name of"),
+    "ranks": ({"ranks": 2}, "Expected ranks made by dpfunc.distributed.data_parallel"),
     "microbatch_size": ({"microbatch_size": 0}, "Expected an integer microbatch_size >= 1, got microbatch_size=0"),
     "compile": ({"compile": True}, "Expected microbatch_size to be given with compile=True"),
     "reduction": ({"reduction": "avg"}, "Expected reduction to be one of 'mean', 'sum'"),

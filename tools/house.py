@@ -95,7 +95,7 @@ def way_of_a_batch() -> list[str]:
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     forward, params = dpfunc.functionalize(module)
 
-    def loss_fn(params: Any, batch: Any) -> torch.Tensor:  # noqa: ANN401
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         return forward(params, batch["x"]).square().sum(1)
 
     plan = dpfunc.Plan.for_budget(

@@ -17,7 +17,7 @@ import click
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "_support")]
 
-from kills import KINDS, first_problems, fuzz, summary, warm  # noqa: E402
+from kills import KINDS, first_problems, fuzz, summary, warm
 
 POINTS = {"plain": 80, "sharded": 80, "trainer": 30, "command": 20}
 

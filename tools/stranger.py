@@ -72,14 +72,14 @@ def install(place: Path) -> Path:
     """Build the package, and install it into a new environment; the folder of its commands."""
     copy = place / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LOCAL))
-    for kind in ("sdist", "wheel"):
-        code = f"from setuptools import build_meta; build_meta.build_{kind}({str(place)!r})"
-        run(sys.executable, "-c", code, cwd=copy)
+    code = "from setuptools.build_meta import build_sdist, build_wheel; build_sdist({0!r}); build_wheel({0!r})"
+    run(sys.executable, "-c", code.format(str(place)), cwd=copy)
     shutil.rmtree(copy)
     (wheel,) = place.glob("*.whl")
-    venv.create(place / "env", with_pip=True)
+    venv.create(place / "env")
     commands = place / "env" / ("Scripts" if os.name == "nt" else "bin")
-    run(commands / "python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=place)
+    words = ("install", "--quiet", "--no-index", "--no-deps", wheel)
+    run(sys.executable, "-m", "pip", "--python", commands / "python", *words, cwd=place)
     inside = run(commands / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip()
     Path(inside, "present.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if not run(commands / "python", "-c", "import dpfunc; print(dpfunc.__file__)", cwd=place).startswith(inside):

@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
 
 
-def rounded(value: Any) -> Any:  # noqa: ANN401  (JSON)
+def rounded(value: Any) -> Any:
     """Floats to five significant digits, in whatever JSON holds; what is not finite as text."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if abs(value) < float("inf") else str(value)

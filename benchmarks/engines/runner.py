@@ -78,7 +78,7 @@ def seconds_of_a_step(contestant: Contestant) -> float:
     return seconds
 
 
-def admit(name: str, problem: Problem, truths: tuple[TruthOf, TruthOf], settings: Settings) -> Any:  # noqa: ANN401
+def admit(name: str, problem: Problem, truths: tuple[TruthOf, TruthOf], settings: Settings) -> Any:
     """Set a contestant up and compare its sum with the truth.
 
     Where float32 is off by more than is allowed, float64 decides: in networks with kinks (ReLU, max pooling) the last

@@ -7,7 +7,7 @@ import re
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 from benchmarks.engines.problem import Problem, classification, images, next_token, text
 

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 from benchmarks.recipes.__main__ import EPSILON
 from benchmarks.recipes.data import ROOT, SHARES, reviews
@@ -37,7 +37,7 @@ RUNS: tuple[dict[str, Any], ...] = (
 )
 
 
-def layer(module: Any, x_BTd: Tensor, bias_B11T: Tensor, adapters: dict[str, Tensor]) -> Tensor:  # noqa: ANN401
+def layer(module: Any, x_BTd: Tensor, bias_B11T: Tensor, adapters: dict[str, Tensor]) -> Tensor:
     """A layer of BERT's form with adapters at query and value, whose parameters may be one for each row."""
     attention = module.attention.self
     heads, (rows, length, width) = attention.num_attention_heads, x_BTd.shape

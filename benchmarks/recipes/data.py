@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("DPFUNC_RECIPES_DATA", ROOT / ".cache" / "recipes"))

@@ -49,7 +49,7 @@ def in_seconds(value: float) -> str:
     return unit(value, {"s": 1, "ms": 1e-3, "us": 1e-6}) if value else "0"
 
 
-def jobs_of(report: Report, **wanted: Any) -> list[Any]:  # noqa: ANN401
+def jobs_of(report: Report, **wanted: Any) -> list[Any]:
     """The records with these entries."""
     return [job for job in report["jobs"] if all(job[key] == value for key, value in wanted.items())]
 

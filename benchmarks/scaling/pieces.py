@@ -92,7 +92,7 @@ def _draw(sampler: Poisson, rounds: int) -> dict[str, Any]:
     return {"records": sampler.dataset_size, "expected_batch": expected, "peak_bytes": peak, **rate(seconds, 1)}
 
 
-def measure(say: Callable[[str], object] = lambda text: None, *, shrink: int = 1, rounds: int = ROUNDS) -> Any:  # noqa: ANN401
+def measure(say: Callable[[str], object] = lambda text: None, *, shrink: int = 1, rounds: int = ROUNDS) -> Any:
     """All pieces, as the result file holds them.
 
     Args:

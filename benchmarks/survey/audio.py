@@ -69,7 +69,7 @@ def sound_classifier(kind: str) -> Callable[[], Subject]:
     return build
 
 
-def transcribed(auto: str, kind: str, batch: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def transcribed(auto: str, kind: str, batch: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:
     """CTC: the output for each frame against a short text."""
 
     def build() -> Subject:
@@ -85,7 +85,7 @@ def features(frames: int = 16, mels: int = 8) -> Batch:
     return {"input_features": randn(BATCH, frames, mels) * mask_BT[..., None], "attention_mask": mask_BT}
 
 
-def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:
     """Text written from speech."""
 
     def build() -> Subject:
@@ -98,7 +98,7 @@ def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -
     return build
 
 
-MELS: Callable[[], Batch] = lambda: {"input_features": randn(BATCH, 8, 16)}  # noqa: E731
+MELS: Callable[[], Batch] = lambda: {"input_features": randn(BATCH, 8, 16)}
 WHISPER = {"max_source_positions": 8, "max_target_positions": 16, "d_model": 16}
 OTHERS: Mapping[str, Callable[[], Subject]] = {
     "audio-spectrogram-transformer": lambda: hugging_face(
@@ -153,12 +153,12 @@ def series() -> Batch:
     }  # fmt: skip
 
 
-def forecast(auto: str, kind: str, **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def forecast(auto: str, kind: str, **changes: Any) -> Callable[[], Subject]:
     """The parameters of the predicted distributions, pulled to zero; the own loss of these models mixes samples."""
     return lambda: hugging_face(built(auto, kind, **{**TIME, **changes}), series(), "parameters")
 
 
-def patched(auto: str, kind: str, loss: str = "square", **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def patched(auto: str, kind: str, loss: str = "square", **changes: Any) -> Callable[[], Subject]:
     def build() -> Subject:
         batch = {"past_values": randn(BATCH, 16, 2), "future_values": randn(BATCH, 4, 2, seed=5)}
         return hugging_face(built(auto, kind, **PATCHED, **changes), batch, loss)

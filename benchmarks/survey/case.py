@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from dpfunc.hf import losses
 
@@ -105,7 +105,7 @@ def mean_square(output: Tensor) -> Tensor:
     return output.float().square().flatten(1).mean(1)
 
 
-def tensor_of(output: Any) -> Tensor:  # noqa: ANN401
+def tensor_of(output: Any) -> Tensor:
     """The first floating tensor of an output."""
     if isinstance(output, Tensor):
         return output
@@ -149,7 +149,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-def hugging_face(module: nn.Module, batch: Batch, loss: str, **options: Any) -> Subject:  # noqa: ANN401
+def hugging_face(module: nn.Module, batch: Batch, loss: str, **options: Any) -> Subject:
     """A model of Transformers: its inputs are what its forward function accepts; labels are not given to it."""
     accepted = inspect.signature(module.forward).parameters
     wide = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())

@@ -80,7 +80,7 @@ WRITERS_CHANGED: dict[str, dict[str, Any]] = {
 WRITERS_MAIN = words("bart mbart t5 marian pegasus")
 
 
-def model_of(auto: str, kind: str) -> Any:  # noqa: ANN401
+def model_of(auto: str, kind: str) -> Any:
     module = built(auto, kind, **CHANGED.get(kind, {}))
     if kind == "xmod":
         module.set_default_language("en_XX")

@@ -7,33 +7,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from benchmarks.survey.case import CLASSES
 
 
-def graph(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:  # noqa: ANN401
+def graph(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:
     hidden = F.relu(adjacency_BNN @ net["first"](x_BND))
     return net["head"](F.relu(adjacency_BNN @ net["second"](hidden)).mean(1))
 
 
-def graph_attention(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:  # noqa: ANN401
+def graph_attention(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:
     hidden = net["first"](x_BND)
     scores = (hidden @ net["left"].weight[0])[:, :, None] + (hidden @ net["right"].weight[0])[:, None]
     weights = F.leaky_relu(scores).masked_fill(adjacency_BNN == 0, -1e9).softmax(-1)
     return net["head"]((weights @ hidden).mean(1))
 
 
-def set_net(net: Any, x_BND: Tensor) -> Tensor:  # noqa: ANN401
+def set_net(net: Any, x_BND: Tensor) -> Tensor:
     return net["outer"](net["inner"](x_BND).sum(1))
 
 
-def point_net(net: Any, x_BND: Tensor) -> Tensor:  # noqa: ANN401
+def point_net(net: Any, x_BND: Tensor) -> Tensor:
     turn = net["turn"](x_BND.max(1).values).view(-1, 3, 3)
     return net["head"](net["line"]((x_BND @ turn).transpose(1, 2)).amax(2))
 
 
-def capsules(net: Any, x_BD: Tensor) -> Tensor:  # noqa: ANN401
+def capsules(net: Any, x_BD: Tensor) -> Tensor:
     votes = torch.einsum(
         "bnd,nced->bnce", net["primary"](x_BD).view(-1, 4, 4), net["routes"].weight.view(4, CLASSES, 4, 4)
     )
@@ -47,7 +47,7 @@ def capsules(net: Any, x_BD: Tensor) -> Tensor:  # noqa: ANN401
     return out.norm(dim=-1)
 
 
-def perceiver(net: Any, x_BTD: Tensor) -> Tensor:  # noqa: ANN401
+def perceiver(net: Any, x_BTD: Tensor) -> Tensor:
     latents = net["latents"].weight.expand(len(x_BTD), -1, -1)
     latents = latents + net["cross"](latents, x_BTD, x_BTD)[0]
     return net["head"]((latents + net["own"](latents, latents, latents)[0]).mean(1))
@@ -56,7 +56,7 @@ def perceiver(net: Any, x_BTD: Tensor) -> Tensor:  # noqa: ANN401
 def experts(dense: bool) -> Callable[..., Tensor]:
     """Mixture of experts: all of them weighted, or each token sent to its best by index."""
 
-    def run(net: Any, x_BTD: Tensor) -> Tensor:  # noqa: ANN401
+    def run(net: Any, x_BTD: Tensor) -> Tensor:
         weights = net["gate"](x_BTD).softmax(-1)
         parts = [net[f"expert{i}"] for i in range(3)]
         if dense:
@@ -71,26 +71,26 @@ def experts(dense: bool) -> Callable[..., Tensor]:
     return run
 
 
-def hypernetwork(net: Any, x_BD: Tensor, code_BE: Tensor) -> Tensor:  # noqa: ANN401
+def hypernetwork(net: Any, x_BD: Tensor, code_BE: Tensor) -> Tensor:
     weight = net["hyper"](code_BE).view(-1, CLASSES, 6)
     return torch.einsum("bcd,bd->bc", weight, x_BD)
 
 
-def layer_drop(net: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+def layer_drop(net: Any, x: Tensor) -> Tensor:
     for name in ("a", "b", "c"):
         if not (net.training and torch.rand(()) < 0.3):
             x = x + torch.tanh(net[name](x))
     return net["head"](x)
 
 
-def drop_path(net: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+def drop_path(net: Any, x: Tensor) -> Tensor:
     for name in ("a", "b", "c"):
         keep = torch.rand(len(x), 1).lt(0.8).float() / 0.8 if net.training else 1.0
         x = x + keep * torch.tanh(net[name](x))
     return net["head"](x)
 
 
-def spec_augment(net: Any, x_BTD: Tensor) -> Tensor:  # noqa: ANN401
+def spec_augment(net: Any, x_BTD: Tensor) -> Tensor:
     if net.training:
         start_B1 = torch.randint(0, 4, (len(x_BTD), 1))
         steps = torch.arange(x_BTD.shape[1])[None]
@@ -98,6 +98,6 @@ def spec_augment(net: Any, x_BTD: Tensor) -> Tensor:  # noqa: ANN401
     return net["head"](net["rnn"](x_BTD)[0].mean(1))
 
 
-def early_exit(net: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+def early_exit(net: Any, x: Tensor) -> Tensor:
     hidden = net["a"](x)
     return net["head"](net["b"](hidden) if bool(hidden.sum() > 0) else hidden)

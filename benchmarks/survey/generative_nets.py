@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from benchmarks.survey.case import BATCH, Subject, images, mean_square, plain_net, randn
 
@@ -210,7 +210,7 @@ def square(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
     return mean_square(call(b["x"]) - 0.1)
 
 
-def net(make: Callable[[], nn.Module], loss: Any, **batch: Tensor) -> Callable[[], Subject]:  # noqa: ANN401
+def net(make: Callable[[], nn.Module], loss: Any, **batch: Tensor) -> Callable[[], Subject]:
     return plain_net(make, loss, **batch)
 
 

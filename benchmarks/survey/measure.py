@@ -186,7 +186,7 @@ def private(subject: Subject, forward: Forward, params: Mapping[str, Tensor], pl
     return {**found, **compared(engine, loss_fn, params, subject)}
 
 
-def take_step(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], batch: Batch) -> None:  # noqa: ANN401
+def take_step(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], batch: Batch) -> None:
     """Per-sample norms and a clipped sum."""
     result = engine(loss_fn, params, batch)
     norms_B = torch.stack(list(result.sq_norms().values())).sum(0).sqrt()
@@ -205,7 +205,7 @@ def milliseconds(step: Step) -> float:
     return round(1e3 * statistics.median(times), 3)
 
 
-def compared(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], subject: Subject) -> dict[str, Any]:  # noqa: ANN401
+def compared(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], subject: Subject) -> dict[str, Any]:
     """Norms of each parameter's gradient against the loop's, relative to the norm of the sample's whole gradient.
 
     A model that draws random numbers is compared in eval mode; not at all if it draws them there too, as a VAE does.

@@ -56,10 +56,10 @@ def several(count: int, size: int = 16) -> Tensor:
 SIZE = torch.tensor([[16, 16]] * BATCH)
 GRID = torch.tensor([[1, 4, 4]] * BATCH)
 PATCHES = 16
-PLAIN: Callable[[], Batch] = lambda: {"pixel_values": images()}  # noqa: E731
-SIZED: Callable[[], Batch] = lambda: {"pixel_values": images(32), "image_sizes": 2 * SIZE}  # noqa: E731
-ONE_OF_SEVERAL: Callable[[], Batch] = lambda: {"pixel_values": several(1)}  # noqa: E731
-TILES: Callable[[], Batch] = lambda: {"pixel_values": several(2), "image_sizes": SIZE}  # noqa: E731
+PLAIN: Callable[[], Batch] = lambda: {"pixel_values": images()}
+SIZED: Callable[[], Batch] = lambda: {"pixel_values": images(32), "image_sizes": 2 * SIZE}
+ONE_OF_SEVERAL: Callable[[], Batch] = lambda: {"pixel_values": several(1)}
+TILES: Callable[[], Batch] = lambda: {"pixel_values": several(2), "image_sizes": SIZE}
 
 
 def patches(width: int) -> Callable[[], Batch]:
@@ -154,7 +154,7 @@ def ended(batch: Batch) -> Batch:
     return {**batch, "input_ids": batch["input_ids"].scatter(1, last_B1, END)}
 
 
-def pair(auto: str, kind: str, loss: str = "pair", size: int = 16, **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def pair(auto: str, kind: str, loss: str = "pair", size: int = 16, **changes: Any) -> Callable[[], Subject]:
     def build() -> Subject:
         batch = {**ended(text("right", vocab=WORDS)), "pixel_values": images(size)}
         return hugging_face(built(auto, kind, **changes), batch, loss)
@@ -184,7 +184,7 @@ PAIRS: Mapping[str, Callable[[], Subject]] = {
 }  # fmt: skip
 
 
-def captioned(auto: str, kind: str, tokens: int = 0, loss: str = "causal", **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def captioned(auto: str, kind: str, tokens: int = 0, loss: str = "causal", **changes: Any) -> Callable[[], Subject]:
     """The image beside the text. Outputs for the image come first where a model has them."""
 
     def build() -> Subject:
@@ -200,7 +200,7 @@ def question(
     kind: str,
     loss: str = "classes",
     extra: Callable[[], Batch] = PLAIN,
-    **changes: Any,  # noqa: ANN401
+    **changes: Any,
 ) -> Callable[[], Subject]:
     def build() -> Subject:
         batch = {**text("right", vocab=WORDS), **extra(), "labels": classes()}
@@ -209,7 +209,7 @@ def question(
     return build
 
 
-def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:
     """Text written from an image."""
 
     def build() -> Subject:
@@ -222,7 +222,7 @@ def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -
     return build
 
 
-def image_writer(encoder: str, decoder: str, **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def image_writer(encoder: str, decoder: str, **changes: Any) -> Callable[[], Subject]:
     from benchmarks.survey.tiny import tiny
 
     def build() -> Subject:
@@ -238,16 +238,16 @@ def image_writer(encoder: str, decoder: str, **changes: Any) -> Callable[[], Sub
     return build
 
 
-BOXES: Callable[[], Batch] = lambda: {  # noqa: E731
+BOXES: Callable[[], Batch] = lambda: {
     "bbox": torch.tensor([[[1, 2, 5, 6]] * 8] * BATCH), "pixel_values": images(),
 }  # fmt: skip
-REGIONS: Callable[[], Batch] = lambda: {  # noqa: E731
+REGIONS: Callable[[], Batch] = lambda: {
     "visual_feats": randn(BATCH, 3, 8), "visual_pos": randn(BATCH, 3, 4).abs(), "visual_embeds": randn(BATCH, 3, 8),
     "visual_attention_mask": torch.ones(BATCH, 3), "visual_token_type_ids": torch.ones(BATCH, 3, dtype=torch.long),
 }  # fmt: skip
 QFORMER = {"num_query_tokens": 2, "qformer_config": {"encoder_hidden_size": 16}, "text_config": {
     "word_embed_proj_dim": 16, "hidden_size": 16, "ffn_dim": 24}}  # fmt: skip
-PATCHED: Callable[[], Batch] = lambda: {  # noqa: E731
+PATCHED: Callable[[], Batch] = lambda: {
     "flattened_patches": torch.cat((torch.ones(BATCH, 4, 2), randn(BATCH, 4, 192)), 2),
     "attention_mask": torch.ones(BATCH, 4),
 }  # fmt: skip

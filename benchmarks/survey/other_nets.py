@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -35,7 +35,7 @@ def lambda_net(parts: Mapping[str, nn.Module], run: Callable[..., Any]) -> nn.Mo
     """A module of named parts; `run(parts, *inputs)` is its forward pass."""
 
     class Net(nn.ModuleDict):
-        def forward(self, *inputs: Tensor, **options: Any) -> Any:  # noqa: ANN401
+        def forward(self, *inputs: Tensor, **options: Any) -> Any:
             return run(self, *inputs, **options)
 
     return Net(dict(parts))
@@ -48,7 +48,7 @@ def linear(*widths: int, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequentia
     return nn.Sequential(*layers[:-1])
 
 
-def recurrent(kind: str, **options: Any) -> Callable[[], nn.Module]:  # noqa: ANN401
+def recurrent(kind: str, **options: Any) -> Callable[[], nn.Module]:
     width = 8 * (2 if options.get("bidirectional") else 1)
     return lambda: lambda_net(
         {"rnn": getattr(nn, kind)(6, 8, batch_first=True, **options), "head": nn.Linear(width, CLASSES)},
@@ -57,7 +57,7 @@ def recurrent(kind: str, **options: Any) -> Callable[[], nn.Module]:  # noqa: AN
 
 
 def packed(kind: str) -> Callable[[], nn.Module]:
-    def run(net: Any, x: Tensor, lengths_B: Tensor) -> Tensor:  # noqa: ANN401
+    def run(net: Any, x: Tensor, lengths_B: Tensor) -> Tensor:
         rows = pack_padded_sequence(x, lengths_B.cpu(), batch_first=True, enforce_sorted=False)
         out, _ = pad_packed_sequence(net["rnn"](rows)[0], batch_first=True, total_length=x.shape[1])
         return net["head"](out.sum(1) / lengths_B[:, None])
@@ -66,7 +66,7 @@ def packed(kind: str) -> Callable[[], nn.Module]:
 
 
 def cells(kind: str) -> Callable[[], nn.Module]:
-    def run(net: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+    def run(net: Any, x: Tensor) -> Tensor:
         state: Any = None
         for step in range(x.shape[1]):
             state = net["cell"](x[:, step], state)
@@ -75,7 +75,7 @@ def cells(kind: str) -> Callable[[], nn.Module]:
     return lambda: lambda_net({"cell": getattr(nn, kind)(6, 8), "head": nn.Linear(8, CLASSES)}, run)
 
 
-def encoder(**options: Any) -> Callable[[], nn.Module]:  # noqa: ANN401
+def encoder(**options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         layer = nn.TransformerEncoderLayer(
             16, 2, 24, batch_first=options.get("first", True), **options.get("layer", {})
@@ -83,7 +83,7 @@ def encoder(**options: Any) -> Callable[[], nn.Module]:  # noqa: ANN401
         stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         return lambda_net({"stack": stack, "head": nn.Linear(16, CLASSES)}, run)
 
-    def run(net: Any, x: Tensor, hidden: Tensor | None = None) -> Tensor:  # noqa: ANN401
+    def run(net: Any, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         if not options.get("first", True):
             return net["head"](net["stack"](x.transpose(0, 1)).mean(0))
         return net["head"](net["stack"](x, src_key_padding_mask=hidden)[:, 0])
@@ -143,7 +143,7 @@ def factors(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
     return (call(b["user"], b["items"]) - b["rating"]).square()
 
 
-def factorised(net: Any, user_B: Tensor, items_BK: Tensor) -> Tensor:  # noqa: ANN401
+def factorised(net: Any, user_B: Tensor, items_BK: Tensor) -> Tensor:
     """Bags of items as one row of indices with offsets, as recommenders write it."""
     offsets = torch.arange(len(items_BK)) * items_BK.shape[1]
     return (net["user"](user_B) * net["bag"](items_BK.flatten(), offsets)).sum(1) + net["bias"](user_B)[:, 0]

@@ -78,7 +78,7 @@ DECODER_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
 Change = Callable[[nn.Module], nn.Module]
 
 
-def configured(kind: str, options: dict[str, Any]) -> Any:  # noqa: ANN401
+def configured(kind: str, options: dict[str, Any]) -> Any:
     import peft
 
     return getattr(peft, kind)(**{name: value for name, value in options.items() if value != ""})
@@ -119,7 +119,7 @@ def batch_for(base: str) -> dict[str, Tensor]:
 def with_second(active: bool) -> Change:
     """Another adapter beside the first one, active together with it or not."""
 
-    def change(model: Any) -> nn.Module:  # noqa: ANN401
+    def change(model: Any) -> nn.Module:
         model.add_adapter("second", configured("LoraConfig", {"r": 2, "target_modules": ["q_proj", "down_proj"]}))
         if active:
             model.base_model.set_adapter(["default", "second"])
@@ -160,7 +160,7 @@ def on_net(
     x: Tensor,
     targets: list[str],
     kind: str = "LoraConfig",
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Callable[[], Subject]:
     def wrapped() -> nn.Module:
         from peft import get_peft_model

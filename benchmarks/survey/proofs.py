@@ -61,7 +61,7 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {FILES.sub('...', str(error)).splitlines()[0][:300]}"
 
 
-def impossible(loss_fn: Any, params: Mapping[str, torch.Tensor], batch: Any) -> str:  # noqa: ANN401
+def impossible(loss_fn: Any, params: Mapping[str, torch.Tensor], batch: Any) -> str:
     """Why no engine can prove a case: rows alone are refused, or have other losses than together; empty if it can."""
     try:
         alone_B = engines.loop()(loss_fn, params, batch).losses_B

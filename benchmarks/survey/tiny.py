@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tiny(kind: str | type, /, **changes: Any) -> Any:  # noqa: ANN401
+def tiny(kind: str | type, /, **changes: Any) -> Any:
     """The configuration of a kind of model with small sizes; `changes` win; of a part, a mapping or a configuration."""
     from transformers import CONFIG_MAPPING
 
@@ -41,7 +41,7 @@ def tiny(kind: str | type, /, **changes: Any) -> Any:  # noqa: ANN401
     return config(**{**values, **changes})
 
 
-def _numbers(config: Any) -> set[str]:  # noqa: ANN401
+def _numbers(config: Any) -> set[str]:
     """Names of sizes that are one number: the fields, and what is another name of one."""
     if dataclasses.is_dataclass(config):
         several = {field.name for field in dataclasses.fields(config) if _has_several(field)}
@@ -54,7 +54,7 @@ def _numbers(config: Any) -> set[str]:  # noqa: ANN401
     }
 
 
-def _given(config: Any, name: str, changes: dict[str, Any]) -> bool:  # noqa: ANN401
+def _given(config: Any, name: str, changes: dict[str, Any]) -> bool:
     """A change says it under another name."""
     return getattr(config, "attribute_map", {}).get(name) in changes
 
@@ -65,7 +65,7 @@ def _has_several(field: dataclasses.Field[Any]) -> bool:
     return isinstance(default, (list, tuple))
 
 
-def built(auto: str, kind: str, /, **changes: Any) -> Any:  # noqa: ANN401
+def built(auto: str, kind: str, /, **changes: Any) -> Any:
     """A model with random weights: `auto` is the name of a class of transformers, Auto... or not."""
     import transformers
 

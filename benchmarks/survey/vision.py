@@ -106,7 +106,7 @@ def masked_images(kind: str) -> Callable[[], Subject]:
     return build
 
 
-def without_head(auto: str, kind: str, size: int, loss: str = "square", **changes: Any) -> Callable[[], Subject]:  # noqa: ANN401
+def without_head(auto: str, kind: str, size: int, loss: str = "square", **changes: Any) -> Callable[[], Subject]:
     return lambda: hugging_face(built(auto, kind, **changes), {"pixel_values": images(size)}, loss)
 
 
@@ -159,7 +159,7 @@ def _image_gpt() -> Subject:
     return hugging_face(module, {"input_ids": ids, "labels": classes()}, "classes")
 
 
-def _video(auto: str, kind: str, **changes: Any) -> Subject:  # noqa: ANN401
+def _video(auto: str, kind: str, **changes: Any) -> Subject:
     frames = images(16)[:, None].repeat(1, 2, 1, 1, 1) + torch.tensor([0.0, 0.3])[None, :, None, None, None]
     name = "pixel_values_videos" if kind == "vjepa2" else "pixel_values"
     return hugging_face(built(auto, kind, **changes), {name: frames, "labels": classes()}, "classes")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """The part of a tensor that is held here, with the tensor seen as a matrix (shape[0], everything else).
+    """The part of a tensor that is held here, with the tensor treated as a matrix (shape[0], everything else).
 
     Args:
         num_rows, num_cols: of the whole matrix. rows, cols: (start, stop) of the part.
@@ -123,10 +123,10 @@ def window(tensor: Tensor, name: str) -> Window:
     """Part of a tensor that this process holds, as rows and columns of a matrix.
 
     Args:
-        tensor: any tensor; a DTensor may be cut along its first two dimensions. name: for the message.
+        tensor: any tensor; a DTensor may be sharded along its first two dimensions. name: for the message.
 
     Raises:
-        UnsupportedModel: a DTensor that waits for a sum, or is cut along a later dimension.
+        UnsupportedModel: a DTensor that waits for a sum, or is sharded along a later dimension.
     """
     shape = tuple(tensor.shape)
     num_rows, num_cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
@@ -137,7 +137,7 @@ def window(tensor: Tensor, name: str) -> Window:
     spec: Any = tensor
     if any(p.is_partial() for p in spec.placements) or any(dim > 1 for dim in shard_dims(tensor).values()):
         raise UnsupportedModel(
-            f"Expected {name} to be whole or cut along its first or second dimension, got placements "
+            f"Expected {name} to be whole or sharded along its first or second dimension, got placements "
             f"{spec.placements} of shape {shape}."
         )
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, spec.device_mesh, spec.placements)

@@ -24,12 +24,12 @@ class _Known(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Versions:
+class _Versions:
     """Tensors by name, without keeping them in memory, as they were at one moment.
 
     >>> import torch
     >>> params = {"w": torch.zeros(2)}
-    >>> before = Versions.of(params)
+    >>> before = _Versions.of(params)
     >>> before.still(params), before.still({"w": torch.zeros(2)})
     (True, False)
     >>> before.still({"w": params["w"].add_(1.0)})
@@ -39,7 +39,7 @@ class Versions:
     known: Mapping[str, _Known]
 
     @classmethod
-    def of(cls, params: Mapping[str, Tensor]) -> Versions:
+    def of(cls, params: Mapping[str, Tensor]) -> _Versions:
         """The present versions. Inference tensors have none, and are never unchanged."""
         return cls(
             {name: _Known(weakref.ref(p), _version(p), _head(p)) for name, p in params.items() if not p.is_inference()}
@@ -54,7 +54,39 @@ class Versions:
         return counted and all(torch.equal(known.head, _head(p)) for known, p in pairs)
 
 
-def _version(tensor: Any) -> int:  # noqa: ANN401  (torch does not type its counter)
+@dataclass
+class Calls:
+    """Facts about the earlier calls of one private step, by which usual mistakes are found; no result depends on them.
+
+    They live as long as the step.
+
+    >>> import torch
+    >>> params, calls = {"w": torch.zeros(2)}, Calls()
+    >>> calls.note(params, stateless=False)
+    >>> calls.changed_nothing(params), calls.changed_nothing(params)
+    (True, False)
+    """
+
+    stateless: bool = False
+    """True after a call without a state, which is a run of its own."""
+    _first: _Versions | None = None
+    _compared: bool = False
+
+    def note(self, params: Mapping[str, Tensor], stateless: bool) -> None:
+        """Note a call whose result was released. Parameters are those of the first one."""
+        self.stateless = self.stateless or stateless
+        if self._first is None:
+            self._first = _Versions.of(params)
+
+    def changed_nothing(self, params: Mapping[str, Tensor]) -> bool:
+        """True at the second call, if nothing was written into the parameters since the first."""
+        if self._first is None or self._compared:
+            return False
+        self._compared = True
+        return self._first.still(params)
+
+
+def _version(tensor: Any) -> int:
     return int(tensor._version)
 
 

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc.errors import InvalidArgument
 
-_LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64, and float64 tells all records apart
+_LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64; float64 has each of these integers
 Name = TypeVar("Name", bound=str)
 
 
@@ -146,7 +146,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names)}."
 
 
-def unique_json(text: str | bytes) -> Any:  # noqa: ANN401  (any JSON)
+def unique_json(text: str | bytes) -> Any:
     """JSON values in which no object has two values of one name: readers would differ in which of them counts.
 
     Raises:

@@ -128,7 +128,7 @@ def _by_prv(ledger: Ledger, delta: float) -> Guarantee:
 
 
 def kinds_of(events: tuple[Event, ...]) -> list[Kind]:
-    """Events as plain numbers."""
+    """Events as (sampling_prob, noise_multiplier, number of steps)."""
     return [(event.sampling_prob, event.noise_multiplier, event.num_steps) for event in events]
 
 

@@ -32,7 +32,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # the tail bound; delta(high) < delta
     target = math.log(delta)
     # below e^-1e6 of delta only the sign counts
-    root = falling_root(lambda epsilon: max(_log_delta(epsilon, mu) - target, -1e6), 0.0, high, 1e-13)
+    root = falling_root(lambda epsilon: max(_log_delta(epsilon, mu) - target, -1e6), 0.0, high, rtol=1e-13)
     return root * _ROUND_UP
 
 

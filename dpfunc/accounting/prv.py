@@ -36,7 +36,7 @@ class Grid:
 
     Args:
         half: points below 0. mesh: distance of two points.
-        eps_error: what the discretisation may add to epsilon. delta_error: what the cut at the ends may add to delta.
+        eps_error: what the discretisation may add to epsilon. delta_error: what truncation may add to delta.
     """
 
     half: int
@@ -143,7 +143,7 @@ def compose_laws(laws: list[DiscretePRV], num_steps: list[int]) -> DiscretePRV:
 
 
 def discretize(loss: StepLoss, domain: Domain) -> DiscretePRV:
-    """The loss, cut off at the ends of the domain, on its grid; shifted so that the mean is exact."""
+    """The loss, truncated at the ends of the domain, on its grid; shifted so that the mean is exact."""
     from opacus.accountants.analysis.prv import DiscretePRV
 
     ts, low, high, mesh = domain.ts, domain.t_min, domain.t_max, domain.dt

@@ -7,7 +7,7 @@ import numpy as np
 from dpfunc.accounting.losses import Array, log_ratio
 
 _MAX_POINTS = 200_000
-_REACH = 14.0  # standard deviations; what lies beyond is below 1e-43
+_REACH = 14.0  # standard deviations; the mass beyond is below 1e-43
 
 
 def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -> Array:

@@ -134,10 +134,7 @@ class Record:
             InvalidArgument: not JSON, no schema or another one, or a field that is missing, unknown, there twice or
                 outside its domain.
         """
-        try:
-            values = unique_json(text)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"Expected the record of a run as JSON: {error}.") from error
+        values = _parsed(text, "the record of a run")
         if not is_record(values):
             raise InvalidArgument(f"Expected the record of a run, as {RECORD_FILE} holds it, got other JSON.")
         if values.get("schema") != _SCHEMA:
@@ -160,6 +157,14 @@ class Record:
         if neighbours != NEIGHBOURS[record.adjacency]:
             raise fail(f"the neighbours of {record.adjacency!r}", "neighbours", neighbours, "The file was changed.")
         return record
+
+
+def _parsed(text: str | bytes, expected: str) -> Any:
+    """Values of a JSON text in which no field is there twice."""
+    try:
+        return unique_json(text)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
 
 
 def is_record(values: object) -> bool:
@@ -188,10 +193,7 @@ def read_ledger(text: str | bytes) -> Ledger:
     >>> read_ledger(ledger.to_json()) == read_ledger(json.dumps({"ledger": json.loads(ledger.to_json())})) == ledger
     True
     """
-    try:
-        values = unique_json(text)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"Expected a ledger or the record of a run as JSON: {error}.") from error
+    values = _parsed(text, "a ledger or the record of a run")
     if not isinstance(values, dict):
         raise InvalidArgument("Expected a ledger or the record of a run, got other JSON.")
     if "schema" not in values and "ledger" in values:

@@ -5,47 +5,51 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-_FLAT = 50.0  # stands for the logarithm of 0 and inf
-
 
 def _gap(cost: float, target: float) -> float:
-    """`log(cost / target)`, finite: positive where the cost is too high."""
+    """`log(cost / target)`: positive where the cost is too high, or no number; infinite for a cost of 0 or inf."""
     if cost <= 0:
-        return -_FLAT
-    return min(_FLAT, max(-_FLAT, math.log(cost) - math.log(target))) if cost < math.inf else _FLAT
+        return -math.inf
+    return math.log(cost) - math.log(target) if cost < math.inf else math.inf
 
 
-def _secant(low: float, low_gap: float, high: float, high_gap: float) -> float:
-    """Zero of the line through two points, one on each side; the middle where a gap is clipped."""
-    if max(abs(low_gap), abs(high_gap)) >= _FLAT or low_gap == high_gap:
-        return (low + high) / 2
-    return low - low_gap * (high - low) / (high_gap - low_gap)
+def _zero(low: float, at_low: float, high: float, at_high: float) -> float:
+    """Zero of the line through two points, one on each side."""
+    return low - at_low * (high - low) / (at_high - at_low)
 
 
-def falling_root(function: Callable[[float], float], low: float, high: float, rtol: float) -> float:
-    """A value with function <= 0, at most `rtol` (relative) above one with function > 0; for a falling function.
+def falling_root(
+    function: Callable[[float], float], low: float, high: float, *, rtol: float = 0.0, atol: float = 0.0
+) -> float:
+    """A value with function <= 0, close above one with function > 0; for a falling function.
 
     Args:
-        function: finite. low, high: 0 <= low < high, with function(low) > 0 >= function(high).
+        function: may be infinite. low, high: low < high, with function(low) > 0 >= function(high).
+        rtol, atol: the two values are at most `max(rtol * value, atol)` apart, or neighbours in float64.
 
-    >>> root = falling_root(lambda x: 2 - x * x, 0.0, 2.0, 1e-12)
+    >>> root = falling_root(lambda x: 2 - x * x, 0.0, 2.0, rtol=1e-12)
     >>> 2 <= root * root < 2 + 1e-11
     True
     """
     at_low, at_high = function(low), function(high)
-    turn = 0
-    while high - low > rtol * high:
+    turn, width = 0, high - low
+    while high - low > (distance := max(rtol * high, atol)):
         turn += 1
-        x = low + (high - low) * at_low / (at_low - at_high)
-        if turn % 3 == 0 or not low < x < high:
+        slow = turn % 3 == 0 and high - low > width / 4
+        if slow or not math.isfinite(at_high - at_low):
             x = (low + high) / 2
+        else:  # probe both sides of the predicted root
+            x = _zero(low, at_low, high, at_high) + (0.4 if turn % 2 else -0.4) * distance
+        width = high - low if turn % 3 == 0 else width
+        x = min(max(x, low + 0.1 * (high - low)), high - distance / 4)
+        x = x if low < x < high else (low + high) / 2
         if not low < x < high:  # neighbours in float64
             break
         value = function(x)
-        if value > 0:  # Illinois: the weight of an end that stays is halved
-            low, at_low, at_high = x, value, at_high / 2
+        if value > 0:
+            low, at_low = x, value
         else:
-            high, at_high, at_low = x, value, at_low / 2
+            high, at_high = x, value
     return high
 
 
@@ -77,24 +81,12 @@ def smallest_real(cost: Callable[[float], float], target: float, fails: float, p
     Args:
         fails, passes: 0 < fails < passes, on either side of the root.
     """
-    low, high = math.log(fails), math.log(passes)
-    low_gap, high_gap = _gap(cost(fails), target), _gap(cost(passes), target)
-    turn, width = 0, high - low
-    while math.log(passes / fails) > rtol:
-        turn += 1
-        if turn % 3 == 0 and high - low > width / 4:
-            x = (low + high) / 2
-        else:  # probe both sides of the predicted root
-            x = _secant(low, low_gap, high, high_gap) + (0.4 if turn % 2 else -0.4) * rtol
-        width = high - low if turn % 3 == 0 else width
-        x = min(max(x, low + 0.1 * (high - low)), high - rtol / 4) if high - low > rtol else (low + high) / 2
-        value = math.exp(x)
-        found = _gap(cost(value), target)
-        if found <= 0:
-            high, high_gap, passes = x, found, value
-        else:
-            low, low_gap, fails = x, found, value
-    return passes
+    known = {math.log(fails): fails, math.log(passes): passes}  # exp(log(x)) may be a neighbour of x
+
+    def gap(x: float) -> float:
+        return _gap(cost(known.setdefault(x, math.exp(x))), target)
+
+    return known[falling_root(gap, math.log(fails), math.log(passes), atol=rtol)]
 
 
 def largest_integer(cost: Callable[[int], float], target: float, limit: int, guess: int) -> int:
@@ -107,7 +99,7 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
         return limit
     if cost(0) > target:
         return 0
-    low, low_gap, high, high_gap = 0, -_FLAT, limit, _FLAT
+    low, low_gap, high, high_gap = 0, -math.inf, limit, math.inf
     probe, factor, turn = guess, 1.1, 0
     while high - low > 1:
         k = min(max(probe, low + 1), high - 1)
@@ -117,8 +109,8 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
         else:
             high, high_gap = k, found
         turn += 1
-        if low_gap > -_FLAT and high_gap < _FLAT:
-            root = _secant(math.log(low), low_gap, math.log(high), high_gap)
+        if math.isfinite(high_gap - low_gap):
+            root = _zero(math.log(low), low_gap, math.log(high), high_gap)
             # both sides of the predicted root, and now and then the middle
             probe = (low + high) // 2 if turn % 3 == 0 else int(math.exp(root)) + turn % 2
         elif turn > 20:

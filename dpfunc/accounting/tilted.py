@@ -7,9 +7,9 @@ For neighbours in one order, with L the privacy loss of all steps together and z
 
 Every approximation is on the safe side, whatever the parameters (t, cells, spacing) are:
 
-1. *Cells.* The outputs are cut into cells, and each cell's mass under P and Q is put on its two ends so that both
+1. *Cells.* The outputs are divided into cells, and each cell's mass under P and Q is put on its two ends so that both
    masses are kept. That interpolates delta linearly in e^epsilon ("connect the dots": Doroshenko et al. 2022), so the
-   discrete pair dominates. What lies beyond the last cell counts as an infinite loss, T_i times.
+   discrete pair dominates. Everything beyond the last cell counts as an infinite loss, T_i times.
 2. *One Gaussian more.* A release with a tiny mu is added. It cannot lower delta, and its factor e^(-mu^2 s^2 / 2) makes
    the integral end. Events without sampling are Gaussians, too, and are added exactly.
 3. *A sum for the integral.* With spacing D it equals `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all
@@ -43,7 +43,7 @@ _MAX_STEPS = 10**11
 _CELL_ERROR, _SMOOTH_ERROR = 2e-6, 1e-5  # relative to epsilon
 _MANY_KINDS, _MANY_CELL_ERROR = 8, 4e-5  # for speed
 _MAX_CELLS, _MAX_FREQUENCIES, _MAX_ROUNDS = 4_000, 2**16, 5
-_TINY = 1e-8  # of delta: what each of the cut ends and dropped frequencies may add
+_TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
 _ULP = float(np.finfo(np.float64).eps)
 
 
@@ -142,7 +142,7 @@ def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) ->
     high = -math.log1p(-q) if direction == "add" else 1.0
     while excess(high) > 0:
         high *= 2
-    return falling_root(excess, 0.0, high, 1e-12) * (1 + 1e-8)
+    return falling_root(excess, 0.0, high, rtol=1e-12) * (1 + 1e-8)
 
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
@@ -190,7 +190,7 @@ class _Sampled:
         return np.asarray(np.log(np.exp(exponents - top[:, None]).sum(axis=1)) + top)
 
     def log_moment(self, t: float) -> float:
-        """K(t) of all steps."""
+        """`K(t)`, the logarithm of the moment generating function of the total loss of all steps."""
         sampled = float(self.steps @ self.each(t)) if len(self.steps) else 0.0
         return sampled + self.gaussian * t * (1 + t) / 2
 
@@ -290,14 +290,14 @@ class _Atoms:
 
 
 def _mills(v: Array) -> Array:
-    """`Phi(-v) / phi(v)`, without underflow."""
+    """`Phi(-v) / phi(v)` of the standard normal, without underflow."""
     from scipy.special import erfcx
 
     return np.asarray(math.sqrt(math.pi / 2) * erfcx(v / math.sqrt(2)))
 
 
 def _normal_density(z: Array) -> Array:
-    """Density of the standard normal."""
+    """Density `phi(x)` of the standard normal."""
     return np.asarray(np.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
 
@@ -635,8 +635,8 @@ def _wave_sum(laws: Sequence[_Tilted], t: float, gaussian: float, spacing: float
         log_drop: log of the absolute value that all dropped terms together may have.
     """
     allowed = math.exp(min(max(log_drop, -600.0), 0.0)) / (len(laws) + 1)
-    cut = math.sqrt(2 * max(1.0, -math.log(allowed) + math.log1p(1 / (spacing * t)))) / math.sqrt(gaussian)
-    number = min(_MAX_FREQUENCIES, math.ceil(cut / spacing) + 2)
+    highest = math.sqrt(2 * max(1.0, -math.log(allowed) + math.log1p(1 / (spacing * t)))) / math.sqrt(gaussian)
+    number = min(_MAX_FREQUENCIES, math.ceil(highest / spacing) + 2)
     # the terms that follow: at most int e^(-mu^2 s^2 / 2) / s^2 ds / D, and int 1/s^2 = 1/s
     dropped = math.exp(-gaussian * ((number - 1) * spacing) ** 2 / 2) / ((number - 1) * spacing) / spacing
     s: Array = np.arange(number, dtype=np.float64) * spacing
@@ -696,7 +696,7 @@ def _least_epsilon(log_bound: Callable[[float], float], target: float, start: fl
         low, high = high, high + max(1.1 * min(gap, 1e3) / t, 1e-2 * high)
     else:
         raise TiltedUnavailable(f"Expected an epsilon below {high:g}, got none. Use method 'rdp'.")
-    found = falling_root(lambda epsilon: min(max(log_bound(epsilon) - target, -1e6), 1e6), low, high, 1e-11)
+    found = falling_root(lambda epsilon: min(max(log_bound(epsilon) - target, -1e6), 1e6), low, high, rtol=1e-11)
     step = 1e-11
     while log_bound(found) > target:  # to the safe side of the rounding
         found, step = found * (1 + step), 10 * step

@@ -184,7 +184,7 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
 
 
 def check_end(path: Path, at: Position) -> None:
-    """Check that a file that was read to its end has all lines that its `.head` file knows of.
+    """Check that a file that was read to its end has all lines that its `.head` file records.
 
     One line more is what a crash between the line and its note leaves: it counts.
 
@@ -206,9 +206,9 @@ def check_end(path: Path, at: Position) -> None:
             f"Expected {known.lines} lines in the journal {path}, as {head_path(path).name} says, got {lines}: line "
             f"{lines + 1} and those after it are missing. {RESTORE}"
         )
-    reason = f"Line {known.lines} of the journal {path} is not the one that {head_path(path).name} knows"
+    reason = f"Line {known.lines} of the journal {path} is not the one that {head_path(path).name} records"
     if known.lines < lines - 1:
-        reason = f"The journal {path} has {lines} lines, {head_path(path).name} knows of {known.lines}"
+        reason = f"The journal {path} has {lines} lines, {head_path(path).name} records {known.lines}"
     raise CheckpointError(f"{reason}: one of the two files was changed, or belongs to another journal. {RESTORE}")
 
 
@@ -222,7 +222,7 @@ def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str
         # At the first line: from now on a journal without its head has lost it. Later: a kill came between the last
         # line and its note, and a second one must not find two lines without.
         write_head(path, at.end)
-    cut_incomplete(file)
+    remove_incomplete_line(file)
     raw = json.dumps({"line": at.end.lines + 1, "previous": at.end.digest, **values}).encode()
     file.write(raw + b"\n")
     file.flush()
@@ -230,7 +230,7 @@ def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str
     write_head(path, Head(at.end.lines + 1, _digest(raw)))
 
 
-def cut_incomplete(file: BinaryIO) -> None:
+def remove_incomplete_line(file: BinaryIO) -> None:
     """Remove a last line without an end, which a crash has left."""
     end = file.seek(0, os.SEEK_END)
     if end:

@@ -133,7 +133,7 @@ def check_choice(journal: Path | str | None, without_journal: str) -> None:
         )
 
 
-def read_json(path: Path) -> Any:  # noqa: ANN401  (any JSON)
+def read_json(path: Path) -> Any:
     """The values in a file of a checkpoint.
 
     Raises:

@@ -16,13 +16,13 @@ from dpfunc.checkpoint.chain import (
     Position,
     append_chained,
     check_end,
-    cut_incomplete,
     follow,
     head_path,
     known_end,
     locked,
     read_chain,
     read_head,
+    remove_incomplete_line,
     resumes,
     sync_directory,
 )
@@ -43,8 +43,11 @@ class Taken(NamedTuple):
 
 
 @dataclass
-class Seen:
-    """Position up to which a journal was read, and the digest of the release of each step."""
+class _Known:
+    """Position up to which a journal was read, and the digest of the release of each step.
+
+    It lives as long as the `Journal`, which reads only new lines before it writes one. The file stays the truth.
+    """
 
     at: Position = field(default_factory=Position)
     releases: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -82,7 +85,7 @@ class Journal:
         (tests/checkpoint/test_several_processes.py::test_kill_loses_no_accounting); no step is released twice with
         other values, by whatever processes (tests/test_state.py::test_a_key_begins_one_run,
         test_a_step_is_released_once); no line is lost or changed unseen
-        (tests/checkpoint/test_journal.py::test_a_line_that_is_lost_or_changed_is_seen).
+        (tests/checkpoint/test_journal.py::test_a_lost_or_changed_line_is_detected).
 
     >>> import tempfile
     >>> import torch
@@ -104,7 +107,7 @@ class Journal:
 
     path: Path | str
     plan: Plan
-    _seen: Seen = field(default_factory=Seen, repr=False, compare=False)
+    _known: _Known = field(default_factory=_Known, repr=False, compare=False)
 
     @property
     def file(self) -> Path:
@@ -123,13 +126,13 @@ class Journal:
             "run": run, "step": step, "adjacency": self.plan.adjacency, "events": events, "release": release
         }  # fmt: skip
         with locked(self.file) as file:
-            self._seen.read(file, self.file)
+            self._known.read(file, self.file)
             self._check(run, step, release)
-            append_chained(file, self.file, self._seen.at, values)
+            append_chained(file, self.file, self._known.at, values)
 
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has no other release of this step, whichever process wrote it."""
-        if self._seen.releases.get((run, step), release) != release:
+        if self._known.releases.get((run, step), release) != release:
             raise CheckpointError(
                 f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
                 "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or take a "
@@ -145,7 +148,7 @@ def append_line(path: Path, line: str) -> None:
     """
     is_new = not path.exists()
     with locked(path) as file:
-        cut_incomplete(file)
+        remove_incomplete_line(file)
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

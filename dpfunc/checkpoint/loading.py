@@ -52,7 +52,7 @@ from dpfunc.types import Batch, Params
 
 _FAILED = "No checkpoint was loaded"
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def load(
@@ -100,7 +100,7 @@ def load(
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
             journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved.
-        InvalidArgument: both journal and without_journal="new_key", or tensors cut into parts without ranks.
+        InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks.
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
@@ -175,7 +175,7 @@ def _found(parent: Path, ranks: Ranks | None) -> bytes:
         raise CheckpointError(f"Expected a checkpoint in {parent}, found none.{there} Start a new run.")
     path = complete[-1]
     if all_checkpoints(parent)[-1] != path:
-        logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
+        _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
     verify(path, {STATE: read_manifest(path)[STATE]})
     return json.dumps([path.name, saved_state(path)]).encode()
 

@@ -64,7 +64,7 @@ def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _encode(value: object) -> Any:  # noqa: ANN401  (JSON)
+def _encode(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value).__name__
         if KNOWN.get(kind) is not type(value):
@@ -80,7 +80,7 @@ def _encode(value: object) -> Any:  # noqa: ANN401  (JSON)
     raise InvalidArgument(f"Expected a plan of dpfunc's own parts, got {type(value).__name__}.")
 
 
-def _decode(value: object) -> Any:  # noqa: ANN401  (JSON)
+def _decode(value: object) -> Any:
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     if not isinstance(value, dict):

@@ -37,7 +37,7 @@ def make_record(
         public_bound: the plan's `dataset_size` is a public number that the number of records cannot exceed. False: it
             is the number of records, which the record then publishes, and says so.
         epoch: passes over the data; None computes it from the steps.
-        not_covered: sentences on what else was seen or published, besides `dpfunc.accounting.record.NOT_COVERED`.
+        not_covered: sentences on what else was looked at or published, besides `dpfunc.accounting.record.NOT_COVERED`.
 
     Returns:
         What `dpfunc ledger show` reads: write its `to_json()` into a file, by convention `privacy_accounting.json`, and

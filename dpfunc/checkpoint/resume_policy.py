@@ -27,7 +27,7 @@ from dpfunc.types import Event
 NOTES = "resumed.jsonl"
 _NO_STATE: Mapping[str, Any] = {"tuple": []}
 """The state of Gaussian noise, `()`, as a checkpoint has it."""
-Runs = Mapping[str, Mapping[int, Taken]]
+_Runs = Mapping[str, Mapping[int, Taken]]
 LaterRuns = Literal["refuse", "ignore"]
 
 
@@ -102,7 +102,7 @@ class History:
 
     values: Mapping[str, Any] = field(repr=False)  # they hold the key
     notes: list[Note]
-    taken: Runs | None
+    taken: _Runs | None
 
     @property
     def run(self) -> str:

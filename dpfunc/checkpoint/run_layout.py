@@ -32,13 +32,13 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
         "data processes": 1 if ranks is None else ranks.size,
         "tensor processes": rank_and_size(ranks)[1] // (1 if ranks is None else ranks.size),
         "backend": None if ranks is None or alone else str(dist.get_backend(ranks.group)),
-        DIGESTS[1]: digest_over_ranks(str([_cut(p) for p in params.values()]), None),
+        DIGESTS[1]: digest_over_ranks(str([_layout(p) for p in params.values()]), None),
         "machine": _machine(params),
         DIGESTS[0]: digest_over_ranks(_machine(params), None if alone else ranks),
     }
 
 
-def _cut(param: torch.Tensor) -> str:
+def _layout(param: torch.Tensor) -> str:
     if not is_dtensor(param):
         return "whole"
     spec: Any = param

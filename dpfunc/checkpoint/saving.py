@@ -92,7 +92,7 @@ def save(
         The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
 
     Raises:
-        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, or tensors cut into parts without
+        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, or sharded tensors without
             ranks.
         RankMismatch: the processes hold different states, plans or unsharded tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
@@ -165,11 +165,11 @@ def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
     Raises:
         InvalidArgument: a DTensor without ranks.
     """
-    cut = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
-    if cut and ranks is None:
+    sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
+    if sharded and ranks is None:
         raise InvalidArgument(
-            f"Expected ranks with tensors that several processes hold ({cut[0]}), got ranks=None. Pass the ranks of "
-            "make_dp_step, on all processes."
+            f"Expected ranks with tensors that several processes hold ({sharded[0]}), got ranks=None. Pass the ranks "
+            "of make_dp_step, on all processes."
         )
 
 
@@ -228,8 +228,13 @@ def _commit(
     path = free_name(parent, files[STATE]["step"])
     os.rename(work, path)
     sync_directory(parent)
+    _remove_old(parent, keep)
+    return path.name.encode()
+
+
+def _remove_old(parent: Path, keep: int) -> None:
+    """Remove all checkpoints but the last complete ones."""
     kept = complete_checkpoints(parent)[-keep:]
     for old in all_checkpoints(parent):
         if old not in kept:
             remove(old)
-    return path.name.encode()

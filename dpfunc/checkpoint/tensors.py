@@ -26,25 +26,32 @@ Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> type and shape of each saved tensor."""
 
 
-def _owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:  # noqa: ANN401
+def _owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:
     """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
     Args:
         slot: of the tensor. shape: of all of the tensor. skeleton: the state with slots in place of tensors. params: as
             the run has them now.
 
-    A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do: by
-    number, in the order in which the optimizer got the parameters, `params.values()` unless it knows their names.
+    A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do, by
+    number.
     """
     names = [key for key in slot.place if isinstance(key, str) and key in params]
-    if not names and slot.place[:1] == ("state",) and len(slot.place) > 2 and "param_groups" in skeleton:
-        groups = skeleton["param_groups"]
-        numbers = [number for group in groups for number in group["params"]]
-        known = [name for group in groups for name in group.get("param_names", ())] or list(params)
-        at = dict(zip(numbers, known, strict=False)) if len(numbers) == len(known) else {}
-        names = [at[slot.place[1]]] if at.get(slot.place[1]) in params else []
-    found = params[names[-1]] if names else None
+    if not names and slot.place[:1] == ("state",) and len(slot.place) > 2:
+        names = [_numbered(skeleton, params).get(slot.place[1], "")]
+    found = params.get(names[-1]) if names else None
     return found if found is not None and tuple(found.shape) == shape else None
+
+
+def _numbered(skeleton: Any, params: Params) -> dict[object, str]:
+    """Names of the parameters that the state of an optimizer numbers; none where their numbers do not fit.
+
+    Numbers are in the order in which the optimizer got the parameters, `params.values()` unless it knows their names.
+    """
+    groups = skeleton.get("param_groups", ())
+    numbers = [number for group in groups for number in group["params"]]
+    names = [name for group in groups for name in group.get("param_names", ())] or list(params)
+    return dict(zip(numbers, names, strict=True)) if len(numbers) == len(names) else {}
 
 
 def empty(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -57,7 +64,7 @@ def empty(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 def room(
     name: str,
-    encoded: Any,  # noqa: ANN401  (JSON)
+    encoded: Any,
     table: Table,
     params: Params,
     template: object | None = None,
@@ -78,21 +85,34 @@ def room(
     tensors: dict[str, Tensor] = {}
     for slot in found:
         dtype, shape = table[slot.name]
-        like = _owner(slot, shape, skeleton, params) if template is None else by_place.get(slot.place)
-        if template is not None and (like is None or tuple(like.shape) != shape):
-            has = "nothing" if like is None else describe(like.dtype, tuple(like.shape))
-            raise CheckpointError(
-                f"Expected {name} to have {describe(dtype, shape)} at {slot.place}, as the checkpoint, got {has}. Pass "
-                "a state of the same structure, or none: most can be laid out as the parameters."
-            )
-        if like is None and slot.cut and any(is_dtensor(p) for p in params.values()):
-            raise CheckpointError(
-                f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was cut into parts and "
-                "is like no parameter. States of noise need the name and the shape of their parameter; for others pass "
-                "optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
-            )
+        if template is None:
+            like = _owner(slot, shape, skeleton, params)
+            _check_known(name, slot, like, params)
+        else:
+            like = by_place.get(slot.place)
+            _check_alike(name, slot, like, dtype, shape)
         tensors[slot.name] = empty(like, shape, dtype)
     return tensors
+
+
+def _check_known(name: str, slot: Slot, like: Tensor | None, params: Params) -> None:
+    """Check that a tensor which was sharded is laid out as something, if parameters are sharded now."""
+    if like is None and slot.sharded and any(is_dtensor(p) for p in params.values()):
+        raise CheckpointError(
+            f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was sharded and is "
+            "like no parameter. States of noise need the name and the shape of their parameter; for others pass "
+            "optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
+        )
+
+
+def _check_alike(name: str, slot: Slot, like: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Check that a template has a tensor of the saved shape in the same place."""
+    if like is None or tuple(like.shape) != shape:
+        has = "nothing" if like is None else describe(like.dtype, tuple(like.shape))
+        raise CheckpointError(
+            f"Expected {name} to have {describe(dtype, shape)} at {slot.place}, as the checkpoint, got {has}. Pass a "
+            "state of the same structure, or none: most can be laid out as the parameters."
+        )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
@@ -156,7 +176,7 @@ def read_table(path: Path) -> Table:
 class _Unpickler(pickle.Unpickler):
     """Unpickler of tensor descriptions that refuses every other class."""
 
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  (any class)
+    def find_class(self, module: str, name: str) -> Any:
         allowed = {
             "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
             "torch.serialization": ("_get_layout",),

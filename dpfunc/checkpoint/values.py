@@ -30,22 +30,22 @@ _HINTS = {
     "enum": "Store its .value.",
 }
 _OTHER = "Store what it consists of: numbers, strings, tensors, lists and dicts."
-Place = tuple[Any, ...]
+_Place = tuple[Any, ...]
 
 
 class Slot(NamedTuple):
     """Place of a tensor in a state.
 
     Args:
-        name: of the saved tensor. place: keys that lead to it. cut: True if processes held different shards.
+        name: of the saved tensor. place: keys that lead to it. sharded: True if processes held different shards.
     """
 
     name: str
-    place: Place
-    cut: bool
+    place: _Place
+    sharded: bool
 
 
-def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401  (JSON)
+def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     """A state as JSON values; its tensors are put into `tensors`.
 
     Args:
@@ -64,7 +64,7 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:  # noqa
     {'optimizer_state/0': tensor([1., 1.])}
     """
     try:
-        found = list(unreadable(value, name))
+        found = list(_unreadable(value, name))
     except RecursionError as error:
         raise InvalidArgument(f"Expected {name} to have plain values, got others: nested too deeply.") from error
     if found:
@@ -78,12 +78,12 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:  # noqa
     return _encoded(name, value, tensors)
 
 
-def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401  (JSON)
+def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     kind = type(value).__name__
     if isinstance(value, Tensor):
         slot = f"{name}/{len(tensors)}"
         tensors[slot] = value.detach()
-        return {"tensor": slot, "cut": bool(shard_dims(value))}
+        return {"tensor": slot, "sharded": bool(shard_dims(value))}
     if kind in _MAPS:
         return {kind: [[_encoded(name, part, tensors) for part in pair] for pair in value.items()]}
     if kind in _LISTS:
@@ -91,12 +91,12 @@ def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:  # noqa:
     return {kind: _TEXTS[kind][1](value)} if kind in _TEXTS else value
 
 
-def decode(values: Any, tensor: Callable[[Slot], Any], place: Place = ()) -> Any:  # noqa: ANN401  (JSON; a pytree)
+def decode(values: Any, tensor: Callable[[Slot], Any], place: _Place = ()) -> Any:
     """Inverse of `encode`, with `tensor(slot)` in place of each tensor."""
     if not isinstance(values, dict):
         return values
     if "tensor" in values:
-        return tensor(Slot(values["tensor"], place, values["cut"]))
+        return tensor(Slot(values["tensor"], place, values["sharded"]))
     ((kind, content),) = values.items()
     if kind in _MAPS:
         pairs = [(decode(key, tensor), item) for key, item in content]
@@ -106,7 +106,7 @@ def decode(values: Any, tensor: Callable[[Slot], Any], place: Place = ()) -> Any
     return _TEXTS[kind][2](content)
 
 
-def slots(values: Any) -> tuple[list[Slot], Any]:  # noqa: ANN401  (JSON; a pytree)
+def slots(values: Any) -> tuple[list[Slot], Any]:
     """All tensors of an encoded state, and the state with slots in their place."""
     found: list[Slot] = []
 
@@ -117,22 +117,22 @@ def slots(values: Any) -> tuple[list[Slot], Any]:  # noqa: ANN401  (JSON; a pytr
     return found, decode(values, note)
 
 
-def unreadable(value: object, place: str) -> Iterator[tuple[str, object]]:
+def _unreadable(value: object, place: str) -> Iterator[tuple[str, object]]:
     """Place and value of each part of a state that is not plain.
 
-    >>> [place for place, _ in unreadable({"param_groups": [{"lr": 0.1, "rates": range(3)}]}, "optimizer_state")]
+    >>> [place for place, _ in _unreadable({"param_groups": [{"lr": 0.1, "rates": range(3)}]}, "optimizer_state")]
     ["optimizer_state['param_groups'][0]['rates']"]
     """
     kind = type(value)
     if kind in _PLAIN or isinstance(value, Tensor) or kind in (text[0] for text in _TEXTS.values()):
         return
     if kind in _MAPS.values():
-        for key, item in value.items():  # type: ignore[attr-defined]
-            yield from unreadable(key, f"a key of {place}")
-            yield from unreadable(item, f"{place}[{key!r}]")
+        for key, item in value.items():  # type: ignore[attr-defined]  # a dict
+            yield from _unreadable(key, f"a key of {place}")
+            yield from _unreadable(item, f"{place}[{key!r}]")
     elif kind in _LISTS.values():
-        for index, item in enumerate(value):  # type: ignore[arg-type]
-            yield from unreadable(item, f"{place}[{index}]")
+        for index, item in enumerate(value):  # type: ignore[arg-type]  # a list
+            yield from _unreadable(item, f"{place}[{index}]")
     else:
         yield place, value
 

@@ -89,7 +89,7 @@ def _file_of(folder: Path) -> Path:
     )
 
 
-def _json_of(file: Path) -> Any:  # noqa: ANN401  (any JSON)
+def _json_of(file: Path) -> Any:
     """The values in a file; None if it is not JSON."""
     try:
         return unique_json(file.read_bytes())

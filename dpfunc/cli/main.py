@@ -36,7 +36,7 @@ _method_option = click.option(
 class _Group(click.Group):
     """Command group that prints errors of dpfunc on stderr without a traceback; for exit codes see `main`."""
 
-    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  (click's own)
+    def invoke(self, ctx: click.Context) -> Any:
         """Run the command; turn an error of dpfunc into a click error."""
         try:
             return super().invoke(ctx)
@@ -86,7 +86,7 @@ def _sampling(
     return q, integer("steps", steps, minimum=1)
 
 
-def _sampling_options(command: Any) -> Any:  # noqa: ANN401  (a decorator)
+def _sampling_options(command: Any) -> Any:
     """Decorate a command with the options that `sampling` takes."""
     for option in reversed(
         [

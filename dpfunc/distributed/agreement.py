@@ -158,27 +158,28 @@ def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks
         step: number of the step. batch: of this process. params: trained parameters. run: everything else that must be
             the same in all processes. ranks: of the run.
     """
-    data = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_leaves_with_path(batch)]
-    rows = [name for name, _ in data], signature(batch)
+    data = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
     placements = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
-    over_data = {name for name, p in params.items() if is_sharded_over(p, ranks)}
-    replicated = [(name, p) for name, p in params.items() if name not in over_data]
-    sharded = [(name, params[name]) for name in params if name in over_data]
+    replicated = _held_by_all(params, ranks)
+    sharded = {name: p for name, p in params.items() if name not in replicated}
     tensor_parallel = ranks.tensor_group is not None
     return RankSummary(
         step=step,
         num_samples=batch_size(batch),
         failed=0,
         run=digest(f"{run}{placements}"),
-        rows=digest(str(rows)),
-        data=checksum(data) if tensor_parallel else 0,
-        params=checksum(replicated),
-        shared_params=checksum((name, p) for name, p in params.items() if not is_sharded_over(p, ranks, tensor=True))
-        if tensor_parallel
-        else 0,
-        part=digest(str([(name, window(p, name)) for name, p in sharded])),
-        replica=checksum(sharded),
+        rows=digest(str((list(data), signature(batch)))),
+        data=checksum(data.items()) if tensor_parallel else 0,
+        params=checksum(replicated.items()),
+        shared_params=checksum(_held_by_all(params, ranks, tensor=True).items()) if tensor_parallel else 0,
+        part=digest(str([(name, window(p, name)) for name, p in sharded.items()])),
+        replica=checksum(sharded.items()),
     )
+
+
+def _held_by_all(params: Params, ranks: Ranks, tensor: bool = False) -> Params:
+    """Parameters that each process of the data group, or of the tensor group, holds alike."""
+    return {name: p for name, p in params.items() if not is_sharded_over(p, ranks, tensor=tensor)}
 
 
 def agree(own: RankSummary, ranks: Ranks) -> int:
@@ -217,17 +218,18 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
         tables: summaries of the data group, then of the tensor group if there is one.
     """
     over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
+
+    def values(table: list[RankSummary], name: str) -> list[int]:
+        return [getattr(row, name) for row in table]
+
     differing = [
-        (name, [getattr(row, name) for row in table])
+        (name, values(table, name))
         for table, names in zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
         for name in names
-        if len({getattr(row, name) for row in table}) > 1
+        if len(set(values(table, name))) > 1
     ]
-    replicas_of_part: dict[int, set[int]] = {}
-    for row in tables[0]:
-        replicas_of_part.setdefault(row.part, set()).add(row.replica)
-    if any(len(replicas) > 1 for replicas in replicas_of_part.values()):
-        differing.append(("params", [row.replica for row in tables[0]]))
+    if len({(row.part, row.replica) for row in tables[0]}) > len({row.part for row in tables[0]}):
+        differing.append(("params", values(tables[0], "replica")))
     return differing
 
 

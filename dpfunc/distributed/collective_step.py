@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc._utils.validation import fail
 from dpfunc.batches import batch_size, pad_rows, signature, tree_map
 from dpfunc.distributed.agreement import RankSummary, agree, digest_of_all, summarize
+from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.noise_shares import noise_windows, num_bands
-from dpfunc.distributed.processes import Clip, Rows
+from dpfunc.distributed.processes import Clip, FullNorms, OneProcess, Processes, Rows
 from dpfunc.distributed.ranks import Ranks, all_or_raise
-from dpfunc.distributed.reduce import check_placements, gathered, message_dtype, sum_over
+from dpfunc.distributed.reduce import check_placements, full_norms, gathered, message_dtype, sum_over
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import check_finite
 from dpfunc.engines.numerics import accumulation_dtype
@@ -34,8 +36,25 @@ from dpfunc.rng import Key
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
 
+def processes_of(ranks: Ranks | None) -> Processes:
+    """The processes that take each step of a run together.
+
+    Args:
+        ranks: of the run; None is this process alone.
+
+    Raises:
+        InvalidArgument: not ranks; or a launcher started more processes than this one.
+    """
+    if ranks is None:
+        check_alone(os.environ)
+        return OneProcess()
+    if not isinstance(ranks, Ranks):
+        raise fail("ranks made by dpfunc.distributed.data_parallel() or sharded(mesh)", "ranks", ranks)
+    return _ManyProcesses(ranks)
+
+
 @dataclass(frozen=True)
-class ManyProcesses:
+class _ManyProcesses:
     """The processes of `ranks`, which take each step together; see `processes.Processes`."""
 
     ranks: Ranks
@@ -46,15 +65,41 @@ class ManyProcesses:
         return self.ranks.rank
 
     @property
+    def size(self) -> int:
+        """Number of processes with other records."""
+        return self.ranks.size
+
+    @property
     def writes(self) -> bool:
         """True on the one process that writes the journal."""
         return self.ranks.writes
+
+    @property
+    def full_norms(self) -> FullNorms:
+        """Squared norms of whole gradients from those of the parts of this process."""
+        return partial(full_norms, ranks=self.ranks)
 
     @property
     def on_this_machine(self) -> int:
         """Processes here, as torchrun says; otherwise all could be."""
         given = os.environ.get("LOCAL_WORLD_SIZE", "")
         return int(given) if given.isdecimal() and int(given) else dist.get_world_size()
+
+    def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
+        """Refuse what processes cannot agree on where the loss itself communicates.
+
+        Raises:
+            InvalidArgument: measured microbatches, or compiled steps.
+        """
+        if self.ranks.independent:
+            return
+        if microbatch_size == "auto":
+            raise InvalidArgument(
+                'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures '
+                "may differ, and all must run the same microbatches."
+            )
+        if compile is True:
+            raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
 
     def check(
         self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
@@ -108,7 +153,7 @@ class ManyProcesses:
         mechanism: Mechanism,
         clipped: ClippedSum,
         params: Params,
-        noise_state: Any,  # noqa: ANN401  (any pytree)
+        noise_state: Any,
         key: Key,
     ) -> tuple[dict[str, Tensor], Any]:
         """The sum over all processes with noise.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ class ManagedForward:
     module: nn.Module = field(repr=False)
     parts: Mapping[str, Tensor] = field(repr=False)
 
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the module's own)
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters."""
         if is_independent():
             refuse_communication(self.module)
@@ -119,7 +120,7 @@ class ManagedForward:
                 own.copy_(params[name])
 
     @contextmanager
-    def _recovered(self) -> Any:  # noqa: ANN401  (an iterator)
+    def _recovered(self) -> Any:
         with recovered(self.module):
             yield
 
@@ -137,7 +138,7 @@ class ManagedForward:
 
 @contextmanager
 def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
-    """Inside, refuse writes into buffers.
+    """Refuse forward passes inside that write into buffers.
 
     Raises:
         UnsupportedModel: the forward pass wrote into one.
@@ -158,14 +159,17 @@ class ManagedEngine:
     forward: ManagedForward = field(repr=False)
     ranks: Ranks = field(repr=False)
     _ghost: GhostEngine = field(default_factory=GhostEngine, repr=False, compare=False)
-    _gathered: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def _gathered(self) -> dict[str, Tensor]:
+        """The module's own tensors, which are the same in each step."""
+        return self.forward.gathered_tensors()
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> ManagedSamples:
         num_samples = batch_size(batch)
         if not all(is_dtensor(param) for param in params.values()):
             raise InvalidArgument("Expected parameters in parts. Use the ranks that functionalize_managed returned.")
-        if not self._gathered:
-            self._gathered.update(self.forward.gathered_tensors())
+        _ = self._gathered  # found before the source of parameters is in use
         with using_source(self):  # one row is computed twice, and counted once
             found = self._ghost(loss_fn, params, pad_rows(batch, 2) if num_samples == 1 else batch)
         if not isinstance(found, Ghost):

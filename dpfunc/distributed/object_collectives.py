@@ -68,7 +68,7 @@ def check_agreement(texts: Mapping[str, str], tensors: Mapping[str, Tensor], ran
 def _part(tensor: Tensor) -> int:
     """Number that identifies this process's part of a tensor by its position in the mesh."""
     axes = shard_dims(tensor)
-    coordinates = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]
+    coordinates = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]  # of a DTensor
     return digest(str([coordinates[axis] for axis in axes]))
 
 

@@ -21,6 +21,9 @@ from dpfunc.noise.tiles import Part
 from dpfunc.rng import Key
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
+FullNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Parameters and squared norms of their parts -> squared norms of the whole."""
+
 Clip = Callable[[Params, Batch, Tensor | None], tuple[ClippedSum, Unreleased]]
 """Parameters, rows and the mask of real rows (None: all) -> the clipped sum of these rows."""
 
@@ -42,13 +45,31 @@ class Processes(Protocol):
         ...
 
     @property
+    def size(self) -> int:
+        """Number of processes with other records."""
+        ...
+
+    @property
     def writes(self) -> bool:
         """True on the one process that writes the journal."""
         ...
 
     @property
+    def full_norms(self) -> FullNorms | None:
+        """Squared norms of whole gradients from those of the parts of this process; None where it has whole ones."""
+        ...
+
+    @property
     def on_this_machine(self) -> int:
         """The largest number of processes of the run that can be on this machine."""
+        ...
+
+    def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
+        """Check that the processes can take steps with these settings.
+
+        Args:
+            microbatch_size, compile: of `make_dp_step`.
+        """
         ...
 
     def check(
@@ -76,7 +97,7 @@ class Processes(Protocol):
         mechanism: Mechanism,
         clipped: ClippedSum,
         params: Params,
-        noise_state: Any,  # noqa: ANN401  (any pytree)
+        noise_state: Any,
         key: Key,
     ) -> tuple[dict[str, Tensor], Any]:
         """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
@@ -88,7 +109,7 @@ class Processes(Protocol):
         ...
 
     def digest(self, released: Params, params: Params) -> str:
-        """A digest of all that the step releases, which nobody has seen yet.
+        """A digest of all that the step releases, before anybody gets it.
 
         Args:
             released: name -> noisy sum. params: of the step.
@@ -107,8 +128,13 @@ class OneProcess:
     """A step that this process takes alone."""
 
     rank = 0
+    size = 1
     writes = True
+    full_norms = None
     on_this_machine = 1
+
+    def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
+        return None
 
     def check(
         self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
@@ -127,7 +153,7 @@ class OneProcess:
         mechanism: Mechanism,
         clipped: ClippedSum,
         params: Params,
-        noise_state: Any,  # noqa: ANN401  (any pytree)
+        noise_state: Any,
         key: Key,
     ) -> tuple[dict[str, Tensor], Any]:
         return mechanism.add(clipped, noise_state, key)

@@ -123,19 +123,10 @@ def _already_summed(sums: Params, params: Params) -> dict[str, Tensor]:
 
 def _all_reduce(sums: Params, ranks: Ranks, failed: bool, add_noise: _AddNoise | None) -> dict[str, Tensor]:
     """Sums in one message; its last two numbers are counts of processes that failed, and of bands that have noise."""
-    starts, end = {}, 0
-    for name, value in sums.items():
-        starts[name] = end
-        end += _up(value.numel())
-    device = next((value.device for value in sums.values()), ranks.device)
-    device = device if device.type != "cpu" else message_device(ranks.group)
-    buffer = torch.empty(end + 2, dtype=message_dtype(sums), device=device)
-    buffer[-1] = 0.0
-    terms = {name: buffer[starts[name] :][: value.numel()].view(value.shape) for name, value in sums.items()}
+    buffer, terms = _message(sums, ranks)
     done = False
     try:
         for name, value in sums.items():
-            buffer[starts[name] :][value.numel() : _up(value.numel())] = 0.0  # between the terms
             terms[name].copy_(value)
         if add_noise is not None and not failed:
             buffer[-1] = add_noise(terms)
@@ -144,17 +135,34 @@ def _all_reduce(sums: Params, ranks: Ranks, failed: bool, add_noise: _AddNoise |
         buffer[-2] = float(not done)
         dist.all_reduce(buffer, group=ranks.group)
     failures, noisy_bands = buffer[-2:].tolist()
-    if failures and not failed:
+    if failed:
+        return terms
+    if failures:
         raise StepAborted(
             "Another process failed while it computed its gradients; its own error says why. No process took the step, "
             "nothing was released and nothing was spent."
         )
     shapes = {name: value.shape for name, value in sums.items()}
-    if add_noise is not None and not failed and noisy_bands != num_bands(noise_windows(shapes, 0, 1)):
+    if add_noise is not None and noisy_bands != num_bands(noise_windows(shapes, 0, 1)):
         raise StepAborted(
             "Expected noise in each row once, got another number of rows: nothing was released and nothing was spent."
         )
     return {name: terms[name].to(value) for name, value in sums.items()}
+
+
+def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
+    """Room for a term of each sum in one tensor with two more numbers, and the terms as views; zero in between."""
+    device = next((value.device for value in sums.values()), ranks.device)
+    device = device if device.type != "cpu" else message_device(ranks.group)
+    lengths = {name: _up(value.numel()) for name, value in sums.items()}
+    buffer = torch.empty(sum(lengths.values()) + 2, dtype=message_dtype(sums), device=device)
+    buffer[-2:] = 0.0
+    terms, start = {}, 0
+    for name, value in sums.items():
+        terms[name] = buffer[start:][: value.numel()].view(value.shape)
+        buffer[start + value.numel() : start + lengths[name]] = 0.0
+        start += lengths[name]
+    return buffer, terms
 
 
 def _up(count: int) -> int:

@@ -54,7 +54,7 @@ def register_rule(
     if unknown:
         raise InvalidArgument(f"Expected needs to name arguments of the example, got unknown {unknown}.")
 
-    def _grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:  # noqa: ANN401
+    def _grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:
         if use.sample_axis.axis != 0 or use.output[0] != use.num_samples:
             raise use.refuse("the samples are not on axis 0.")
         return {parameter: Dense(per_sample_grad(grad, **arguments))}

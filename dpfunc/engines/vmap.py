@@ -57,7 +57,7 @@ class _NoData(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+    ) -> Any:
         if func is Tensor.data.__set__ and torch._C._functorch.is_functorch_wrapped_tensor(args[1]):  # type: ignore[attr-defined]
             raise UnsupportedModel(
                 "The loss writes into the data of a parameter (module.to() inside of its forward pass), which vmap "

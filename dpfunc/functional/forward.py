@@ -49,7 +49,7 @@ class Forward:
     frozen: Mapping[str, Tensor] = field(repr=False)
     buffers: Mapping[str, Tensor] = field(repr=False)
 
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the module's own)
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters in place of its own."""
         check_params(params, self.shapes)
         if torch.compiler.is_compiling():  # dynamo does not trace version counters: what is written into is thrown away
@@ -73,7 +73,7 @@ class Forward:
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
 
-    def _run_until_backward(self, scope: Scope, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _run_until_backward(self, scope: Scope, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
         needs them when it repeats parts of the forward pass."""
         refuse_unsupported(self.module, checkpointing=True)
@@ -98,7 +98,7 @@ class Forward:
         tensors = {**buffers, **self.frozen, **params}
         return {place: tensor for name, tensor in tensors.items() for place in self.places[name]}
 
-    def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {**buffers, **self.frozen, **params}
         state = self._state(params, buffers)
         output = functional_call(self.module, state, args, kwargs, tie_weights=False)

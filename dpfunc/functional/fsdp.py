@@ -65,7 +65,7 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in module.named_parameters() if id(param) in known}
 
 
-def _groups(part: Any) -> list[Any] | None:  # noqa: ANN401  (an FSDPModule)
+def _groups(part: Any) -> list[Any] | None:
     state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
     several, one = (getattr(state, name, None) for name in STATE[1:])
     if several is None and not hasattr(state, STATE[2]):
@@ -192,7 +192,7 @@ def recovered(module: nn.Module) -> Iterator[None]:
                 _reset(root)
 
 
-def _reset(root: Any) -> None:  # noqa: ANN401  (an FSDPModule)
+def _reset(root: Any) -> None:
     reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
     begun = hasattr(root, "_get_fsdp_state") and getattr(root._get_fsdp_state(), "_is_root", None)
     if reset is not None and begun:

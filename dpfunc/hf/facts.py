@@ -72,7 +72,7 @@ class Caller:
     forward: AnyForward
     facts: Facts
 
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output, the same for a sample whatever padding the batch has on its left."""
         if self.facts.augmented is not None and self.facts.augmented.training:
             raise UnsupportedModel(

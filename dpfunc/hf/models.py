@@ -176,7 +176,7 @@ class CausalForward:
     forward: AnyForward
     module: nn.Module
 
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Call the model with a causal mask in place of `attention_mask`."""
         if "attention_mask" not in kwargs:
             raise InvalidArgument("Expected an attention_mask (B, T) among the inputs, by name, got none.")
@@ -231,7 +231,7 @@ def is_causal(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
     return torch.allclose(one.double(), two.double(), rtol=1e-4, atol=1e-5)
 
 
-def four_bit(compute_dtype: torch.dtype) -> Any:  # noqa: ANN401  (transformers.BitsAndBytesConfig)
+def four_bit(compute_dtype: torch.dtype) -> Any:
     """The `quantization_config` for `from_pretrained` of a base in 4 bits (NF4), to train adapters on.
 
     Args:

@@ -124,7 +124,7 @@ def _active(peft_model: nn.Module) -> dict[str, Any]:
     return {name: configs[name] for name in active}
 
 
-def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:  # noqa: ANN401  (PEFT's own)
+def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind == "ADALORA":
         raise UnsupportedModel(
@@ -160,7 +160,7 @@ def _refuse_state(peft_model: nn.Module) -> None:
         )
 
 
-def _parameters_of_others(peft_model: Any, active: Collection[str]) -> set[int]:  # noqa: ANN401  (PEFT's own)
+def _parameters_of_others(peft_model: Any, active: Collection[str]) -> set[int]:
     """The ids of what belongs to other adapters: PEFT keeps adapters in dictionaries, each under its name."""
     names = set(peft_model.peft_config)
     others: set[int] = set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -32,7 +32,7 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]
 
     base_model_prefix = "backbone"
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401  (a configuration of Transformers)
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.backbone: Any = _without_pooler(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -102,7 +102,7 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]
         return same
 
 
-def _without_pooler(config: Any) -> Any:  # noqa: ANN401
+def _without_pooler(config: Any) -> Any:
     """The encoder of a configuration, without a pooler that would be trained and not used."""
     try:
         return AutoModel.from_config(config, add_pooling_layer=False)
@@ -122,7 +122,7 @@ def _through(layers: Iterable[nn.Module], x_BTd: Tensor, attention_mask: Tensor 
     return x_BTd
 
 
-def load_mean_pooled(path: str, *, config: Any = None, local_files_only: bool = True) -> MeanPooledClassifier:  # noqa: ANN401
+def load_mean_pooled(path: str, *, config: Any = None, local_files_only: bool = True) -> MeanPooledClassifier:
     """Read a bare encoder, or a classifier that was saved, in float32.
 
     Args:

@@ -86,7 +86,7 @@ def _parts(batch: Mapping[str, Tensor]) -> tuple[list[dict[str, Tensor]], Tensor
     ], labels[0]
 
 
-def _embedding(output: Any) -> Tensor:  # noqa: ANN401  (the model's own)
+def _embedding(output: Any) -> Tensor:
     found = output.get("sentence_embedding") if isinstance(output, Mapping) else None
     if not isinstance(found, Tensor):
         raise InvalidArgument(

@@ -37,7 +37,7 @@ class LoRA:
     _adapted: Forward = field(repr=False)
     _counterparts: tuple[tuple[nn.Module, nn.Module], ...] = field(repr=False)
 
-    def forward(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the module's own)
+    def forward(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The adapted module's output with these parameters; dropout as `module.train()` and `module.eval()` say."""
         every = self._every(params)
         # The copy of the structure is ours; parents come before their children, so that each ends in its own mode.

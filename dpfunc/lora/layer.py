@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
 
@@ -24,7 +24,7 @@ class LoRALayer(nn.Module):
         self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
         self.train(base.training)
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:  # noqa: ANN401  (those of the layer)
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
         """The layer's own output plus `scale * B A x`."""
         inputs = x if isinstance(self.base, nn.Embedding) else F.dropout(x, self.dropout, self.training)
         low = _low_rank(self.base, inputs, self.lora_A, self.lora_B)
@@ -36,7 +36,7 @@ class LoRALayer(nn.Module):
         """`W + scale * B A`, for models that use the weight without calling the layer (nn.MultiheadAttention)."""
         return merged_weight(self.base, self.lora_A, self.lora_B, self.scale)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         """Return any other attribute (`bias`, `in_features`, ...) from the layer itself."""
         try:
             return super().__getattr__(name)

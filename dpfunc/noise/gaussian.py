@@ -186,7 +186,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     one_of("allocation", allocation, _ALLOCATIONS)
     one_of("source", source, SOURCES)
 
-    def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:  # noqa: ANN401
+    def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
         return add_gaussian(clipped, multiplier, key, allocation=allocation, source=source), state
 
     def add_share(clipped: ClippedSum, windows: Mapping[str, Window], key: Key) -> None:

@@ -6,11 +6,12 @@ that are free while gradients are computed.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -26,11 +27,13 @@ from dpfunc.noise.tiles import Part, Room, Tile, tile, tiles
 from dpfunc.rng import Key, fold_in
 
 _MAX_THREADS = 16
+# Noise of fewer numbers, some milliseconds, is not worth a thread.
+_WORTH_A_THREAD = 2**18
 # Tiles of a GPU: each is a generator, a launch and a copy, whatever its size.
 _DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
 _NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
-Leaves = Mapping[str, Tensor | Part]
-"""Leaves that noise is for: tensors, DTensors, or parts that are described only."""
+_Leaves = Mapping[str, Tensor | Part]
+"""_Leaves that noise is for: tensors, DTensors, or parts that are described only."""
 Source = Literal["secure", "device"]
 SOURCES: tuple[Source, ...] = ("secure", "device")
 
@@ -49,7 +52,7 @@ class Drawing:
     (2, 3)
     """
 
-    def __init__(self, key: Key, like: Leaves) -> None:
+    def __init__(self, key: Key, like: _Leaves) -> None:
         self.key = key
         self.layout = _layout(like)
         self._noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
@@ -111,7 +114,7 @@ def _needed(each: Tile) -> int:
     return (each.rows[1] - each.first_row) * each.width
 
 
-def _layout(like: Leaves) -> dict[str, tuple[Window, torch.dtype]]:
+def _layout(like: _Leaves) -> dict[str, tuple[Window, torch.dtype]]:
     for name, leaf in like.items():
         if leaf.dtype not in _NUMPY_DTYPES:
             raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
@@ -130,7 +133,7 @@ _ahead: ContextVar[list[Drawing]] = ContextVar("dpfunc_noise_ahead")
 
 
 @contextmanager
-def drawn_ahead(key: Key, like: Leaves, threads: int) -> Iterator[None]:
+def drawn_ahead(key: Key, like: _Leaves, threads: int) -> Iterator[None]:
     """Draw, in threads, the noise that `secure_normal` is asked for inside with the same key and shapes.
 
     The numbers are those that it would draw itself. They are given out once; what was not asked for when the block is
@@ -172,7 +175,22 @@ def free_cores(on_cpu: bool, processes: int = 1) -> int:
     return max(0, _cores() // processes - (torch.get_num_threads() if on_cpu else 1))
 
 
-def _drawing(key: Key, like: Leaves) -> Drawing:
+def drawn_by_free_cores(
+    key: Key, like: Callable[[], _Leaves], on_cpu: bool, processes: int
+) -> AbstractContextManager[None]:
+    """`drawn_ahead` by the cores that are free, if there are any and the noise is worth a thread.
+
+    Args:
+        key: as for `secure_normal`. like: returns its leaves. on_cpu, processes: as for `free_cores`.
+    """
+    threads = free_cores(on_cpu, processes)
+    leaves = like() if threads else {}
+    if sum(math.prod(leaf.shape) for leaf in leaves.values()) < _WORTH_A_THREAD:
+        return nullcontext()
+    return drawn_ahead(key, leaves, threads)
+
+
+def _drawing(key: Key, like: _Leaves) -> Drawing:
     """The noise that was begun ahead, if it is this, else one that is begun now."""
     waiting = _ahead.get([])
     if waiting and waiting[0].key == key and waiting[0].layout == _layout(like):
@@ -180,7 +198,7 @@ def _drawing(key: Key, like: Leaves) -> Drawing:
     return Drawing(key, like)
 
 
-def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[str, Tensor]:
+def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[str, Tensor]:
     """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
     Args:
@@ -205,7 +223,7 @@ def _cores() -> int:
 def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
     """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key for each tile.
 
-    Drawn in float64: float32 normals are cut off, at 5.77 sigma on the CPU and below 7 on CUDA. Tiles are large here,
+    Drawn in float64: float32 normals are truncated, at 5.77 sigma on the CPU and below 7 on CUDA. Tiles are large here,
     2**22 numbers, so that most leaves are one launch.
 
     >>> from dpfunc.rng import insecure_key
@@ -224,7 +242,7 @@ def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
     return noise.reshape(held.shape)
 
 
-def standard_normal(key: Key, like: Leaves, source: Source = "secure") -> dict[str, Tensor]:
+def standard_normal(key: Key, like: _Leaves, source: Source = "secure") -> dict[str, Tensor]:
     """Standard normals of the shape, dtype and device of each leaf; of a DTensor the own part, as a plain tensor.
 
     Args:
@@ -235,7 +253,7 @@ def standard_normal(key: Key, like: Leaves, source: Source = "secure") -> dict[s
 
     Guarantees:
         the same key gives the same numbers, for any number of threads and whatever the other leaves are
-        (tests/noise/test_streams.py::test_stateless), and however a leaf is cut
+        (tests/noise/test_streams.py::test_stateless), and however a leaf is divided
         (test_a_part_is_a_part_of_the_whole).
     """
     if one_of("source", source, SOURCES) == "secure":
@@ -244,6 +262,6 @@ def standard_normal(key: Key, like: Leaves, source: Source = "secure") -> dict[s
         if leaf.device.type != "cuda":
             raise InvalidArgument(
                 f'Expected source="secure" for sums on {leaf.device.type}, got source="device" for {name}. '
-                "torch's CPU generator uses 32 bits of its seed and cuts float32 normals at 5.77 sigma."
+                "torch's CPU generator uses 32 bits of its seed and truncates float32 normals at 5.77 sigma."
             )
     return {name: philox_normal(key, name, leaf) for name, leaf in like.items()}

@@ -1,9 +1,9 @@
 """Tiles of normal numbers: the smallest pieces of noise, each drawn from a key of its own.
 
-A leaf is seen as a matrix (shape[0], everything else) and divided into tiles of at most 2**16 numbers, 256 columns wide
-where it has as many. Tile i comes from the key folded with the leaf's name and i, so it depends on nothing else: not on
-the other leaves, the microbatches, the number of threads or processes, and an owner of some rows or columns draws only
-the tiles that they touch.
+A leaf is treated as a matrix (shape[0], everything else) and divided into tiles of at most 2**16 numbers, 256 columns
+wide where it has as many. Tile i comes from the key folded with the leaf's name and i, so it depends on nothing else:
+not on the other leaves, the microbatches, the number of threads or processes, and an owner of some rows or columns
+draws only the tiles that they touch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns."""
+        """Numbers of rows and columns of the matrix."""
         (first, stop), (left, right) = self.window.rows, self.window.cols
         return stop - first, right - left
 

@@ -1,8 +1,8 @@
 """Standard normals from 64-bit words: the ziggurat of numpy's `Generator.standard_normal`, a whole tile at a time.
 
 Marsaglia & Tsang 2000, The ziggurat method for generating random variables. The area under exp(-x^2 / 2), x > 0, is
-cut into 256 layers of equal area: rectangles as wide as `EDGES`, and below them one with the tail beyond EDGES[255]. A
-word gives a layer (8 bits), a sign (1 bit) and a place in the layer (52 bits). 98.5 % of all words fall into the part
+divided into 256 layers of equal area: rectangles as wide as `EDGES`, below them one with the tail beyond EDGES[255].
+A word gives a layer (8 bits), a sign (1 bit) and a place in the layer (52 bits). 98.5 % of all words fall into the part
 of their layer that is under the curve for certain, and are numbers: one product. The others need further words, to
 decide or to draw from the tail, which has no end but that of 53-bit uniforms, at 12.2 sigma.
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float64]
+_Floats = npt.NDArray[np.float64]
 
 # The right ends of the layers, from the top; EDGES[0] is how wide a rectangle of the area of the lowest layer would be.
 # fmt: off
@@ -115,9 +115,9 @@ class Scratch(NamedTuple):
 
     words: Words
     bits: npt.NDArray[np.int64]
-    places: Floats
-    limits: Floats
-    numbers: Floats
+    places: _Floats
+    limits: _Floats
+    numbers: _Floats
     marks: npt.NDArray[np.bool_]
 
 
@@ -132,7 +132,7 @@ def scratch(count: int) -> Scratch:
     return Scratch(words, bits, places, limits, np.empty(count), np.empty(count, np.bool_))
 
 
-def normals(draw: Callable[[int], Words], size: int, room: Scratch | None = None) -> Floats:
+def normals(draw: Callable[[int], Words], size: int, room: Scratch | None = None) -> _Floats:
     """The first `size` standard normals that numpy's `Generator` would make of the words of a stream.
 
     Args:
@@ -174,7 +174,7 @@ def _read(draw: Callable[[int], Words], words: Words) -> None:
         block[:] = draw(len(block))
 
 
-def _products(words: Words, room: Scratch) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _products(words: Words, room: Scratch) -> tuple[_Floats, npt.NDArray[np.bool_]]:
     """The number that each word is if it begins a number, and marks where it needs further words."""
     numbers, doubtful = room.numbers[: len(words)], room.marks[: len(words)]
     for start in range(0, len(words), BLOCK):
@@ -191,7 +191,7 @@ def _products(words: Words, room: Scratch) -> tuple[Floats, npt.NDArray[np.bool_
     return numbers, doubtful
 
 
-def _decide(words: Words, numbers: Floats, doubtful: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], int]:
+def _decide(words: Words, numbers: _Floats, doubtful: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], int]:
     """Marks of the words that stay as numbers, and up to where; the memory of `doubtful` is used for them.
 
     A word that an earlier one has used up is no number. Nearly all doubtful words use up the next one, so only those
@@ -229,7 +229,7 @@ def _decide(words: Words, numbers: Floats, doubtful: npt.NDArray[np.bool_]) -> t
     return keep, end
 
 
-def _under_the_curve(numbers: Floats, layers: npt.NDArray[np.int64], words: Words) -> npt.NDArray[np.bool_]:
+def _under_the_curve(numbers: _Floats, layers: npt.NDArray[np.int64], words: Words) -> npt.NDArray[np.bool_]:
     """Marks of the numbers whose point is under the curve; its height within the layer comes from a word of its own."""
     low, high = HEIGHTS[layers], HEIGHTS[layers - 1]
     uniforms = (words >> np.uint64(11)) * 2.0**-53
@@ -252,7 +252,7 @@ def _from_tail(words: Words, first: int) -> tuple[float, int]:
     return math.nan, len(words) + 1
 
 
-def _squeeze(numbers: Floats, keep: npt.NDArray[np.bool_], end: int) -> int:
+def _squeeze(numbers: _Floats, keep: npt.NDArray[np.bool_], end: int) -> int:
     """Move the numbers that stay to the front; their count."""
     count = 0
     for start in range(0, end, BLOCK):

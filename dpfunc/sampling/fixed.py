@@ -65,7 +65,7 @@ class FixedSize:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A new permutation each epoch, cut into batches; the last one of an epoch is smaller, and kept.
+    """A new permutation each epoch, divided into batches; the last one of an epoch is smaller, and kept.
 
     Claims no amplification: a record is in one batch an epoch, so an epoch costs one Gaussian release (whatever the
     permutation, hence also on average over it, by joint convexity), charged at its first step. Accounting such batches
@@ -80,8 +80,8 @@ class Shuffled:
 
     Guarantees:
         every record exactly once an epoch (tests/sampling/test_samplers.py::test_shuffled_epoch); all positions
-        equally likely (test_shuffled_positions_are_uniform); an epoch is charged once, however the steps are cut into
-        stretches (test_shuffled_charges_each_epoch_once).
+        equally likely (test_shuffled_positions_are_uniform); an epoch is charged once, however the steps are divided
+        into stretches (test_shuffled_charges_each_epoch_once).
 
     >>> sampler = Shuffled(100, 40)
     >>> sampler.steps_per_epoch

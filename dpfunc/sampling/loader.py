@@ -19,7 +19,7 @@ from dpfunc.types import Batch
 
 
 class Drawn(NamedTuple):
-    """A record of one step.
+    """A record that was drawn for one step.
 
     Args:
         key: of this step and this process, for random augmentation. It is derived from the key of the run, which is
@@ -68,9 +68,9 @@ class Draws:
         return [Drawn(key, index) for index in own] or [Drawn(key, 0, real=False)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Once:
-    """The steps start..stop-1, for one iteration.
+    """The steps start..stop-1, for one iteration, which it remembers.
 
     A second one would begin with the batch of the first step again, while the run is at a later step. The sizes of
     batches are all that a step can compare, and those of shuffled epochs are equal.
@@ -78,16 +78,16 @@ class Once:
 
     start: int
     stop: int
-    _given: list[bool] = field(default_factory=list, repr=False, compare=False)
+    _began: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __call__(self) -> range:
-        if self._given:
+        if self._began:
             raise InvalidArgument(
                 f"Expected one iteration over a loader, got a second one: it would begin again with the batch of step "
                 f"{self.start}. Make a loader from the present state: plan.loader(dataset, state). One loader has the "
                 "batches of all steps that are left; there are no epochs to repeat."
             )
-        self._given.append(True)
+        self._began = True
         return range(self.start, self.stop)
 
 
@@ -146,7 +146,7 @@ def without_rows(batch: Batch) -> Batch:
 
 
 def data_loader(
-    dataset: Any,  # noqa: ANN401  (any map-style data set)
+    dataset: Any,
     draws: Draws,
     collate: Collate,
     *,
@@ -154,7 +154,7 @@ def data_loader(
     pin_memory: bool = False,
     persistent_workers: bool = False,
     prefetch_factor: int | None = None,
-    multiprocessing_context: Any = None,  # noqa: ANN401  (as in torch)
+    multiprocessing_context: Any = None,
 ) -> DataLoader[Any]:
     """The draws as batches; workers change neither their order nor their random numbers.
 

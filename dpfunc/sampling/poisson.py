@@ -17,7 +17,7 @@ from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, draw
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
 
-CHUNK = 2**16  # gaps in memory at once; no influence on the result
+_CHUNK = 2**16  # gaps in memory at once; no influence on the result
 _SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
 
 
@@ -119,7 +119,7 @@ def successes(generator: np.random.Generator, trials: int, prob: float) -> Itera
     start = 0
     while start < trials:
         expected = (trials - start) * prob
-        size = math.ceil(min(CHUNK, expected + 4 * math.sqrt(expected) + 16))
+        size = math.ceil(min(_CHUNK, expected + 4 * math.sqrt(expected) + 16))
         gaps = np.ceil(generator.standard_exponential(size) / rate)
         # An exponential number that is 0 in float64 is a gap of 1; what leads beyond the end need not be exact.
         positions = start - 1 + np.cumsum(np.clip(gaps, 1, trials + 1).astype(np.int64))

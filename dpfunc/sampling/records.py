@@ -28,13 +28,13 @@ _NUMBERS = frozenset((int, float, bool))
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 
 
-def read(dataset: Any, indices: Sequence[int]) -> list[Any]:  # noqa: ANN401  (any map-style data set)
+def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
     """The records at the indices, at once where the data set can."""
     at_once = getattr(dataset, "__getitems__", None)
     return list(at_once(list(indices))) if at_once else [dataset[index] for index in indices]
 
 
-def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
+def data_name(dataset: Any) -> str:
     """A digest by which a resumed run recognises its data: the length, and what is in the records.
 
     All records are read of a list or tuple of up to a million, and of another data set of up to 20000; image files that
@@ -54,7 +54,7 @@ def data_name(dataset: Any) -> str:  # noqa: ANN401  (any map-style data set)
     return f"{len(dataset)} records {state.hexdigest()}"
 
 
-def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:  # noqa: ANN401
+def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:
     """A digest by which processes compare their data sets: the length, and the batches of up to 1024 records.
 
     The records are spread over the set: that finds another order, split or version, and other preprocessing, but not a
@@ -75,7 +75,7 @@ def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:  #
     return f"{len(dataset)} records {digest(parts)}"
 
 
-def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:  # noqa: ANN401
+def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
     """Check that reading and collating can be repeated: a resumed run must repeat the steps that it has paid for.
 
     Raises:
@@ -121,7 +121,7 @@ def _contents(value: object, state: hashlib.blake2b) -> None:
     if is_dataclass(value) and not isinstance(value, type):
         _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
     elif callable(getattr(value, "tobytes", None)):  # images, numpy scalars
-        state.update(value.tobytes())  # type: ignore[attr-defined]
+        state.update(value.tobytes())  # type: ignore[attr-defined]  # of an array
 
 
 @_contents.register(Mapping)

@@ -99,6 +99,19 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     cap = integer("max_texts", max_texts, minimum=1)
     if not isinstance(key, Key):
         raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
+    rows = _rows_by_person(persons)
+    kept = [_choose(own, cap, fold_in(key, "texts of a person", repr(person))) for person, own in rows.items()]
+    index_PK = torch.tensor([own + [own[0]] * (cap - len(own)) for own in kept], dtype=torch.int64).reshape(-1, cap)
+    sizes_P = torch.tensor([len(own) for own in kept], dtype=torch.int64)
+    return Persons(index_PK, torch.arange(cap) < sizes_P[:, None], len(persons) - int(sizes_P.sum()))
+
+
+def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Numbers of the rows of each person, in the order in which persons first appear.
+
+    Raises:
+        InvalidArgument: a row without a person, or two persons whose values look the same.
+    """
     if isinstance(persons, (str, bytes)):
         raise fail("one person a row", "persons", persons)
     rows: dict[Hashable, list[int]] = {}
@@ -111,10 +124,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
         rows.setdefault(person, []).append(number)
     if len({repr(person) for person in rows}) < len(rows):
         raise InvalidArgument("Expected persons that differ in their repr. Use strings or numbers.")
-    kept = [_choose(own, cap, fold_in(key, "texts of a person", repr(person))) for person, own in rows.items()]
-    index_PK = torch.tensor([own + [own[0]] * (cap - len(own)) for own in kept], dtype=torch.int64).reshape(-1, cap)
-    sizes_P = torch.tensor([len(own) for own in kept], dtype=torch.int64)
-    return Persons(index_PK, torch.arange(cap) < sizes_P[:, None], len(persons) - int(sizes_P.sum()))
+    return rows
 
 
 def _choose(own: list[int], cap: int, key: Key) -> list[int]:

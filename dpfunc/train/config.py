@@ -29,7 +29,7 @@ STRATEGIES = {
 Texts = Annotated[tuple[Annotated[str, Field(strict=False, coerce_numbers_to_str=True)], ...], Field(min_length=1)]
 
 
-def _key(text: str, default: object = dataclasses.MISSING) -> Any:  # noqa: ANN401  (a dataclass field of any type)
+def _key(text: str, default: object = dataclasses.MISSING) -> Any:
     return field(default=default, metadata={"help": text})
 
 

@@ -95,7 +95,7 @@ def _reason(error: Exception) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
-def _size(node: Any, path: str, known: dict[int, int]) -> int:  # noqa: ANN401  (a node of PyYAML)
+def _size(node: Any, path: str, known: dict[int, int]) -> int:
     """Number of values below a node, with each alias as often as it is used, and long texts as several.
 
     A node that contains itself has more than any job. A mapping with a key twice is refused on the way.
@@ -204,7 +204,7 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
     return merged
 
 
-def _from_text(flag: str, text: str, kind: Any) -> object:  # noqa: ANN401  (a type)
+def _from_text(flag: str, text: str, kind: Any) -> object:
     """The value of a flag: null, a list of texts, or what pydantic makes of it."""
     options = get_args(kind)
     if type(None) in options and text.lower() in _NOTHING:

@@ -73,7 +73,7 @@ def _columns_of(job: Job) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
 
 
-def read_records(job: Job, processing: Any) -> Records:  # noqa: ANN401  (tokenizer or processor)
+def read_records(job: Job, processing: Any) -> Records:
     """Read the training and evaluation records of a job.
 
     Args:
@@ -128,7 +128,7 @@ def _check_image(image: Path, number: int, table: Path) -> None:
         raise InvalidArgument(f"The image of row {number} of {table.name} cannot be used. {error}") from None
 
 
-def _record(job: Job, processing: Any, row: Row, table: Path) -> Mapping[str, Any]:  # noqa: ANN401
+def _record(job: Job, processing: Any, row: Row, table: Path) -> Mapping[str, Any]:
     data = job.data
     if job.task == "text_classification":
         ids = processing(row[data.text_column], truncation=True, max_length=data.max_length)["input_ids"]
@@ -149,14 +149,14 @@ def _prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
     return prompt, row[data.text_column]
 
 
-def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:  # noqa: ANN401
+def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:
     """Tokens of a prompt after a start token: the same in training and in generation. A long prompt loses its start."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
     return [first, *ids[len(ids) - min(len(ids), limit - 1) :]]
 
 
-def language_record(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:  # noqa: ANN401
+def language_record(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
     """Start token, prompt, response and end token, at most max_length; the prompt takes at most half of it."""
     before = prompt_ids(tokenizer, prompt, max(1, data.max_length // 2))
     after = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -165,7 +165,7 @@ def language_record(tokenizer: Any, prompt: str, response: str, data: DataSectio
     return {"input_ids": ids, "labels": [IGNORED] * hidden + ids[hidden:]}
 
 
-def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:  # noqa: ANN401  (a collate function)
+def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     """Make the function that collates records of a job into a batch.
 
     Args:

@@ -13,7 +13,7 @@ METRICS = "metrics.json"
 _TWIN = "-no-dp"  # the end of the name of its folder
 
 
-def classification(prediction: Any) -> dict[str, float]:  # noqa: ANN401  (an EvalPrediction)
+def classification(prediction: Any) -> dict[str, float]:
     """Share of the evaluation records whose most likely class is their label, and that of the most frequent label.
 
     >>> from types import SimpleNamespace

@@ -53,7 +53,7 @@ def _here_or_downloaded(job: Job, path: str) -> Iterator[None]:
         ) from error
 
 
-def load_processing(job: Job) -> Any:  # noqa: ANN401  (a tokenizer or a processor of Transformers)
+def load_processing(job: Job) -> Any:
     """The tokenizer, or for VQA the processor, with a padding token.
 
     Raises:
@@ -77,7 +77,7 @@ def load_processing(job: Job) -> Any:  # noqa: ANN401  (a tokenizer or a process
     return processing
 
 
-def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
+def load_base(job: Job, processing: Any) -> nn.Module:
     """The model before training, in float32. New parameters are drawn from the job's seed, which is public.
 
     Raises:
@@ -128,7 +128,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
     return model.float()
 
 
-def key_of(job: Job, purpose: str) -> Any:  # noqa: ANN401  (a Key)
+def key_of(job: Job, purpose: str) -> Any:
     """A public key for what is drawn and is not noise."""
     return fold_in(insecure_key(job.training.seed), purpose)
 

@@ -173,7 +173,7 @@ def _run(
     return accounting
 
 
-def _save_model(folder: Path, model: Any, processing: Any) -> None:  # noqa: ANN401  (of Transformers or PEFT)
+def _save_model(folder: Path, model: Any, processing: Any) -> None:
     """Save the model with its tokenizer or processor, for from_pretrained."""
     model.save_pretrained(folder)
     processing.save_pretrained(folder)
@@ -220,7 +220,7 @@ def _check_loggers(names: Sequence[str] | None) -> None:
             )
 
 
-def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:  # noqa: ANN401  (a DPTrainer)
+def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:
     """Build the DPTrainer that runs a job."""
     from dpfunc.hf.trainer.trainer import DPTrainer
 
@@ -256,7 +256,7 @@ def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
     return torch.optim.AdamW(groups, lr=training.learning_rate or 0.0, weight_decay=training.weight_decay)
 
 
-def training_arguments(prepared: Prepared) -> Any:  # noqa: ANN401  (TrainingArguments)
+def training_arguments(prepared: Prepared) -> Any:
     """Translate the settings of a job into `TrainingArguments` of Transformers.
 
     Raises:

@@ -76,7 +76,7 @@ def _rows(path: Path) -> list[tuple[int, Any]]:
         raise InvalidArgument(f"Expected a readable table, got {str(path)!r}: {error}.") from error
 
 
-def _object(line: str, number: int, path: Path) -> Any:  # noqa: ANN401  (any JSON)
+def _object(line: str, number: int, path: Path) -> Any:
     """The values in a line. The line is private, and messages do not show it."""
     try:
         return json.loads(line)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "main_job"))
 from data import DataError, mail_text

@@ -23,7 +23,7 @@ import click
 import torch
 from mails_by_author import WIDTH, DataError, Table, features, load_table
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import clipping, distributed
@@ -36,7 +36,7 @@ from processes import Processes, join
 TEXTS = (1, 2, 4, 8, 16, 64)  # how many mails a sender has, in the table of epsilons
 
 
-def sample_loss(forward: Any, params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:  # noqa: ANN401
+def sample_loss(forward: Any, params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """The loss of each mail."""
     return F.cross_entropy(forward(params, batch["x"]), batch["labels"], reduction="none")
 
@@ -85,7 +85,7 @@ def group_as_one(plan: dpfunc.Plan, k: int) -> float:
 
 
 def train(
-    loss_fn: Any, plan: dpfunc.Plan, batches: Any, params: dict[str, Tensor], lr: float, key: dpfunc.Key,  # noqa: ANN401
+    loss_fn: Any, plan: dpfunc.Plan, batches: Any, params: dict[str, Tensor], lr: float, key: dpfunc.Key,
     processes: Processes,
 ) -> tuple[dict[str, Tensor], dpfunc.StepState]:  # fmt: skip
     """The loop; `batches` gives the batch of some indices."""

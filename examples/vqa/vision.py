@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 # kernel, expansion, channels, stride, repeats: Tan and Le 2019, EfficientNet, table 1; "Lite" has ReLU6 and no squeeze.
 STAGES = (

@@ -12,7 +12,7 @@ import downloads  # noqa: F401  (puts the main job on the path)
 import torch
 from model import Encoder, run_layers, tokenize
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 MAX_TOKENS = 14  # the longest question of easy-VQA has 11
 TEXT_FEATURES = 128

@@ -279,7 +279,7 @@ if __name__ == "__main__":  # one process of a job that is started, and killed, 
     torch.set_num_threads(1)
     place, rank, size, save_every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), 2
     dist.init_process_group(
-        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
     current, its_ranks, adam = start("rows")
     step = make_dp_step(

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dpfunc
-import dpfunc.step
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc.batches import take
+from dpfunc.distributed import collective_step
 from dpfunc.distributed.fully_sharded import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -272,7 +272,7 @@ def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1
     loss = loss_fn or classes(forward)
     with pytest.MonkeyPatch.context() as patch:
         if ranks is None:  # as if it could not be seen that there are others
-            patch.setattr(dpfunc.step, "check_alone", lambda environment: None)
+            patch.setattr(collective_step, "check_alone", lambda environment: None)
         dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
     state = replay(dp_step.init(params, insecure_key(1)))
     result = []

@@ -124,11 +124,15 @@ def one_step(**trouble):
         indices = indices[1:]
     if mine and trouble.get("killed") == "before":
         os.kill(os.getpid(), signal.SIGKILL)
-    if mine and "stalls" in trouble:
-        time.sleep(trouble["stalls"])
+    if "stalls" in trouble:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    while mine and "stalls" in trouble and not os.path.exists(trouble["stalls"]):  # until the others have given up
+        time.sleep(0.05)
     try:
         grads, after, _ = dp_step(current, take(records, indices), state)
     except (dpfunc.DPFuncError, RuntimeError, ValueError, OSError) as error:
+        if "stalls" in trouble:
+            open(trouble["stalls"], "w").close()
         again = None
         if trouble.get("again"):  # what failed may be tried again: nothing was spent
             trouble.pop("raises", None)

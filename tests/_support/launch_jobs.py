@@ -16,7 +16,7 @@ from dpfunc import distributed, sampling
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 
 KEY = dpfunc.insecure_key(2106)
-END = "=== the runs that are compared end here"
+END = "=== another part begins here"
 PRIVACY = PrivacyArguments(
     dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="bookkeeping", dp_log_unreleased=True
 )
@@ -26,7 +26,7 @@ def caught(function, *args):
     """The type and the message of an error."""
     try:
         function(*args)
-    except Exception as error:  # noqa: BLE001  (told to the test)
+    except Exception as error:  # noqa: BLE001  (the test compares it)
         return type(error).__name__, str(error)
     return "nothing", ""
 
@@ -142,10 +142,10 @@ def troubles(folder, ranks):
 
 
 def trainer(folder):
-    """The Trainer and what surrounds it, in one launch: it takes longer to import than to run."""
+    """The Trainer and what surrounds it."""
     from trainer_cases import Seen
 
-    ranks = distributed.from_environment(timedelta(seconds=60))
+    ranks = distributed.from_environment()
     found = {"place": (ranks.rank, ranks.size), "writer": distributed.is_writer(ranks)}
     found["timeout"] = ranks.group._get_backend(ranks.device).options._timeout
     found["again"] = distributed.from_environment() == ranks  # what is there is used
@@ -159,14 +159,11 @@ def trainer(folder):
         raise OSError("the disk is full")
 
     found["once"] = caught(distributed.once, ranks, fails)
-    if ranks.writes:
-        print(END, flush=True)
+    between_parts()
     found.update(troubles(folder, ranks))
     # Last: it makes the Trainer forget the other processes.
     found["alone"] = caught(lambda: trainer_of(folder / "alone", 0, Seen(), use_cpu=False))
     torch.save(found, folder / f"rank{ranks.rank}.pt")
-    distributed.shutdown()
-    found["left"] = torch.distributed.is_initialized()
 
 
 def killed(line, *arguments):
@@ -185,22 +182,42 @@ def killed(line, *arguments):
     main(list(arguments))
 
 
-def commands(*arguments):
-    """Several `dpfunc` commands, with `then` between them, in the same processes, which leave each other once."""
+PARTS = ("resume", "generate", "train", "trainer", "troubles")
+
+
+def all_parts(*arguments):
+    """`dpfunc` commands with `then` between them, and the Trainer, in the same processes, which leave each other once.
+
+    `END` is printed between them. The run that is resumed comes first: nothing of it is in the memory of these processes.
+    """
+    from dpfunc import state
     from dpfunc.cli.main import main
 
+    distributed.from_environment(timedelta(minutes=4))
     shutdown, distributed.shutdown = distributed.shutdown, lambda: None
     words = list(arguments)
-    while words:
-        end = words.index("then") if "then" in words else len(words)
+    while words != ["trainer"]:
+        end = words.index("then")
         main(words[:end], standalone_mode=False)
         words = words[end + 1 :]
+        between_parts()
+        state._next_release.clear()  # each part stands for processes of its own
+        state._digests.clear()
+    trainer(Path("trainer"))
     shutdown()
+
+
+def between_parts():
+    """Print `END` when each process has printed what it had to."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        print(END, flush=True)
+        print(END, file=sys.stderr, flush=True)
+    torch.distributed.barrier()
 
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
-    if name == "trainer":
-        trainer(Path(arguments[0]))
-    else:
-        {"killed": killed, "commands": commands}[name](*arguments)
+    {"killed": killed, "all_parts": all_parts}[name](*arguments)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from models import Case
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from transformers.pytorch_utils import Conv1D
 from zoo.parity import roughen
@@ -279,7 +279,7 @@ def bagged(bags, last, **options):
         return run(ids_BT.flatten(), offsets, **weights).unflatten(0, (count, bags)).flatten(1)
 
     weighted = options.pop("weighted", False)
-    make = lambda: nn.EmbeddingBag(VOCAB, D, include_last_offset=last, **options)  # noqa: E731
+    make = lambda: nn.EmbeddingBag(VOCAB, D, include_last_offset=last, **options)
     return module(make, weighted_ids if weighted else ids(), forward)
 
 
@@ -346,7 +346,7 @@ def crossed(first, kdim=D, vdim=D):
             return run(*args)[0]
         return run(*(arg.transpose(0, 1) for arg in args))[0].transpose(0, 1)
 
-    make = lambda: nn.MultiheadAttention(D, 2, batch_first=first, kdim=kdim, vdim=vdim)  # noqa: E731
+    make = lambda: nn.MultiheadAttention(D, 2, batch_first=first, kdim=kdim, vdim=vdim)
     return module(make, pairs(other=kdim), forward)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach

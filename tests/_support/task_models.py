@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from zoo.parity import roughen
 
 from benchmarks.survey.audio import CONVS, waves

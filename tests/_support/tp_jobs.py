@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import engines

@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 
 def per_sample(forward, params, x, pick=lambda out: out):
     """The batch axis of 1 stays inside."""
-    loss = lambda p, row: pick(forward(p, row[None])).square().mean()  # noqa: E731
+    loss = lambda p, row: pick(forward(p, row[None])).square().mean()
     return vmap(grad(loss), in_dims=(None, 0), randomness="different")(params, x)
 
 

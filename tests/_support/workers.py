@@ -97,7 +97,7 @@ _pool = _Pool()
 atexit.register(_pool.stop)
 
 
-def outcomes(size: int, name: str, *args: Any, seconds: float = 30.0, limit: float = 150.0) -> list[Outcome]:
+def outcomes(size: int, name: str, *args: Any, seconds: float = 120.0, limit: float = 600.0) -> list[Outcome]:
     """What each of `size` processes gave. `seconds` is the timeout of their group, `limit` of the whole job."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _pool.grow(size)

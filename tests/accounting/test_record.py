@@ -24,7 +24,7 @@ def test_a_record_reads_back_exactly(changes):
     json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
-def test_what_is_published_is_said_in_words():
+def test_published_facts_are_in_sentences():
     values = json.loads(RECORD.to_json())
     assert values["schema"] == "dpfunc.accounting/1"
     assert values["neighbours"] == NEIGHBOURS["add_remove"]

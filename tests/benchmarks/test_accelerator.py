@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.pages import filled  # noqa: E402
-from benchmarks.scaling import accelerator  # noqa: E402
-from benchmarks.scaling.accelerator import DOCUMENT, JOBS, RESULT, Sizes, error, released, tables  # noqa: E402
+from benchmarks.pages import filled
+from benchmarks.scaling import accelerator
+from benchmarks.scaling.accelerator import DOCUMENT, JOBS, RESULT, Sizes, error, released, tables
 
 FOUND = json.loads(RESULT.read_text())
 

@@ -17,13 +17,13 @@ from dpfunc.engines import vmap
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engines import memory, plots, worker  # noqa: E402
-from benchmarks.engines.__main__ import main  # noqa: E402
-from benchmarks.engines.cases import ALL_CASES, CASES, LAYER_CASES  # noqa: E402
-from benchmarks.engines.contestants import ENGINES, OPACUS, known, prepare  # noqa: E402
-from benchmarks.engines.parity import TOLERANCE, Truth, relative_error  # noqa: E402
-from benchmarks.engines.runner import Settings, run_case  # noqa: E402
-from benchmarks.engines.timing import interleaved, rotated, summary  # noqa: E402
+from benchmarks.engines import memory, plots, worker
+from benchmarks.engines.__main__ import main
+from benchmarks.engines.cases import ALL_CASES, CASES, LAYER_CASES
+from benchmarks.engines.contestants import ENGINES, OPACUS, known, prepare
+from benchmarks.engines.parity import TOLERANCE, Truth, relative_error
+from benchmarks.engines.runner import Settings, run_case
+from benchmarks.engines.timing import interleaved, rotated, summary
 
 MIB = 2**20
 PRESENT = [name for name in ENGINES if hasattr(dpfunc.engines, name)]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu  # noqa: E402
+from benchmarks import gpu
 
 ROW = {"numbers": 10**7, "source": "secure", "best_ns": 8.0}
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import growth  # noqa: E402
-from benchmarks.growth import AXES, Axis, exponent  # noqa: E402
-from benchmarks.pages import filled  # noqa: E402
+from benchmarks import growth
+from benchmarks.growth import AXES, Axis, exponent
+from benchmarks.pages import filled
 
 
 def test_sizes_of_the_points():

@@ -22,11 +22,11 @@ from dpfunc.rng import insecure_key
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engines.report import rounded  # noqa: E402
-from benchmarks.engines.transformer_nets import decoder  # noqa: E402
-from benchmarks.scaling import pieces, traffic  # noqa: E402
-from benchmarks.scaling.__main__ import DOCUMENT, RESULT, main  # noqa: E402
-from benchmarks.scaling.memory import (  # noqa: E402
+from benchmarks.engines.report import rounded
+from benchmarks.engines.transformer_nets import decoder
+from benchmarks.scaling import pieces, traffic
+from benchmarks.scaling.__main__ import DOCUMENT, RESULT, main
+from benchmarks.scaling.memory import (
     ENGINES,
     LAYOUTS,
     Job,
@@ -37,9 +37,9 @@ from benchmarks.scaling.memory import (  # noqa: E402
     peak,
     trained_matrices,
 )
-from benchmarks.scaling.page import TABLES, amount, filled, in_bytes  # noqa: E402
-from benchmarks.scaling.shapes import MODELS, Shape  # noqa: E402
-from benchmarks.scaling.table import GPUS, fits, jobs, modelled  # noqa: E402
+from benchmarks.scaling.page import TABLES, amount, filled, in_bytes
+from benchmarks.scaling.shapes import MODELS, Shape
+from benchmarks.scaling.table import GPUS, fits, jobs, modelled
 
 TINY = Shape("tiny", layers=2, width=64, hidden=160, heads=8, kv_heads=2, vocabulary=100)
 REPORT = json.loads(RESULT.read_text())

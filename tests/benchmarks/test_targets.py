@@ -10,9 +10,9 @@ from click.testing import CliRunner
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import targets  # noqa: E402
-from benchmarks.pages import filled  # noqa: E402
-from benchmarks.targets import MS, PAGE, RATIO, REASONS, SHARE, TARGETS, Target, judged, reports, section, verdict  # noqa: E402
+from benchmarks import targets
+from benchmarks.pages import filled
+from benchmarks.targets import MS, PAGE, RATIO, REASONS, SHARE, TARGETS, Target, judged, reports, section, verdict
 
 NOT_YET = {"GPT-2, compiled"}
 TOY = Target("toy", 1.5, RATIO, "file", ("case", "private"), ("case", "plain"))

@@ -60,7 +60,7 @@ DAMAGE = {
     ),
     "head lost": (lambda path, ls: head_path(path).unlink(), "no such file: nobody can tell"),
     "head unreadable": (lambda path, ls: head_path(path).write_text("{"), r"jsonl.head cannot be read"),
-    "head of before": (lambda path, ls: write_head(path, Head(3, "?")), "has 6 lines, .* knows of 3"),
+    "head of before": (lambda path, ls: write_head(path, Head(3, "?")), "has 6 lines, .* records 3"),
     "head of another journal": (
         lambda path, ls: head_path(path).write_bytes(head_path(another(path)).read_bytes()), "Line 6 .* is not the one",
     ),
@@ -73,7 +73,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_line_that_is_lost_or_changed_is_seen(tmp_path, damage):
+def test_a_lost_or_changed_line_is_detected(tmp_path, damage):
     """By who counts what was spent, and by who would append; then nothing is released."""
     path = written(tmp_path / "journal.jsonl", *(line(step) for step in range(6)))
     assert journal_ledger(path).num_steps == 6

@@ -295,7 +295,7 @@ def test_failed_save_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torn_line_is_cut_off(tmp_path):
+def test_an_incomplete_line_is_removed(tmp_path):
     journal = Journal(tmp_path / "j.jsonl", PLAN)
     state, values, optimizer = start()
     state = steps(state, values, optimizer, 2, journal)

@@ -48,7 +48,7 @@ def test_a_record_says_what_the_run_was():
     assert record.versions["torch"] == torch.__version__
 
 
-def test_a_key_that_can_be_guessed_is_said():
+def test_a_guessable_key_is_reported():
     with pytest.warns(UserWarning, match="known to everybody"):
         dp_step, state = run(plan(), insecure_key(52001))
     assert make_record(dp_step, state, unit="one row").noise_key == "guessable"

@@ -242,7 +242,7 @@ def test_kill_loses_no_accounting(killed, tmp_path, again):
 
 def test_a_crash_while_saving(tmp_path):
     """kill -9 of one process is an error of the other, and the old checkpoint stays the newest. (Last: ends workers.)"""
-    alive, dead = outcomes(2, "checkpoint_jobs:trouble_while_saving", tmp_path, [("tensors", 1, "killed")], seconds=10)
+    alive, dead = outcomes(2, "checkpoint_jobs:trouble_while_saving", tmp_path, [("tensors", 1, "killed")])
     assert dead.died
     assert alive.error or "Error" in alive.value[0]
     assert newest(tmp_path).extra == {"number": 0}

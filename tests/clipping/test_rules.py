@@ -73,7 +73,7 @@ def test_one_bad_group_removes_the_whole_sample(name):
     assert (factors[1] > 0).all()
 
 
-def test_a_rule_that_lies_is_held_to_the_bound():
+def test_a_rule_with_wrong_factors_is_held_to_the_bound():
     class Liar:
         groups = clipping.AllParameters()
         clip_norm = 1.0

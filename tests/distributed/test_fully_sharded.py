@@ -27,7 +27,7 @@ def test_a_managed_model_gives_the_same(case):
 
 def test_refusals():
     """Any other engine or ranks would give no gradient, or that of one process: an error on all, nothing is spent."""
-    for found, difference, cut in run(2, "fsdp_jobs:managed_refusals", seconds=60):
+    for found, difference, cut in run(2, "fsdp_jobs:managed_refusals"):
         for case, (errors, step, spent) in found.items():
             kind, text = errors[0]
             assert kind in ("UnsupportedModel", "InvalidArgument"), (case, kind, text)

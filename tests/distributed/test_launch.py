@@ -24,6 +24,8 @@ from dpfunc.errors import InvalidArgument
 
 JOBS = launch_jobs.__file__
 FLAGS = ("--steps", "6", "--eval_fraction", "0.2", "--eval_steps", "3", "--insecure-seed", "7707")
+KILLED = ("train", "job.yaml", *FLAGS, "--output_dir", "killed")
+TEXTS = ("-n", "6", "--batch-size", "2", "--max-new-tokens", "6", "--allow-non-private", "--seed", "4")
 
 
 def close(found, expected, tolerance=1e-6):
@@ -36,25 +38,78 @@ def weights(folder):
     return load_file(folder / "model" / "adapter_model.safetensors")
 
 
-# The command
+# Imports take longer than these runs do: one launch is killed, and a second one does all the rest.
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a job, done by one process and by two."""
+    """A folder with a job, done by one process."""
     folder = tmp_path_factory.mktemp("job")
     write_job(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         one = CliRunner().invoke(main, ["train", "job.yaml", *FLAGS, "--output_dir", "one"])
     assert one.exit_code == 0, one.output
-    said = works("-m", "dpfunc.cli.main", "train", "job.yaml", *FLAGS, "--output_dir", "two", cwd=folder)
-    return folder, one.stdout, *said
+    return folder, one.stdout
 
 
-def test_the_command_is_the_same_on_two_processes(place):
-    """Plan, epsilon, ledger, parameters; and one process writes and speaks."""
-    folder, expected, output, errors = place
+@pytest.fixture(scope="module")
+def killed(place):
+    """Two processes of which the first is killed with a step in its journal that nobody got."""
+    folder, _ = place
+    code, _, errors = torchrun(JOBS, "killed", 5, *KILLED, cwd=folder)
+    return code, errors, journal_ledger(folder / "killed" / "privacy_journal.jsonl").num_steps
+
+
+@pytest.fixture(scope="module")
+def launched(place, killed):
+    """A run that one process may not resume; and what two processes printed, by part of `launch_jobs.all_parts`."""
+    folder, _ = place
+    with pytest.MonkeyPatch.context() as patch:  # one process would repeat step 5 with other last bits
+        patch.chdir(folder)
+        refused = CliRunner().invoke(main, [*KILLED, "--resume"])
+    assert journal_ledger(folder / "killed" / "privacy_journal.jsonl").num_steps == 5
+    (folder / "trainer").mkdir()
+    generate = ("generate", "killed", *TEXTS, "--out", "two.jsonl")
+    train = ("train", "job.yaml", *FLAGS, "--output_dir", "two")
+    said = works(
+        JOBS, "all_parts", *KILLED, "--resume", "then", *generate, "then", *train, "then", "trainer", cwd=folder
+    )
+    return refused, *(dict(zip(launch_jobs.PARTS, text.split(launch_jobs.END), strict=False)) for text in said)
+
+
+# The command
+
+
+def test_killed_processes_die_together_and_resume_bit_for_bit(place, killed, launched):
+    """The step that nobody got counts, and is repeated."""
+    (folder, _), (code, errors, in_journal), (refused, output, _) = place, killed, launched
+    assert code != 0
+    assert "SIGKILL" in errors
+    assert "lost the others" in errors or "SIGTERM" in errors
+    assert in_journal == 5
+    assert refused.exit_code == 1
+    assert "laid out differently" in refused.stderr
+    assert "data processes: saved 2, now 1" in refused.stderr
+    resumed, whole = weights(folder / "killed"), weights(folder / "two")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    plan_ledger = json.loads((folder / "one" / "privacy_accounting.json").read_text())["ledger"]
+    journal = folder / "killed" / "privacy_journal.jsonl"
+    assert journal_ledger(journal) == dpfunc.Ledger.from_json(json.dumps(plan_ledger))
+    assert output["generate"].count("6 texts in two.jsonl") == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        drawn = CliRunner().invoke(main, ["generate", "killed", *TEXTS, "--out", "one.jsonl"])
+        assert drawn.exit_code == 0, drawn.output
+        assert Path("one.jsonl").read_text() == Path("two.jsonl").read_text()
+        # Nothing is left to repeat: any number of processes may go on.
+        assert CliRunner().invoke(main, [*KILLED, "--resume"]).exit_code == 0
+
+
+def test_the_command_is_the_same_on_two_processes(place, launched):
+    """Plan, epsilon, ledger, parameters; and one process writes and prints."""
+    (folder, expected), (_, outputs, errors) = place, launched
+    output = outputs["train"]
     close(weights(folder / "two"), weights(folder / "one"))
     one, two = (json.loads((folder / name / "privacy_accounting.json").read_text()) for name in ("one", "two"))
     assert one.pop("date") != ""
@@ -67,64 +122,24 @@ def test_the_command_is_the_same_on_two_processes(place):
     [taken] = read_steps(folder / "two" / "privacy_journal.jsonl").values()
     assert sorted(taken) == list(range(6))
     assert len((folder / "two" / "privacy_journal.jsonl").read_text().splitlines()) == 6
-    assert errors.count("| 0/6 [") == 1  # one progress bar
+    assert errors["train"].count("| 0/6 [") == 1  # one progress bar
     saved = sorted(path.name for path in (folder / "two").glob("checkpoint-*"))
     assert saved == ["checkpoint-4", "checkpoint-6"]
-
-
-def test_killed_processes_die_together_and_resume_bit_for_bit(place, tmp_path):
-    """The first process is killed with a step in its journal that nobody got: it counts, and is repeated."""
-    folder, *_ = place
-    words = ("train", "job.yaml", *FLAGS, "--output_dir", "killed")
-    code, _, errors = torchrun(JOBS, "killed", 5, *words, cwd=folder)
-    assert code != 0
-    assert "SIGKILL" in errors
-    assert "lost the others" in errors or "SIGTERM" in errors
-    journal = folder / "killed" / "privacy_journal.jsonl"
-    plan_ledger = dpfunc.Ledger.from_json(
-        json.dumps(json.loads((folder / "one" / "privacy_accounting.json").read_text())["ledger"])
-    )
-    assert journal_ledger(journal).num_steps == 5
-    with pytest.MonkeyPatch.context() as patch:  # one process would repeat step 5 with other last bits
-        patch.chdir(folder)
-        refused = CliRunner().invoke(main, [*words, "--resume"])
-        assert refused.exit_code == 1
-        assert "laid out differently" in refused.stderr
-        assert "data processes: saved 2, now 1" in refused.stderr
-    assert journal_ledger(journal).num_steps == 5
-    texts = ("-n", "6", "--batch-size", "2", "--max-new-tokens", "6", "--allow-non-private", "--seed", "4")
-    output, _ = works(
-        JOBS, "commands", *words, "--resume", "then", "generate", "killed", *texts, "--out", "two.jsonl", cwd=folder
-    )
-    resumed, whole = weights(folder / "killed"), weights(folder / "two")
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-    assert journal_ledger(journal) == plan_ledger
-    assert output.count("6 texts in two.jsonl") == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        drawn = CliRunner().invoke(main, ["generate", "killed", *texts, "--out", "one.jsonl"])
-        assert drawn.exit_code == 0, drawn.output
-        assert Path("one.jsonl").read_text() == Path("two.jsonl").read_text()
-        # Nothing is left to repeat: any number of processes may go on.
-        assert CliRunner().invoke(main, [*words, "--resume"]).exit_code == 0
 
 
 # The Trainer
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    """What each of two processes found, and what they said; and the same run by one process."""
-    import launch_jobs
-
-    folder = tmp_path_factory.mktemp("trainer")
-    said = works(JOBS, "trainer", folder)
+def trained(place, launched):
+    """Results of each of two processes with the Trainer, their output, and the same run by one process."""
+    folder = place[0] / "trainer"
     found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    return folder, found, said, launch_jobs.train(folder / "one", 10)
+    return folder, found, launched[1]["trainer"], launch_jobs.train(folder / "one", 10)
 
 
-def test_the_trainer_is_the_same_on_two_processes(launched):
-    folder, found, _, one = launched
+def test_the_trainer_is_the_same_on_two_processes(trained):
+    folder, found, _, one = trained
     assert any(0 in row and sum(row) for row in zip(*(each["run"]["draws"] for each in found), strict=True))
     for each in found:
         close(each["run"]["params"], one["params"])  # also: the second process began with another model
@@ -149,34 +164,31 @@ def test_the_trainer_is_the_same_on_two_processes(launched):
     assert journal_ledger(folder / "run" / "privacy_journal.jsonl").to_json() == one["ledger"]
 
 
-def test_the_logs_are_printed_once(launched):
-    import launch_jobs
-
-    _, _, (output, _), one = launched
+def test_the_logs_are_printed_once(trained):
+    _, _, output, one = trained
     assert output.count("train_runtime") == 2  # the run, and its twin
-    wanted = output.partition(launch_jobs.END)[0]
-    assert wanted.count("'privacy/steps_left'") == sum("privacy/steps_left" in logs for logs in one["logs"])
+    assert output.count("'privacy/steps_left'") == sum("privacy/steps_left" in logs for logs in one["logs"])
 
 
-def test_the_twin_is_the_trainers_own(launched):
-    _, found, _, _ = launched
+def test_the_twin_is_the_trainers_own(trained):
+    _, found, _, _ = trained
     first, second = (each["twin"] for each in found)
     assert first["wrapped"] == "DistributedDataParallel"
     assert all(torch.equal(first["params"][name], value) for name, value in second["params"].items())
 
 
-def test_a_loader_that_accelerate_sharded_is_refused(launched):
+def test_a_loader_that_accelerate_sharded_is_refused(trained):
     """It gives each process whole draws of other steps."""
-    _, found, _, _ = launched
+    _, found, _, _ = trained
     assert [each["sharded loader"][0] for each in found] == ["SamplingMismatch", "SamplingMismatch"]
 
 
-def test_what_the_processes_share(launched):
-    _, found, _, _ = launched
+def test_what_the_processes_share(trained):
+    _, found, _, _ = trained
     assert [each["place"] for each in found] == [(0, 2), (1, 2)]
     assert [each["writer"] for each in found] == [True, False]
     for each in found:
-        assert each["timeout"] == timedelta(seconds=60)
+        assert each["timeout"] == timedelta(minutes=4)
         assert each["again"]
         assert each["same"][0] == "nothing"
         assert each["other"][0] == "RankMismatch"
@@ -185,9 +197,9 @@ def test_what_the_processes_share(launched):
     assert [each["once"][0] for each in found] == ["OSError", "StepAborted"]
 
 
-def test_what_one_process_cannot_write_stops_all(launched):
+def test_what_one_process_cannot_write_stops_all(trained):
     """At once, and not when the others have waited for half an hour."""
-    folder, found, _, _ = launched
+    folder, found, _, _ = trained
     for name in ("finish", "write_accounting"):
         assert [each[name][0] for each in found] == ["OSError", "StepAborted"], name
     assert [each["_commit"][0] for each in found] == ["OSError", "CheckpointError"]

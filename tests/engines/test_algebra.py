@@ -48,7 +48,7 @@ def convolved(draw, axes=2, groups=1, stride=1, padding=1, dilation=1, transpose
     """One kernel, at several images of each sample; the sizes follow from torch's own convolution."""
     kernel = (3, 2, 2)[:axes]
     shape = (out, channels // groups, *kernel) if not transposed else (channels, out // groups, *kernel)
-    many = lambda value: (value,) * axes  # noqa: E731
+    many = lambda value: (value,) * axes
     args = ConvolutionArgs(shape, many(stride), many(padding), many(dilation), groups, transposed)
     x_BmC = draw.normal(2, channels, *many(edge))
     run = getattr(torch, f"conv{'_transpose' if transposed else ''}{axes}d")
@@ -272,7 +272,7 @@ def test_norms_are_not_much_too_large(kind, seed, length):
 def convolutions(draw, dtype=torch.float64):
     """A convolution of any kind, and torch's own gradient of each sample."""
     axes, groups, transposed = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
-    each = lambda *values: tuple(draw(st.sampled_from(values)) for _ in range(axes))  # noqa: E731
+    each = lambda *values: tuple(draw(st.sampled_from(values)) for _ in range(axes))
     stride, padding, dilation, taps = each(1, 2, 3), each(0, 1, 2), each(1, 2), each(1, 2, 3)
     further = tuple(draw(st.integers(0, max(pair) - 1)) for pair in zip(stride, dilation, strict=True))
     width_in, width_out = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([1, 3, 16]))

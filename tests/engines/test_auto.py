@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import CASES, build
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from zoo.language import CASES as LANGUAGE
 from zoo.language import build as build_language
 
@@ -54,7 +54,7 @@ def test_losses_that_mix_rows_are_refused(name):
 
 
 def test_a_mean_over_own_tokens_is_not_refused():
-    loss_fn = lambda p, b: token_losses(p, b).sum(1) / b["mask"].sum(1)  # noqa: E731
+    loss_fn = lambda p, b: token_losses(p, b).sum(1) / b["mask"].sum(1)
     engine = engines.auto()
     engine(loss_fn, W, tokens([2, 8, 5, 3]))
     assert engine.decision(loss_fn).engine == "bookkeeping"
@@ -91,8 +91,8 @@ def test_an_engine_that_disagrees_is_not_used():
 
 
 def test_falls_back_to_what_works():
-    solve = lambda p, b: torch.linalg.solve(p["a"] + 3 * torch.eye(3), b.T).square().sum(0)  # noqa: E731
-    branch = lambda p, b: solve(p, b) * (2 if bool((b == b).all()) else 1)  # noqa: E731
+    solve = lambda p, b: torch.linalg.solve(p["a"] + 3 * torch.eye(3), b.T).square().sum(0)
+    branch = lambda p, b: solve(p, b) * (2 if bool((b == b).all()) else 1)
     params, batch = {"a": torch.eye(3)}, torch.randn(4, 3)
     for loss_fn, expected in ((solve, "vmap"), (branch, "loop")):
         engine = engines.auto()
@@ -105,14 +105,14 @@ def test_falls_back_to_what_works():
 def test_dropout_does_not_disturb_the_comparison():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
     forward, params = functionalize(model.train())
-    loss_fn = lambda p, b: forward(p, b).square().mean((1, 2))  # noqa: E731
+    loss_fn = lambda p, b: forward(p, b).square().mean((1, 2))
     engine = engines.auto()
     engine(loss_fn, params, torch.randn(3, 5, 4))
     assert engine.decision(loss_fn).engine == "bookkeeping"
 
 
 def test_random_numbers_are_the_same_for_a_row_alone():
-    loss_fn = lambda p, b: (b * p["w"]).sum(1).square() * torch.rand(len(b))  # noqa: E731
+    loss_fn = lambda p, b: (b * p["w"]).sum(1).square() * torch.rand(len(b))
     engine, params = engines.auto(), {"w": torch.ones(4)}
     with torch.random.fork_rng():
         for step in range(3):
@@ -121,7 +121,7 @@ def test_random_numbers_are_the_same_for_a_row_alone():
 
 
 def test_rows_that_are_not_finite_give_zeros_and_no_error():
-    loss_fn = lambda p, b: (b @ p["w"]).square()  # noqa: E731
+    loss_fn = lambda p, b: (b @ p["w"]).square()
     engine, params = engines.auto(), {"w": torch.ones(4)}
     for batch in (torch.full((3, 4), torch.nan), torch.ones(3, 4).cumsum(0)):
         clipped, _ = clipped_grad(loss_fn, params, batch, clipping.Flat(1.0), engine=engine)
@@ -130,7 +130,7 @@ def test_rows_that_are_not_finite_give_zeros_and_no_error():
 
 
 def test_the_step_says_what_was_decided():
-    loss_fn = lambda p, b: (b @ p["w"]).square()  # noqa: E731
+    loss_fn = lambda p, b: (b @ p["w"]).square()
     plan = Plan(sampling.Poisson(100, 0.2), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=2, delta=1e-3)
     dp_step, data, params = make_dp_step(loss_fn, plan), torch.randn(100, 4), {"w": torch.ones(4)}
     assert dp_step.decision is None
@@ -142,7 +142,7 @@ def test_the_step_says_what_was_decided():
 
 
 def test_batch_norm_of_single_rows_is_explained():
-    loss_fn = lambda p, b: F.batch_norm(b["x"].mean(1), None, None, p["w"], training=True).square().sum(1)  # noqa: E731
+    loss_fn = lambda p, b: F.batch_norm(b["x"].mean(1), None, None, p["w"], training=True).square().sum(1)
     with pytest.raises(UnsupportedModel, match=r"not that of one sample alone.*replace_batchnorm"):
         engines.auto()(loss_fn, W, tokens([2, 8, 5]))
 

@@ -32,7 +32,7 @@ def test_a_budget_changes_the_representation_and_not_the_result():
     generator = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(512, 512, generator=generator)}
     batch = torch.randn(2, 200, 512, generator=generator)
-    loss_fn = lambda p, b: torch.tanh(torch.nn.functional.linear(b, p["w"]) / 30).square().sum((1, 2))  # noqa: E731
+    loss_fn = lambda p, b: torch.tanh(torch.nn.functional.linear(b, p["w"]) / 30).square().sum((1, 2))
     tables = [explain(loss_fn, params, batch, budget) for budget in (None, 0)]
     assert [table.uses[0].representation for table in tables] == ["formed", "ghost"]
     assert tables[1].num_bytes < tables[0].num_bytes
@@ -43,7 +43,7 @@ def test_a_budget_changes_the_representation_and_not_the_result():
 
 
 def test_a_parameter_that_is_not_used_is_said_so():
-    loss_fn = lambda p, b: (b * p["w"]).sum(1)  # noqa: E731
+    loss_fn = lambda p, b: (b * p["w"]).sum(1)
     table = explain(loss_fn, {"w": torch.ones(3), "idle": torch.ones(2)}, torch.ones(2, 3))
     assert [use.representation for use in table.uses if use.parameter == "idle"] == ["unused"]
 

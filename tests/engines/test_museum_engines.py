@@ -60,7 +60,7 @@ def test_grouped_and_3d_convolutions_are_trained_in_any_order(engine):
         torch.manual_seed(0)
         forward, params = functionalize(Volume().double())
     batch = torch.randn(4, 2, 3, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    loss_fn = lambda p, b: forward(p, b).square().sum(1)  # noqa: E731
+    loss_fn = lambda p, b: forward(p, b).square().sum(1)
     check(engine, loss_fn, params, batch, clipping.Flat(1e-3), "flat")
     norms = ENGINES[engine]()(loss_fn, params, batch).sq_norms()
     assert all((value > 0).all() for value in norms.values())
@@ -79,7 +79,7 @@ def test_per_layer_is_not_silently_flat(engine):
 @every_engine
 def test_auto_v_at_a_zero_gradient(engine):
     """A sample that the loss does not see contributes zero, not NaN."""
-    loss_fn = lambda p, b: torch.nn.functional.linear(b, p["w"], p["b"]).square().sum(1) * b[:, 0]  # noqa: E731
+    loss_fn = lambda p, b: torch.nn.functional.linear(b, p["w"], p["b"]).square().sum(1) * b[:, 0]
     batch = torch.tensor([[1.0, 2.0], [0.0, 3.0], [2.0, 1.0]], dtype=torch.float64)
     params = {"w": torch.ones(3, 2, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
     check(engine, loss_fn, params, batch, clipping.auto_v(1.0), "auto_v")

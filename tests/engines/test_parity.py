@@ -84,7 +84,7 @@ def test_no_graph_is_left(engine, name):
 def test_clipped_sums_equal_the_loop(engine, name, device):
     case = build(name, size=7, dtype=torch.float64, device=device)
     group_of = dict.fromkeys(case.params, "all")
-    flat = lambda n, c: c / max(n, c)  # noqa: E731
+    flat = lambda n, c: c / max(n, c)
     bound = 0.5
     expected = loop_clipped_sum(case.loss_fn, case.params, case.batch, flat, group_of, {"all": bound * (1 - SLACK)})
     got, _ = clipped_grad(
@@ -188,7 +188,7 @@ def test_dropout_is_replayed_by_key():
 
     forward, params = functionalize(model)
     batch = torch.randn(6, 4)
-    loss_fn = lambda p, b: forward(p, b).square().sum(1)  # noqa: E731
+    loss_fn = lambda p, b: forward(p, b).square().sum(1)
     state = torch.random.get_rng_state()
     sums = [
         clipped_grad(loss_fn, params, batch, clipping.Flat(1.0), microbatch_size=4, key=insecure_key(seed))[0].sums

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import Case, next_token, token_batch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, roughen, truth_of
 
@@ -146,7 +146,7 @@ def test_many_aligned_gradients_sum_to_their_bound(engine, microbatch_size, dtyp
     bound = 0.3
     x = torch.full((ALIGNED, 5, 8), 0.7, dtype=dtype)
     params = {"w": torch.ones(6, 8, dtype=dtype), "b": torch.ones(6, dtype=dtype)}
-    loss_fn = lambda p, x: F.linear(x, p["w"], p["b"]).sum((1, 2))  # noqa: E731
+    loss_fn = lambda p, x: F.linear(x, p["w"], p["b"]).sum((1, 2))
     with autocast():
         clipped, _ = clipped_grad(
             loss_fn, params, x, clipping.Flat(bound), engine=MAKE[engine](), microbatch_size=microbatch_size
@@ -263,7 +263,7 @@ def test_dropout_is_replayed(engine, checkpointed):
 def test_dropout_differs_between_samples_and_fits_its_loss(engine):
     """The gradient belongs to the mask that the loss saw: for a loss `m * w`, it is the loss itself at w = 1."""
     params = {"w": torch.ones(64)}
-    loss_fn = lambda p, x: F.dropout(x * p["w"], 0.5).sum(1)  # noqa: E731
+    loss_fn = lambda p, x: F.dropout(x * p["w"], 0.5).sum(1)
     result = MAKE[engine]()(loss_fn, params, torch.ones(B, 64))
     sums = result.weighted_sum({"w": torch.tensor([1.0, 0.0, 0.0, 0.0])})
     assert len(set(result.losses_B.tolist())) > 1
@@ -276,7 +276,7 @@ def test_dropout_differs_between_samples_and_fits_its_loss(engine):
 def test_checkpointed_dropout_has_one_mask(engine, checkpointed):
     """The repeated forward pass draws the mask of the first: sums and norms are those of one function."""
     params = {"w": torch.ones(64)}
-    part = lambda p, x: F.dropout(x * p["w"], 0.5)  # noqa: E731
+    part = lambda p, x: F.dropout(x * p["w"], 0.5)
     run = (lambda f, p, x: checkpoint(f, p, x, use_reentrant=False)) if checkpointed else (lambda f, p, x: f(p, x))
     result = MAKE[engine]()(lambda p, x: run(part, p, x).sum(1), params, torch.ones(B, 64))
     sums = result.weighted_sum({"w": torch.tensor([0.0, 0.0, 0.0, 1.0])})

@@ -9,7 +9,7 @@ import torch
 from models import Case
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -244,7 +244,7 @@ def test_packed_results_and_gradients_are_those_of_torch(name, dtype, train):
     generator = torch.Generator().manual_seed(0)
     lengths = (4, 3, 3, 1)
     batch_sizes = torch.tensor([sum(length > time for length in lengths) for time in range(4)])
-    draw = lambda *shape: torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()  # noqa: E731
+    draw = lambda *shape: torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
     directions = recurrent.num_layers * (1 + recurrent.bidirectional)
     sizes = [recurrent.proj_size or H] + [H] * (layer is nn.LSTM)
     data, hx = draw(sum(lengths), D), tuple(draw(directions, len(lengths), size) for size in sizes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import Case
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of
 
@@ -334,7 +334,7 @@ def _routed(p, b):
 def test_a_use_is_exact_or_refused(engine, name):
     """The error is one of this library where torch can differentiate the loss."""
     function, _ = USES[name]
-    loss_fn = lambda p, b: squares(function(p, b))  # noqa: E731
+    loss_fn = lambda p, b: squares(function(p, b))
     case = Case(loss_fn, params(s=random(1)[0]), batch())
     try:
         truth = truth_of(Case(loss_fn, params(s=random(1)[0]), batch()))
@@ -561,7 +561,7 @@ def test_one_tensor_under_two_names(engine):
     """Each name has its own gradient, or it is an error: not one gradient under one of the names."""
     shared = random(D, OUT)
     parameters = params(w=shared, again=shared)
-    loss_fn = lambda p, b: squares(torch.tanh(b["x"] @ p["w"]) @ p["again"])  # noqa: E731
+    loss_fn = lambda p, b: squares(torch.tanh(b["x"] @ p["w"]) @ p["again"])
     truth = truth_of(Case(loss_fn, parameters, batch()))
     try:
         found = differences(ENGINES[engine](), Case(loss_fn, parameters, batch()), truth)
@@ -574,8 +574,8 @@ def test_one_tensor_under_two_names(engine):
 def test_other_losses_after_a_refusal(engine):
     """An engine that has refused one loss still works for another, and refuses again."""
     fast_engine = ENGINES[engine]()
-    mixing = lambda p, b: squares((b["y"] @ p["w"]).softmax(0))  # noqa: E731
-    good = lambda p, b: squares(b["y"] @ p["w"])  # noqa: E731
+    mixing = lambda p, b: squares((b["y"] @ p["w"]).softmax(0))
+    good = lambda p, b: squares(b["y"] @ p["w"])
     for _ in range(2):
         with pytest.raises(UnsupportedModel):
             fast_engine(mixing, params(), batch())
@@ -602,7 +602,7 @@ SIZED = {"size of the batch": lambda p, b: by_size(p, b), "another operation": l
 @fast
 def test_what_depends_on_the_size_is_seen_by_the_audit(engine, name):
     """A Python number: no trace follows it. The first batch of each size is audited."""
-    loss_fn = lambda p, b: squares(SIZED[name](p, b))  # noqa: E731
+    loss_fn = lambda p, b: squares(SIZED[name](p, b))
     prepared = make_clipped_grad(loss_fn, Flat(1.0), engine=ENGINES[engine]())
     with pytest.raises(UnsupportedModel, match="computed alone"):
         prepared(params(s=random(1)[0]), batch())

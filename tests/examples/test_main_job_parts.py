@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import ran
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples" / "main_job"
@@ -46,13 +46,12 @@ def test_a_cached_text_does_not_depend_on_its_neighbours(encoder):
 
 @pytest.mark.slow
 def test_a_run_with_a_secret_key_resumes_with_the_same_adapter(tmp_path):
-    # A is frozen and not in the checkpoint: drawn from the secret key, it would differ in the resumed process.
-    command = [sys.executable, str(JOB / "train.py"), "--smoke"]
-    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, cwd=ROOT)
+    # A is frozen and not in the checkpoint: drawn from the secret key, it would differ in the resumed run.
+    assert ran(JOB / "train.py", "--smoke", "--out", tmp_path).exit_code == 0
     before = load_file(tmp_path / "adapter.safetensors")
     names = ("run.png", "UNRELEASED_norms.png")
     pictures = [(tmp_path / name).read_bytes() for name in names]
-    subprocess.run([*command, "--resume", str(tmp_path)], check=True, capture_output=True, cwd=ROOT)
+    assert ran(JOB / "train.py", "--smoke", "--resume", tmp_path).exit_code == 0
     after = load_file(tmp_path / "adapter.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

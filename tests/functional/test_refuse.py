@@ -32,7 +32,7 @@ def test_one_embedding_under_three_names():
     assert model.shared is model.encoder.embed_tokens or model.shared.weight is model.encoder.embed_tokens.weight
     before = snapshot(model)
     forward, params = functionalize(model)
-    call = lambda p: forward(p, input_ids=ids, decoder_input_ids=ids, use_cache=False).logits  # noqa: E731
+    call = lambda p: forward(p, input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
     got = grad(lambda p: call(p).square().sum())(params)
     assert same(before, snapshot(model))
     model(input_ids=ids, decoder_input_ids=ids).logits.square().sum().backward()
@@ -118,7 +118,7 @@ def test_checkpointing_around_the_whole_call_is_right(use_reentrant):
     forward, params = functionalize(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)))
     params = {name: (p + 1).requires_grad_() for name, p in params.items()}
     x = torch.randn(2, 3)
-    call = lambda y, *values: forward(dict(zip(params, values, strict=True)), y).sum()  # noqa: E731
+    call = lambda y, *values: forward(dict(zip(params, values, strict=True)), y).sum()
     checkpoint(call, x, *params.values(), use_reentrant=use_reentrant).backward()
     got = [p.grad for p in params.values()]
     expected = torch.autograd.grad(forward(params, x).sum(), list(params.values()))

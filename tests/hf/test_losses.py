@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf import losses

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dpfunc
-from dpfunc import noise, step
+from dpfunc import noise
 from dpfunc.noise import streams
 from dpfunc.noise.streams import Drawing, drawn_ahead, free_cores, secure_normal
 from dpfunc.noise.tiles import TILE
@@ -146,7 +146,7 @@ def job():
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_step_draws_its_own_noise_once(monkeypatch, drawn, job, threads):
     dp_step, params, batch, state, key = job
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: threads)
+    monkeypatch.setattr(streams, "free_cores", lambda on_cpu, processes: threads)
     clipped, _ = dp_step.clipped_grad(params, batch, key=fold_in(fold_in(key, "step", 0), "dropout"))
     release = fold_in(fold_in(key, "step", 0), "release")
     expected = noise.add_gaussian(ClippedSum(clipped.sums, clipped.group_of, clipped.sensitivities), 1.0, release)
@@ -165,8 +165,8 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
         asked.append((key, {name: (leaf.shape, leaf.dtype) for name, leaf in like.items()}, threads))
         return drawn_ahead(key, like, threads)
 
-    monkeypatch.setattr(step, "drawn_ahead", spied)
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: 3 if on_cpu else 0)
+    monkeypatch.setattr(streams, "drawn_ahead", spied)
+    monkeypatch.setattr(streams, "free_cores", lambda on_cpu, processes: 3 if on_cpu else 0)
     plan = dpfunc.Plan(
         dpfunc.sampling.Poisson(4, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3
     )
@@ -180,7 +180,7 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
 def test_a_step_that_fails_leaves_no_noise_for_another(monkeypatch, drawn, job):
     """The next try is the same release; other data with the same step are refused once it was released."""
     dp_step, params, batch, state, _ = job
-    monkeypatch.setattr(step, "free_cores", lambda on_cpu, processes: 1)
+    monkeypatch.setattr(streams, "free_cores", lambda on_cpu, processes: 1)
     with pytest.raises(dpfunc.errors.InvalidArgument, match="finite"):
         dp_step({"w": params["w"] + float("nan")}, batch, state)
     assert not noise_threads()

@@ -66,7 +66,7 @@ def test_tails():
 
 
 @pytest.mark.parametrize(("number", "index", "value"), [(800, 13261, -6.6147), (2811, 37476, 5.9450)])
-def test_tails_are_not_cut(number, index, value):
+def test_tails_are_not_truncated(number, index, value):
     """Numbers that a 24-bit Box-Muller transform cannot give: it ends at sqrt(48 ln 2) = 5.768."""
     found = tile(KEY, "w", number)[index]
     assert found == pytest.approx(value, abs=1e-4)

@@ -167,7 +167,7 @@ def test_steps_of_a_schedule():
 def test_chunks_have_no_influence(monkeypatch, size, prob):
     batch = Poisson(size, prob).indices(KEY, 0)
     for chunk in (1, 7, 1000):
-        monkeypatch.setattr(poisson, "CHUNK", chunk)
+        monkeypatch.setattr(poisson, "_CHUNK", chunk)
         assert torch.equal(Poisson(size, prob).indices(KEY, 0), batch)
 
 

@@ -11,7 +11,7 @@ from cases import flat
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from models import LENGTH, VOCAB, TinyTransformer, next_token, tiny_bert, tiny_gpt2
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import clipping

@@ -140,7 +140,7 @@ class Credited:
     coarse: bool = False
 
 
-def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:  # noqa: ANN401  (any engine's)
+def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:
     """Collect the values to audit; None where each row was computed alone."""
     if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
         return None

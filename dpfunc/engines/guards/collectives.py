@@ -135,7 +135,7 @@ class _Batched(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+    ) -> Any:
         name = _collective(func)
         if name is not None:
             if torch.compiler.is_compiling():  # dynamo traces neither the caller nor what a tensor is wrapped in
@@ -183,7 +183,7 @@ class CollectiveRecorder(DispatchMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the operation returns)
+    ) -> Any:
         check_own(func)
         note_meshes(func, args, self.meshes)
         return func(*args, **(kwargs or {}))

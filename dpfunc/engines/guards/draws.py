@@ -18,7 +18,7 @@ from dpfunc.engines.guards.modes import DispatchMode
 from dpfunc.rng import generator_state, with_generator_state
 
 
-def draws_numbers(func: Any) -> bool:  # noqa: ANN401  (an operation)
+def draws_numbers(func: Any) -> bool:
     """True if an operation draws random numbers.
 
     Fused attention has the tag for its dropout only: it is judged by its probability of dropout instead.
@@ -57,7 +57,7 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
 
 
-def _dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:  # noqa: ANN401
+def _dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             return float(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
@@ -77,11 +77,11 @@ class _Replayed(DispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the operation returns)
+    ) -> Any:
         if not draws_numbers(func):
             if "attention" in str(func) and _dropout_of(func, args, kwargs or {}):
                 raise OtherDraws(str(func))
@@ -92,7 +92,7 @@ class _Replayed(DispatchMode):
         self.next += 1
         return self._again(draw, func, args, kwargs or {})
 
-    def _again(self, draw: Draw, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _again(self, draw: Draw, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = _device(args, kwargs)
         in_place = func._schema.is_mutable
         like = func._schema.name.endswith("_like") or "dropout" in func._schema.name

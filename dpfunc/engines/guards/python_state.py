@@ -74,7 +74,7 @@ def _inside(value: object) -> Iterable[Any]:
     return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
-def _filled(cell: Any) -> bool:  # noqa: ANN401  (a cell of a closure)
+def _filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None or True
     except ValueError:

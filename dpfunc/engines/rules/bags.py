@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 from dpfunc.engines.tracing.trace import current_trace
 from dpfunc.errors import UnsupportedModel

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 from dpfunc.engines.rules.bags import embedding_bag
 from dpfunc.engines.rules.distances import DISTANCES
@@ -16,7 +16,7 @@ from dpfunc.engines.rules.sampling import sampler
 
 
 @functools.cache
-def without_dispatch(function: Any) -> Callable[..., Any]:  # noqa: ANN401
+def without_dispatch(function: Any) -> Callable[..., Any]:
     """A private copy of a torch function written in Python that does not dispatch, so that modes get its parts.
 
     torch's own function is not touched.

@@ -16,7 +16,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 from dpfunc.engines.cost import Costs, Kernel, matrix, summed
 from dpfunc.engines.marks import any_set

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
@@ -60,12 +60,12 @@ def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, 
     return product + (input if beta == 1 else input * beta)
 
 
-def _repeat(input: Tensor, *sizes: Any) -> Tensor:  # noqa: ANN401  (numbers, or one sequence of them)
+def _repeat(input: Tensor, *sizes: Any) -> Tensor:
     """Every axis (s) as (1, s), expanded to (r, s), joined to r * s."""
     return _tiled(input, sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes)
 
 
-def _tile(input: Tensor, *dims: Any) -> Tensor:  # noqa: ANN401
+def _tile(input: Tensor, *dims: Any) -> Tensor:
     given = tuple(dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims)
     return _tiled(input, (1,) * (input.ndim - len(given)) + given)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_packed_sequence
 
 from dpfunc.engines.guards.modes import unseen
@@ -97,13 +97,13 @@ class _Padded(torch.autograd.Function):
     """(N, d) -> (K, d), K = T * B positions, of which those after the end of a sample have gradients of zero."""
 
     @staticmethod
-    def forward(ctx: Any, data_Nd: Tensor, rows_K: Tensor, positions_N: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, data_Nd: Tensor, rows_K: Tensor, positions_N: Tensor) -> Tensor:
         """Each position has a row of its sample."""
         ctx.save_for_backward(positions_N)
         return torch.index_select(data_Nd, 0, rows_K)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Each row has the gradient of its own position."""
         return torch.index_select(grads[0], 0, ctx.saved_tensors[0]), None, None
 
@@ -112,13 +112,13 @@ class _Ordered(torch.autograd.Function):
     """Rows enter a packed layer, or leave it: outside of it, their order depends on the lengths of all samples."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str = "") -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, axis: int, changed: bool, is_sorted: bool, doubt: str = "") -> Tensor:
         """Copy rows; `changed`: they leave the layer. `is_sorted`: their order depends on several samples."""
         ctx.axis, ctx.changed, ctx.is_sorted = axis, changed, is_sorted
         return _relabelled(x, axis, changed, is_sorted, doubt)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Copy gradients, which leave the layer where values entered it, and the reverse."""
         return _relabelled(grads[0], ctx.axis, not ctx.changed, ctx.is_sorted), None, None, None, None
 
@@ -326,7 +326,7 @@ def _decomposed(kind: Kind) -> Callable[..., tuple[Tensor, ...]]:
         output, *lasts = layers.run(x_TBd, states[0] if isinstance(hx, Tensor) else states, params)
         return (pack.given(output), *(_leave_packed(last, 1, batch_sizes) for last in lasts))
 
-    def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  (torch's own arguments)
+    def _run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         is_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple)))
         return (_packed if is_packed else _padded)(*args, **kwargs)
 

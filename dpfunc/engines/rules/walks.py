@@ -227,7 +227,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         back: Callable[..., Sequence[Tensor | None]],
         num_results: int,
         num_saved: int,
@@ -239,7 +239,7 @@ class _Replay(torch.autograd.Function):
         return tuple(result.clone() for result in tensors[:num_results])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Go back through time; modes are off, since they would take longer than the operations."""
         every = ctx.saved_tensors  # checkpointing gives them once
         with unseen(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():

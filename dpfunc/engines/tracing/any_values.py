@@ -31,11 +31,11 @@ class _Reads(DispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the operation returns)
+    ) -> Any:
         if not known_operation(func).shares:  # views read no numbers
             with torch._C.DisableTorchFunction():
                 if any(self._changes(tensor) for tensor in tensors_of((*args, *(kwargs or {}).values()))):
@@ -59,7 +59,7 @@ class AnyValuesTrace(Trace):
         known: Known,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        result: Any,  # noqa: ANN401
+        result: Any,
         constants: Tensor | None,
         *,
         split: bool,

@@ -51,7 +51,7 @@ class Call(NamedTuple):
     kinds: dict[int, Type]
 
     @staticmethod
-    def of(types: Types, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call:  # noqa: ANN401
+    def of(types: Types, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call:
         """Collect the tensors among the arguments of an operation, with their types."""
         inputs = list(tensors_of((*args, *kwargs.values())))
         return Call(types, name, args, kwargs, out, inputs, {id(tensor): types.type_of(tensor) for tensor in inputs})
@@ -60,7 +60,7 @@ class Call(NamedTuple):
         """True if no argument depends on the batch."""
         return all(kind is None for kind in self.kinds.values())
 
-    def arg(self, position: int, name: str, default: Any = None) -> Any:  # noqa: ANN401  (any argument)
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 

@@ -61,7 +61,7 @@ def has_own_dispatch(kind: type) -> bool:
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
-def parts(values: Any) -> Any:  # noqa: ANN401  (arguments of an operation)
+def parts(values: Any) -> Any:
     """Arguments or results with this process's part of each tensor that is split."""
     return pytree.tree_map_only(Tensor, part, values)
 

@@ -85,7 +85,7 @@ COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 _known: dict[int, tuple[Any, Known]] = {}
 
 
-def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
+def known_operation(func: Any) -> Known:
     """Look up an operation in the tables at its first call, later in a cache."""
     found = _known.get(id(func))
     if found is None:
@@ -93,7 +93,7 @@ def known_operation(func: Any) -> Known:  # noqa: ANN401  (an OpOverload)
     return found[1]
 
 
-def _look_up(func: Any) -> Known:  # noqa: ANN401
+def _look_up(func: Any) -> Known:
     if not isinstance(func, torch._ops.OpOverload):
         return Known(Kind.UNKNOWN, str(func), None, ())
     schema, name = func._schema, func._schema.name.rpartition("::")[2]
@@ -113,12 +113,12 @@ def _look_up(func: Any) -> Known:  # noqa: ANN401
     return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)
 
 
-def _composite(func: Any) -> bool:  # noqa: ANN401
+def _composite(func: Any) -> bool:
     """True if an operation is made of others, as `reshape` and `to`, which may copy."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
-def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:  # noqa: ANN401
+def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:
     own = func.namespace in ("aten", "prims")
     plain = name.rstrip("_") if not name.startswith("__") else name
     if name == "lift_fresh":  # a tensor made of Python numbers

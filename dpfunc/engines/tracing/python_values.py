@@ -42,7 +42,7 @@ class PythonValues(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in READING and isinstance(args[0], Tensor):
             self.reader.note_read(func.__name__, args[0], result)

@@ -97,7 +97,7 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
             raise _Unkeyed
 
 
-def recall(trace: Trace, key: object, result: Any) -> bool | None:  # noqa: ANN401
+def recall(trace: Trace, key: object, result: Any) -> bool | None:
     """Note the types of the results of a call that was typed before; None if it was not.
 
     Returns:
@@ -120,7 +120,7 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:  # noqa: ANN4
     return coarse
 
 
-def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> None:  # noqa: ANN401
+def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> None:
     """Keep the types that were just noted, if they have no doubt and each result has memory of its own."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     given = {key_of(tensor) for tensor in inputs}

@@ -160,7 +160,7 @@ def _pointwise(trace: Trace, call: Call) -> Type:
     return kind
 
 
-def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:  # noqa: ANN401
+def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:
     """Store the types of copies by operations that usually give views: `reshape` and `to` in inference mode."""
     if (
         isinstance(results, Tensor)

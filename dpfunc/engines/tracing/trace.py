@@ -317,11 +317,11 @@ class Trace(DispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the operation returns)
+    ) -> Any:
         known = known_operation(func)
         types = [kind for kind in types if kind is not Tensor and kind is not Parameter] if types else types
         if known.shares and not types and not self.ragged:
@@ -332,11 +332,11 @@ class Trace(DispatchMode):
     def _followed(
         self,
         known: Known,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         if known.exchange and not self.alone:  # engines that compute rows alone check collectives themselves
             check_own(func)
         constants = None
@@ -369,7 +369,7 @@ class Trace(DispatchMode):
         known: Known,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        result: Any,  # noqa: ANN401
+        result: Any,
         constants: Tensor | None,
         *,
         split: bool,

@@ -27,7 +27,7 @@ class GradientTap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         output: Tensor,
         catch: Catch,
         num_saved: int,

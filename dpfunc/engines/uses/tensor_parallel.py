@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.nn import functional as F
 
 from dpfunc._utils.dtensor import is_dtensor, waited
 from dpfunc.errors import UnsupportedModel
@@ -96,7 +96,7 @@ def check_use(func: object, name: str, bound: Mapping[str, Any], wanted: Mapping
             raise unsupported(name, tensors, wanted, output)
 
 
-def _local_linear(here: Mapping[str, Any], out: Any, tensors: Mapping[str, Tensor], output: Tensor) -> bool:  # noqa: ANN401
+def _local_linear(here: Mapping[str, Any], out: Any, tensors: Mapping[str, Tensor], output: Tensor) -> bool:
     """True if, on one dimension of the mesh, a linear layer is split by rows, by columns, or not at all."""
     weight, input, bias = here["weight"], here["input"], here.get("bias")
     if weight.is_shard(0):

@@ -76,7 +76,7 @@ class Tracker(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  (whatever the function returns)
+    ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is Tensor.__getitem__ and isinstance(args[1], tuple) and len(args[1]) == 1:
             args = (args[0], args[1][0])
@@ -141,7 +141,7 @@ class Tracker(TorchFunctionMode):
                 self.tracked[id(value)] = Tracked("a value of parameters", value)
                 self.recorder.derived([self.tracked[id(param)] for param in self.params.values()])  # any of them
 
-    def _nested(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    def _nested(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
         if func is not torch.autograd.grad or create_graph:
             raise UnsupportedModel(
@@ -152,7 +152,7 @@ class Tracker(TorchFunctionMode):
         with self:  # checkpointing repeats uses inside of it
             return without_dispatch(func)(*args, **kwargs)
 
-    def _read_or_check(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    def _read_or_check(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Functions that give numbers of tensors to Python, or check them, without an operation that shows it."""
         if func in CHECKING:
             with self.sample_axes.ignoring_reads(func, args, kwargs):
@@ -187,7 +187,7 @@ class Tracker(TorchFunctionMode):
 
     def _derive(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[Tracked]
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         result = func(*args, **kwargs)
         name, before = found[0].name, len(self.tracked)
         if is_dtensor(result) and result.requires_grad and id(result) not in self.tracked:
@@ -210,7 +210,7 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
         found: Sequence[Tracked],
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         key = (found[0].name, kind_of(func), tuple(tensor.ndim for tensor in tensors))
         others = [tensor for tensor in tensors if id(tensor) not in self.tracked]
         guess: SampleAxis | None = None
@@ -270,7 +270,7 @@ class Tracker(TorchFunctionMode):
         found: Sequence[Tracked],
         key: Key,
         guess: SampleAxis | None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         for tracked in found:
             tracked.used.append(version(tracked.tensor))
         joins = func in JOINING and self._of_one(key, tensors)
@@ -288,7 +288,7 @@ class Tracker(TorchFunctionMode):
         )
         return sample_axis is not None and sample_axis.is_one_sample()
 
-    def _detached(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:  # noqa: ANN401
+    def _detached(self, value: Any, by: Mapping[int, Tensor] | None = None) -> Any:
         if isinstance(value, Tensor) and id(value) in self.tracked:
             return value.detach() if by is None else by[id(value)]
         if isinstance(value, (list, tuple)):
@@ -399,7 +399,7 @@ class Tracker(TorchFunctionMode):
         return self.recorder.use(use, output, tensors)
 
 
-def _fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
+def _fills(target: Tensor, index: Any, value: Tensor) -> bool:
     """True if `target[index] = value` fills the positions of a mask with one slice."""
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
     return is_mask and target.requires_grad and value.ndim <= target.ndim - index.ndim

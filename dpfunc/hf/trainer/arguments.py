@@ -10,11 +10,11 @@ from typing import Any, Literal
 from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.clipping import Automatic, Flat
+from dpfunc.engines.by_name import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import ACCOUNTANTS, Plan
 from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
-from dpfunc.step import ENGINES
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
 _CLIPS = ("flat", "automatic")
@@ -30,7 +30,7 @@ OTHER_NAMES = {
 }
 
 
-def _option(default: object, text: str) -> Any:  # noqa: ANN401  (a dataclass field of any type)
+def _option(default: object, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 

@@ -28,7 +28,7 @@ _KEY_SHARING = ("checkpoint", "all_checkpoints")
 _OWN_BACKWARD = ("lomo", "layerwise")
 
 
-def refuse_arguments(args: Any) -> None:  # noqa: ANN401  (TrainingArguments)
+def refuse_arguments(args: Any) -> None:
     """Check the `TrainingArguments` of a private run, and the environment that they were made in.
 
     Raises:
@@ -39,7 +39,7 @@ def refuse_arguments(args: Any) -> None:  # noqa: ANN401  (TrainingArguments)
     refuse_first(refusals, args, "a TrainingArguments that keeps differential privacy")
 
 
-def _sampling(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+def _sampling(args: Any) -> tuple[Refusal, ...]:
     strategy = str(getattr(args, "train_sampling_strategy", "random"))
     return (
         (
@@ -63,7 +63,7 @@ def _sampling(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
     )  # fmt: skip
 
 
-def _loss(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+def _loss(args: Any) -> tuple[Refusal, ...]:
     return (
         (
             args.label_smoothing_factor != 0, "label_smoothing_factor",
@@ -97,7 +97,7 @@ def _loss(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
     )  # fmt: skip
 
 
-def _checkpointing(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+def _checkpointing(args: Any) -> tuple[Refusal, ...]:
     name = "gradient_checkpointing_kwargs"
     if getattr(args, "activation_checkpointing_kwargs", None):
         name = "activation_checkpointing_kwargs"
@@ -110,7 +110,7 @@ def _checkpointing(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
     )  # fmt: skip
 
 
-def _leaks(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401
+def _leaks(args: Any) -> tuple[Refusal, ...]:
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     return (
         (
@@ -147,7 +147,7 @@ def refuse_overrides(trainer: object, ours: type, theirs: type) -> None:
             )
 
 
-def refuse_data(dataset: Any) -> int:  # noqa: ANN401  (anything)
+def refuse_data(dataset: Any) -> int:
     """The number of records of a data set that can be drawn from.
 
     Raises:
@@ -176,7 +176,7 @@ def refuse_model(model: nn.Module) -> None:
     refuse_unsupported(model, checkpointing=True)
 
 
-def refuse_optimizer(optimizer: Any, params: Mapping[str, Tensor]) -> None:  # noqa: ANN401  (an optimizer, or None)
+def refuse_optimizer(optimizer: Any, params: Mapping[str, Tensor]) -> None:
     """Refuse an optimizer that leaves trained parameters as they are: the budget would be spent on them for nothing.
 
     Raises:
@@ -226,7 +226,7 @@ def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:
     }
 
 
-def changed(args: Any, values: Mapping[str, object]) -> Any:  # noqa: ANN401  (TrainingArguments)
+def changed(args: Any, values: Mapping[str, object]) -> Any:
     """A copy of `TrainingArguments` with other values; the caller's own are not changed."""
     result = copy.copy(args)
     for name, value in values.items():

@@ -113,7 +113,7 @@ ACCELERATE_USE_DEEPSPEED='true' in the environment. ...
             )
 
 
-def launch_refusals(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401  (TrainingArguments)
+def launch_refusals(args: Any) -> tuple[Refusal, ...]:
     """Settings of `TrainingArguments` about devices, precision, sharding, compilation and Accelerate."""
     accelerate = args.accelerator_config
     accumulation = dict(accelerate.gradient_accumulation_kwargs or {})
@@ -139,7 +139,7 @@ def launch_refusals(args: Any) -> tuple[Refusal, ...]:  # noqa: ANN401  (Trainin
     )  # fmt: skip
 
 
-def without_effect(args: Any) -> list[str]:  # noqa: ANN401  (TrainingArguments)
+def without_effect(args: Any) -> list[str]:
     """Arguments that were set and change nothing in a private run, which wraps no model in DistributedDataParallel."""
     return [f"{name}={getattr(args, name)}" for name in _DDP if getattr(args, name, None) is not None]
 
@@ -158,7 +158,7 @@ def refuse_sharded_model(model: nn.Module) -> None:
         raise UnsupportedModel(f"Expected a model that is not sharded, got one with {shorten(found)}. {_SHARDED}")
 
 
-def refuse_accelerator(accelerator: Any) -> None:  # noqa: ANN401  (an Accelerator)
+def refuse_accelerator(accelerator: Any) -> None:
     """Check the `Accelerator` that the Trainer has made, however it was configured.
 
     Raises:

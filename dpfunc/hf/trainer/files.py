@@ -62,7 +62,7 @@ def save_run(
     save(folder, params=params, state=state, plan=plan, data=data, ranks=ranks, keep=1, journal=journal)
 
 
-def finish(checkpoint: Path, args: Any, state: Any) -> None:  # noqa: ANN401  (the Trainer's)
+def finish(checkpoint: Path, args: Any, state: Any) -> None:
     """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
     if (checkpoint / FOLDER).exists():
         own = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]

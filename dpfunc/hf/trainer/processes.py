@@ -29,10 +29,10 @@ class Replicas:
 
     accelerator: Any = field(repr=False)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  (whatever the Accelerator has)
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.accelerator, name)
 
-    def prepare(self, *objects: Any) -> Any:  # noqa: ANN401
+    def prepare(self, *objects: Any) -> Any:
         """Prepare objects as the `Accelerator` does; models are not wrapped."""
         ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
         return ready[0] if len(ready) == 1 else tuple(ready)
@@ -45,7 +45,7 @@ class Replicas:
         return placed
 
 
-def ranks_of(args: Any) -> Ranks | None:  # noqa: ANN401  (TrainingArguments)
+def ranks_of(args: Any) -> Ranks | None:
     """The processes that the Trainer knows; None where it is alone.
 
     Raises:

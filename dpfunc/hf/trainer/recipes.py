@@ -106,12 +106,12 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
     return sum(norms) / count or None
 
 
-def _positions(config: Any) -> int:  # noqa: ANN401  (a configuration of Transformers)
+def _positions(config: Any) -> int:
     """Length of a text that the model can take, less what some models add to position numbers."""
     return max(1, int(getattr(config, "max_position_embeddings", None) or 512) - 2)
 
 
-def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:  # noqa: ANN401
+def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:
     """Values of `TrainingArguments` that a recipe decides.
 
     Args:
@@ -146,7 +146,7 @@ def _plain(value: object) -> object:
 
 def short_way(
     model: nn.Module,
-    args: Any,  # noqa: ANN401  (TrainingArguments)
+    args: Any,
     *,
     dataset_size: int,
     num_steps: int,

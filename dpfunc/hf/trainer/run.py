@@ -133,7 +133,7 @@ class _Native:
     module: nn.Module = field(repr=False)
     wrapped: nn.Module = field(repr=False)
 
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the model's own)
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped model with its own parameters; `params` is not used."""
         return self.wrapped(*args, **kwargs)
 

@@ -99,10 +99,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self,
         model: nn.Module,
         args: TrainingArguments | None = None,
-        data_collator: Any = None,  # noqa: ANN401  (Trainer's own types)
-        train_dataset: Any = None,  # noqa: ANN401
-        eval_dataset: Any = None,  # noqa: ANN401
-        processing_class: Any = None,  # noqa: ANN401
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
         compute_metrics: Callable[..., dict[str, Any]] | None = None,
@@ -207,7 +207,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,  # noqa: ANN401
+        trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train to the end of the plan or of the budget, whichever is first.
@@ -419,7 +419,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:  # noqa: ANN401  (a loss, or a loss and outputs)
+    ) -> Any:
         """The Trainer's own loss to evaluate; the mean over per-sample losses to train the twin without privacy."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -434,7 +434,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
-    ) -> Any:  # noqa: ANN401  (an EvalLoopOutput)
+    ) -> Any:
         """The Trainer's own; predictions that are all one class are warned of, once."""
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
@@ -472,7 +472,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
         )
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ANN401
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         save, run, args = super()._save_checkpoint, self._run, self.args
         if run is None:
             return save(model, trial)  # type: ignore[no-any-return]

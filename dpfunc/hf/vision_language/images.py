@@ -134,7 +134,7 @@ class ImageTextCollator:
             batch[name] = values[:, 0] if shape[0] == 1 and not self.image.nested else values
         return batch
 
-    def _tensors_of(self, image: Any) -> dict[str, Tensor]:  # noqa: ANN401
+    def _tensors_of(self, image: Any) -> dict[str, Tensor]:
         """Tensors of one image, with those of a blank one as the example."""
         found = processed(self.processor, [opened(image, self.image_size)])
         tensors = {}
@@ -150,7 +150,7 @@ class ImageTextCollator:
 
 
 def image_text_collator(
-    processor: Any,  # noqa: ANN401  (of Transformers)
+    processor: Any,
     *,
     max_length: int,
     max_images: int = 1,

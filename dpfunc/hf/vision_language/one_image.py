@@ -35,7 +35,7 @@ class OneImage:
     marks: tuple[str, ...]
 
 
-def one_image(processor: Any, size: tuple[int, int] | None) -> OneImage:  # noqa: ANN401
+def one_image(processor: Any, size: tuple[int, int] | None) -> OneImage:
     """Tokens and tensors of a blank image, which is grey: models take images of zeros for none.
 
     Args:
@@ -63,7 +63,7 @@ def one_image(processor: Any, size: tuple[int, int] | None) -> OneImage:  # noqa
     return OneImage(tokens, {name: value[0] if nested else value for name, value in tensors.items()}, nested, marks)
 
 
-def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str, Tensor], tuple[str, ...]]:  # noqa: ANN401
+def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str, Tensor], tuple[str, ...]]:
     """Tokens of one image, its tensors, and the inputs that are 1 at image tokens."""
     token, image_id = processor.image_token, processor.image_token_id
     plain = list(processor.tokenizer(token)["input_ids"])
@@ -79,7 +79,7 @@ def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str,
     return tokens, processed(processor, images), marks
 
 
-def processed(processor: Any, images: list[Any]) -> dict[str, Tensor]:  # noqa: ANN401
+def processed(processor: Any, images: list[Any]) -> dict[str, Tensor]:
     """Tensors that the image processor makes of a list of images.
 
     Args:

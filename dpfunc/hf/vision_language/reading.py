@@ -13,7 +13,7 @@ from dpfunc.errors import InvalidArgument
 _MOST_PIXELS = 2**26  # 192 MiB in memory
 
 
-def opened(image: Any, size: tuple[int, int] | None) -> Any:  # noqa: ANN401  (of PIL)
+def opened(image: Any, size: tuple[int, int] | None) -> Any:
     """A picture or an array, read from a file if it is a path.
 
     Args:
@@ -31,7 +31,7 @@ def opened(image: Any, size: tuple[int, int] | None) -> Any:  # noqa: ANN401  (o
     return image if size is None else _fitted(image, size)
 
 
-def _fitted(image: Any, size: tuple[int, int]) -> Any:  # noqa: ANN401
+def _fitted(image: Any, size: tuple[int, int]) -> Any:
     """The image in a frame of this height and width, as large as it can be."""
     import numpy as np
     from PIL import Image, ImageOps

@@ -61,7 +61,7 @@ def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
     return model
 
 
-def tiny_processor() -> Any:  # noqa: ANN401  (a LlavaProcessor)
+def tiny_processor() -> Any:
     """The processor of `tiny_llava`: images by PIL and numpy, words by a list.
 
     >>> tiny_processor().tokenizer.tokenize("USER: what colour")
@@ -101,7 +101,7 @@ def tiny_processor() -> Any:  # noqa: ANN401  (a LlavaProcessor)
     )
 
 
-def draw(colour: str, shape: str, size: int, seed: int) -> Any:  # noqa: ANN401  (a PIL image)
+def draw(colour: str, shape: str, size: int, seed: int) -> Any:
     """A shape of a colour at a random place, as a PIL image.
 
     >>> draw("red", "circle", 24, seed=0).size

@@ -117,7 +117,7 @@ def case(family, batches=usual, *, dtype=torch.float64, honest=False, plain=None
     """Enter a loss `(params, batch) -> (B,)` without state into the zoo."""
 
     def enter(function):
-        build = lambda: Built(function, parameters(dtype), batches(dtype))  # noqa: E731
+        build = lambda: Built(function, parameters(dtype), batches(dtype))
         add(_named(function), family, build, honest, plain, factors)
         return function
 
@@ -128,7 +128,7 @@ def fresh(family, batches=usual, *, dtype=torch.float64, honest=False, plain=Non
     """Enter a function that makes a loss, whose state lives as long as the loss."""
 
     def enter(make):
-        build = lambda: Built(make(), parameters(dtype), batches(dtype))  # noqa: E731
+        build = lambda: Built(make(), parameters(dtype), batches(dtype))
         add(_named(make), family, build, honest, plain, factors)
         return make
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from isolation.cases import (
     VOCAB,

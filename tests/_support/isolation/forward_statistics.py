@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from isolation.cases import LABELS, VOCAB, D, T, calm, case, features, growing, same_length, squares, tokens, twins
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from isolation.cases import LABELS, Built, D, T, add, batch, case, features, module, same_length, squares, tokens, usual
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from isolation.cases import VOCAB, D, T, batch, calm, case, features, fresh, growing, squares, tokens
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from isolation.cases import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from isolation.cases import D, T, batch, features, fresh, squares, tokens
 

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from models import Case
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach

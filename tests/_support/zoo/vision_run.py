@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from models import Case
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import dpfunc
 from dpfunc.functional import BIASES, functionalize
@@ -187,7 +187,7 @@ def make(name, choice, dtype):
         forward, params = adapter.forward, nonzero_b(adapter.params)
     else:
         forward, params = functionalize(module, BIASES if choice == "biases" else None)
-    loss_fn = lambda p, b: F.cross_entropy(forward(p, b["x"]), b["y"], reduction="none")  # noqa: E731
+    loss_fn = lambda p, b: F.cross_entropy(forward(p, b["x"]), b["y"], reduction="none")
     return Case(loss_fn, params, images(model.size, dtype))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import FAILS, clean, numbers_of, quiet, replaced, same
 from programs import leaves, made, started, tensors_in
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dpfunc

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import clean, differences, quiet, replaced
 from programs import Program, Rows, Step, run
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from dpfunc.engines import bookkeeping, loop
 from dpfunc.engines.tracing.families import FAMILIES

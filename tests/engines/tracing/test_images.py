@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import Case
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of
 
@@ -81,7 +81,7 @@ def test_direct_and_derived_uses_of_one_parameter(engine, loss_fn):
 
 @every_fast_engine
 def test_a_transpose_that_is_reshaped(engine):
-    loss_fn = lambda p, b: (b @ p["w"].t().reshape(3, 8)).tanh().sum((1, 2))  # noqa: E731
+    loss_fn = lambda p, b: (b @ p["w"].t().reshape(3, 8)).tanh().sum((1, 2))
     assert not exact_or_refused(engine, loss_fn, {"w": random(4, 6)}, random(4, 5, 3))
 
 
@@ -127,8 +127,8 @@ def test_shapes_that_broadcast(engine):
 
 @every_fast_engine
 def test_derived_parameters_in_a_checkpoint(engine):
-    block = lambda x, w, a, b: F.linear(x, w + b @ a).tanh()  # noqa: E731
-    loss_fn = lambda p, b: checkpoint(block, b, p["w"], p["a"], p["b"], use_reentrant=False).sum((1, 2))  # noqa: E731
+    block = lambda x, w, a, b: F.linear(x, w + b @ a).tanh()
+    loss_fn = lambda p, b: checkpoint(block, b, p["w"], p["a"], p["b"], use_reentrant=False).sum((1, 2))
     params = {"w": random(4, 3), "a": random(2, 3, seed=1), "b": random(4, 2, seed=2)}
     assert not exact_or_refused(engine, loss_fn, params, random(4, 5, 3))
 
@@ -140,7 +140,7 @@ def test_a_bad_record_in_the_first_batch_does_not_stop_the_run(engine):
     from dpfunc.clipped import clipped_grad
 
     params, batch = {"w": random(4, 3), "b": random(4)}, random(5, 2, 3)
-    loss_fn = lambda p, b: F.linear(b, p["w"], p["b"]).tanh().square().sum((1, 2))  # noqa: E731
+    loss_fn = lambda p, b: F.linear(b, p["w"], p["b"]).tanh().square().sum((1, 2))
     batch[0, 1, 2] = torch.nan
     got, _ = clipped_grad(loss_fn, params, batch, clipping.Flat(0.1), engine=ENGINES[engine]())
     expected, _ = clipped_grad(loss_fn, params, batch[1:], clipping.Flat(0.1))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import Case
 from reference import loop_gradients
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from zoo.parity import differences, nonzero_b, roughen, truth_of, without_gradient
 
 import dpfunc

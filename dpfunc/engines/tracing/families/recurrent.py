@@ -24,7 +24,7 @@ def _recurrent(call: Call) -> list[Type]:
     return [as_time_first(kind, value) for value in call.out[:-1]] + [None]
 
 
-def as_time_first(kind: Any, value: object) -> Type:  # noqa: ANN401
+def as_time_first(kind: Any, value: object) -> Type:
     if isinstance(kind, Rows) and isinstance(value, Tensor) and value.ndim == 2:
         return kind.moved(0)
     return kind  # type: ignore[no-any-return]
