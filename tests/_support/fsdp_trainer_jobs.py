@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import dpfunc
 from dpfunc import distributed
@@ -17,26 +18,28 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 
 PRIVACY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_log_unreleased=True)
-RUNS = {
-    "full": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "use_orig_params": True}},
-    "classifier": {
-        "fsdp": True,
-        "fsdp_config": {
-            "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500, "reshard_after_forward": False,
-            "activation_checkpointing": True,
-        },
-    },
-    "adapter": {},
+STEPS = 4
+KEYS = {"full": 7410, "adapter": 7411, "stopped": 7412}
+ASKED = {
+    "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500, "reshard_after_forward": False,
+    "activation_checkpointing": True, "use_orig_params": True,
 }  # fmt: skip
 LAUNCHED = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block", "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
     "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000",
-    "FSDP_FORWARD_PREFETCH": "false", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_FORWARD_PREFETCH": "false", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
     "FSDP_SYNC_MODULE_STATES": "true", "FSDP_ACTIVATION_CHECKPOINTING": "false",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }  # fmt: skip
 """What `accelerate launch --use_fsdp --fsdp_version 2` sets."""
+
+
+class Stop(TrainerCallback):
+    """A run that is stopped in the middle."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == STEPS // 2
 
 
 def caught(function, *args, **kwargs):
@@ -50,8 +53,6 @@ def caught(function, *args, **kwargs):
 
 def writer(seed):
     """A language model with tied embeddings, of two blocks, without dropout: processes would draw others."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -62,80 +63,91 @@ def writer(seed):
 
 
 def adapted(seed):
+    """An adapter in float32 on a model in bfloat16."""
     from peft import LoraConfig, get_peft_model
 
-    base = writer(seed).to(torch.bfloat16)
-    return get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True))
+    config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    return get_peft_model(writer(seed).to(torch.bfloat16), config)
 
 
-def model(kind, seed):
-    from launch_jobs import model as classifier
+def trainer_of(kind, folder, seed=10, model=None, callbacks=None, **changes):
+    """A run over texts of different lengths, whose draws have two records on average."""
+    from trainer_cases import again, pad, texts, training_arguments
 
-    return {"full": writer, "adapter": adapted, "classifier": classifier}[kind](seed)
-
-
-def trainer_of(kind, folder, seed=10, key=None, privacy=PRIVACY, made=None, **changes):
-    from trainer_cases import labelled, pad, texts, training_arguments
-
+    key = dpfunc.insecure_key(KEYS[kind])
+    again(key)
     settings = {
-        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 6, "save_strategy": "steps",
-        "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 3,
-        "weight_decay": 0.1, **changes,
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": STEPS, "weight_decay": 0.1,
+        "save_strategy": "steps", "save_steps": STEPS // 2, "per_device_eval_batch_size": 3, **changes,
     }  # fmt: skip
-    classes = kind == "classifier"
+    make = adapted if kind == "adapter" else writer
     return DPTrainer(
-        model(kind, seed) if made is None else made, training_arguments(folder, **settings), privacy=privacy,
-        key=key or dpfunc.insecure_key(7410 + list(RUNS).index(kind)), train_dataset=labelled() if classes else texts(),
-        eval_dataset=labelled(13) if classes else texts(13), data_collator=None if classes else pad,
+        make(seed) if model is None else model, training_arguments(folder, **settings), privacy=PRIVACY, key=key,
+        train_dataset=texts(), eval_dataset=texts(12), data_collator=pad, callbacks=callbacks,
     )  # fmt: skip
 
 
-def facts(trainer, folder):
-    """What is compared with one process."""
-    from trainer_cases import Seen
-
-    seen = Seen()
-    trainer.add_callback(seen)
-    output = trainer.train()
-    trainer.save_model(str(folder / "model"))
-    params = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return {
-        "params": distributed.unshard(params),
-        "held": sum(local(p).numel() for p in trainer.model.parameters()),
-        "cut": all(is_dtensor(p) for p in trainer.model.parameters()),
-        "logs": seen.logs,
-        "eval": trainer.evaluate()["eval_loss"],
-        "ledger": trainer.ledger.to_json(),
-        "epsilon": output.metrics["privacy/epsilon"],
-    }
-
-
 def sharded(kind, folder, rank, **options):
-    """A sharded run of each process's own model: that of the first one counts."""
-    if kind == "adapter":
+    """A run whose model is in parts; each process has a model of its own, and that of the first one counts."""
+    if kind != "adapter":
+        options = {"fsdp": True, "fsdp_config": dict(ASKED), **options}
+    else:
         os.environ.update(LAUNCHED)
     try:
-        return trainer_of(kind, folder / kind, 10 + rank, **RUNS[kind], **options)
+        return trainer_of(kind, folder / kind, 10 + rank, **options)
     finally:
         for name in LAUNCHED:
             os.environ.pop(name, None)
 
 
-def main(folder):
-    from trainer_cases import again
+def facts(trainer, folder):
+    """What a run gives, to be compared with one process."""
+    from trainer_cases import Seen
 
+    seen = Seen()
+    trainer.add_callback(seen)
+    before = trainer.evaluate()["eval_loss"]
+    output = trainer.train()
+    trainer.save_model(str(folder / "model"))
+    ranks, plan, state = trainer._ranks, trainer.plan, trainer._run.state
+    return {
+        "params": distributed.unshard(dict(trainer._run.params)),
+        "held": sum(local(p).numel() for p in trainer.model.parameters()),
+        "cut": all(is_dtensor(p) for p in trainer.model.parameters()),
+        "loss": [log["unreleased/loss"] for log in seen.logs if "unreleased/loss" in log],
+        "eval": (before, trainer.evaluate()["eval_loss"]),
+        "ledger": trainer.ledger.to_json(),
+        "epsilon": output.metrics["privacy/epsilon"],
+        "draws": [len(plan.draw(state, step, ranks)) for step in range(STEPS)],
+    }
+
+
+def refusals(folder, rank):
+    """What is refused by all processes, where one alone would leave the others waiting; and a model that is in parts."""
+    stopped = sharded("stopped", folder, rank, callbacks=[Stop()])
+    stopped.train()
+    other = {**ASKED, "reshard_after_forward": rank == 0}
+    return {
+        "base": caught(sharded("adapter", folder, 5 + rank).train, True),  # the first process has another one
+        "settings": caught(sharded, "full", folder, rank, fsdp_config=other),
+        "values": caught(sharded, "full", folder, rank, model=writer(0).to("meta") if rank else writer(0)),
+        "twice": caught(trainer_of, "full", folder / "twice", model=stopped.model),
+    }
+
+
+def main(folder):
     ranks = distributed.from_environment(timedelta(seconds=60))
     found = {}
-    for kind in RUNS:
+    for kind in ("full", "adapter"):
         found[kind] = facts(sharded(kind, folder, ranks.rank), folder / kind)
         torch.distributed.barrier()
         if ranks.rank == 0:
-            shutil.rmtree(folder / kind / "checkpoint-6")
+            shutil.rmtree(folder / kind / f"checkpoint-{STEPS}")
         torch.distributed.barrier()
         resumed = sharded(kind, folder, ranks.rank)
         resumed.train(resume_from_checkpoint=True)
-        found[kind]["resumed"] = distributed.unshard(dict(resumed._run.params))
-        found[kind]["resumed ledger"] = resumed.ledger.to_json()
+        found[kind]["resumed"] = distributed.unshard(dict(resumed._run.params)), resumed.ledger.to_json()
+    found["refused"] = refusals(folder, ranks.rank)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     distributed.shutdown()
 

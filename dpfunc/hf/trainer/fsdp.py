@@ -20,7 +20,7 @@ _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 _FOLLOWED = (
     "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "reshard_after_forward",
-    "activation_checkpointing",
+    "activation_checkpointing", "cpu_ram_efficient_loading",
 )  # fmt: skip
 
 # Settings that FSDP2 has not, and those of files that a private run does not write: values with which nobody asks.
@@ -53,9 +53,6 @@ _REFUSED = {
         OFF, "Sums of gradients stay in float32. Leave it out, and compute in bfloat16: TrainingArguments(bf16=True)."
     ),
     "activation_checkpointing_offload": _Refused(OFF, "Leave it out: activation_checkpointing=True saves most memory."),
-    "cpu_ram_efficient_loading": _Refused(
-        OFF, "The other processes would have parameters without values. Load the model on each of them: False."
-    ),
     "sharding_strategy": _Refused(
         (*OFF, "full_shard", "1"),
         "FSDP2 cuts everything over all processes. Leave it out; to keep layers whole until their backward pass set "
@@ -167,6 +164,10 @@ def refuse_with_sharding(args: Any, privacy: PrivacyArguments, optimizers: Seque
             args.load_best_model_at_end, "load_best_model_at_end=True",
             "Leave it out, and open the best checkpoint afterwards: from_pretrained(trainer.state."
             "best_model_checkpoint). Each checkpoint has the whole model.",
+        ),
+        (
+            args.bf16_full_eval or args.fp16_full_eval, "bf16_full_eval or fp16_full_eval",
+            "The model would be cast, with its parts. Leave it out: bf16=True evaluates in bfloat16.",
         ),
         (
             args.accelerator_config.even_batches is False, "accelerator_config.even_batches=False",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed.agreement import checksum, in_hex
+from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import fsdp_parts
 from dpfunc.hf.trainer.fsdp import Sharding
 
 _AXIS = "dp"
+_UNCUT = "The model was not sharded"
 _FROZEN = "frozen parameters"
 
 
@@ -39,8 +43,8 @@ def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device:
         ranks: all processes. device: of this one.
 
     Raises:
-        InvalidArgument: layers that the model has not. UnsupportedModel: quantised parameters, or parameters without
-            values; one tensor in several parts; an older torch.
+        InvalidArgument: layers that the model has not. UnsupportedModel: quantised parameters, or parameters
+            without values; one tensor in several parts; an older torch. RankMismatch: processes were told otherwise.
 
     Guarantees:
         tests/hf/trainer/test_fsdp.py: what is released is what one process releases
@@ -52,8 +56,9 @@ def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device:
 
     if ranks is None:
         raise InvalidArgument("Expected several processes to hold the parts of a model, got one.")
-    _refuse_parameters(model)
-    names = part_names(model, sharding)
+    all_or_none(partial(_refuse_parameters, model), ranks, _UNCUT)
+    names = all_or_none(partial(part_names, model, sharding), ranks, _UNCUT)
+    distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")
     mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=(_AXIS,))
     distributed.replicate((*model.parameters(), *model.buffers()), ranks)
     frozen = checksum((name, param) for name, param in model.named_parameters() if not param.requires_grad)
@@ -122,26 +127,35 @@ def _split_tensors(model: nn.Module, part: str) -> list[str]:
 
 
 def _refuse_parameters(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
     for why, found in {
+        "without values, on the meta device": [name for name, tensor in named if tensor.is_meta],
         "quantised": [name for name, param in model.named_parameters() if not param.is_floating_point()],
-        "without values (on the meta device)": [
-            name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta
-        ],
     }.items():
         if found:
             raise UnsupportedModel(
-                f"Expected a model with floating-point parameters that every process has loaded, got {shorten(found)} "
-                f"{why}. Load it in float32 or bfloat16, without cpu_ram_efficient_loading."
+                f"Expected floating-point parameters with values on each process, got {shorten(found)} {why}. Load the "
+                "model in float32 or bfloat16, on all processes."
             )
 
 
 def settle(model: nn.Module) -> None:
-    """Release what is still put together, so that the next pass, or a file, sees what the optimizer has written.
+    """Release what is still put together: `model.parameters()` are parts then, and hold what the optimizer has written.
 
     >>> settle(nn.Linear(1, 1))
     """
     for part in fsdp_parts(model).values():
         part.reshard()
+
+
+@contextmanager
+def settled(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs; before and after, its parameters are parts."""
+    settle(model)
+    try:
+        yield
+    finally:
+        settle(model)
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:

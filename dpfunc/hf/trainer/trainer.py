@@ -279,6 +279,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
         """Make all checks before training, and decide which run is started or resumed."""
         plan = self.plan
+        sharded.settle(self.model)
         self.model.train()
         refuse_model(self.model)
         refuse_optimizer(self.optimizer, trainable(self.model))
@@ -418,8 +419,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
-        grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
-        sharded.settle(self.model)
+        with sharded.settled(self.model):
+            grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
@@ -457,8 +458,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         metric_key_prefix: str = "eval",
     ) -> Any:  # noqa: ANN401  (an EvalLoopOutput)
         """The Trainer's own; predictions that are all one class are warned of, once."""
-        sharded.settle(self.model)
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        with sharded.settled(self.model):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
         if found is not None:
             self._warned_of_one_class = True
