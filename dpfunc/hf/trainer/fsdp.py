@@ -109,7 +109,7 @@ without_effect=())
     """
     config = getattr(args, "fsdp_config", None)
     if not args.fsdp and config:
-        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Set both, or none.")
+        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
     if not args.fsdp and not _switch(SWITCH, environment.get(SWITCH, "")):
         return None
     settings = _from_environment(environment) | _from_config(config or {})

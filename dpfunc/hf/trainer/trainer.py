@@ -149,7 +149,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             for setting in without_effect(args):
                 logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             args = changed(args, one_draw_a_step(self.logical_batch_size))
-            self._cut, args = _cut(model, args, privacy, optimizers)
+            self._cut, args = _shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
         self._ranks = processes.ranks_of(args) if self._cut is None else self._cut.ranks
@@ -372,13 +372,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             return range(first, min(first + epoch, start.limit))
 
         args, (rank, size) = self.args, processes.place(self._ranks)
-        # Of several processes, one without records runs a row of weight zero. Parts of a model need rows of one length.
-        read = (rank, size) if self._cut is None else (0, 1)
-        deal = (0, 1) if self._cut is None else (rank, size)
+        # Processes with parts of a model need rows of one length: each collates the whole draw.
+        read, deal = ((rank, size), (0, 1)) if self._cut is None else ((0, 1), (rank, size))
         return data_loader(
             self.train_dataset,
             Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records()),
-            Collate(self._collator(), size == 1, *deal),
+            Collate(self._collator(), size == 1, *deal),  # of several, one without records runs a row of weight zero
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
@@ -568,11 +567,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
 
 
-def _cut(
+def _shard(
     model: nn.Module,
-    args: Any,
+    args: Any,  # noqa: ANN401  (TrainingArguments)
     privacy: PrivacyArguments,
-    optimizers: tuple[Any, Any],  # noqa: ANN401
+    optimizers: tuple[Any, Any],
 ) -> tuple[sharded.Cut | None, Any]:
     """Shard the model, if the script asks for it; arguments with which nobody does so once more."""
     sharding = sharding_of(args, os.environ)
