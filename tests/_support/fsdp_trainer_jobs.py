@@ -81,7 +81,8 @@ def trainer_of(kind, folder, seed=10, model=None, callbacks=None, **changes):
     again(key)
     settings = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": STEPS, "weight_decay": 0.1,
-        "save_strategy": "steps", "save_steps": STEPS // 2, "per_device_eval_batch_size": 3, **changes,
+        "save_strategy": "steps", "save_steps": STEPS // 2, "per_device_eval_batch_size": 3,
+        "bf16": kind == "stopped", **changes,
     }  # fmt: skip
     return DPTrainer(
         MODELS[kind](seed) if model is None else model, training_arguments(folder, **settings), privacy=PRIVACY, key=key,
@@ -91,15 +92,13 @@ def trainer_of(kind, folder, seed=10, model=None, callbacks=None, **changes):
 
 def sharded(kind, folder, rank, **options):
     """A run whose model is in parts; each process has a model of its own, and that of the first one counts."""
-    if kind != "adapter":
-        options = {"fsdp": True, "fsdp_config": dict(ASKED), **options}
-    else:
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+    if kind == "adapter":  # what the launcher has set stays there while the run lasts
         os.environ.update(LAUNCHED)
-    try:
-        return trainer_of(kind, folder / kind, 10 + rank, **options)
-    finally:
-        for name in LAUNCHED:
-            os.environ.pop(name, None)
+    else:
+        options = {"fsdp": True, "fsdp_config": dict(ASKED), **options}
+    return trainer_of(kind, folder / kind, 10 + rank, **options)
 
 
 def facts(trainer, folder):
@@ -116,7 +115,7 @@ def facts(trainer, folder):
         "params": distributed.unshard(dict(trainer._run.params)),
         "held": sum(local(p).numel() for p in trainer.model.parameters()),
         "cut": all(is_dtensor(p) for p in trainer.model.parameters()),
-        "loss": [log["unreleased/loss"] for log in seen.logs if "unreleased/loss" in log],
+        "logs": [[log["unreleased/loss"], log["grad_norm"]] for log in seen.logs if "unreleased/loss" in log],
         "eval": (before, trainer.evaluate()["eval_loss"]),
         "ledger": trainer.ledger.to_json(),
         "epsilon": output.metrics["privacy/epsilon"],

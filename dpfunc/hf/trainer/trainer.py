@@ -75,7 +75,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     Each optimizer step takes one Poisson batch with an expected size of per_device_train_batch_size *
     gradient_accumulation_steps, clips the gradient of each sample, adds noise, and gives the mean to any optimizer and
     scheduler. Evaluation is the Trainer's own: metrics on private records are not covered by epsilon. Processes that
-    torchrun starts share each draw: plan, epsilon and result are those of one process.
+    torchrun starts share each draw: plan, epsilon and result are those of one process. With `args.fsdp` each of them
+    holds a part of the model, which is cut here.
 
     Args:
         model: a model of Transformers or PEFT; the parameters that require gradients are trained.

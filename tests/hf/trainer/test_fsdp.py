@@ -34,10 +34,10 @@ def launched(tmp_path_factory):
     return folder, found, said, one
 
 
-def close(found, expected):
+def close(found, expected, tolerance=1e-6):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +53,7 @@ def test_a_sharded_trainer_gives_what_one_process_gives(launched, kind):
         ours = each[kind]
         close(ours["params"], expected["params"])  # also: the second process began with another model
         assert (ours["ledger"], ours["epsilon"]) == (expected["ledger"], expected["epsilon"])
-        assert ours["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        torch.testing.assert_close(torch.tensor(ours["logs"]), torch.tensor(expected["logs"]), rtol=1e-5, atol=1e-5)
         assert ours["eval"] == pytest.approx(expected["eval"], abs=1e-3 if kind == "adapter" else 1e-5)
         assert ours["eval"][0] != ours["eval"][1]  # it sees what the optimizer has written
         assert ours["cut"]
@@ -81,14 +81,14 @@ def test_the_model_is_written_whole_by_one_process(launched, kind):
 
 
 def test_one_process_goes_on_with_what_two_have_begun(launched):
-    """With the optimizer from the parts of both, and no step after the checkpoint."""
+    """With the optimizer from the parts of both, and no step after the checkpoint; layers compute in bfloat16."""
     folder, _, _, _ = launched
     trainer = jobs.trainer_of("stopped", folder / "stopped")
     trainer.train(resume_from_checkpoint=True)
     whole = jobs.trainer_of("stopped", folder / "one" / "stopped")
     whole.train()
     assert trainer.state.global_step == jobs.STEPS
-    close(*({n: p.detach() for n, p in t.model.named_parameters()} for t in (trainer, whole)))
+    close(*({n: p.detach() for n, p in t.model.named_parameters()} for t in (trainer, whole)), 1e-4)
 
 
 def test_all_processes_refuse_together(launched):
