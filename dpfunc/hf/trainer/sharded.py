@@ -81,25 +81,23 @@ def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
     ['2.0', '0']
     """
     inner = [(name, module) for name, module in model.named_modules() if name][::-1]
-    split = {name for name, _ in inner if _split_tensors(model, name)}
+    tied = _tied(model)
     if sharding.policy == "NO_WRAP":
         return []
     if sharding.policy == "SIZE_BASED_WRAP":
-        large = [
+        return [
             name for name, module in inner
-            if type(module).forward is not nn.Module.forward
+            if type(module).forward is not nn.Module.forward and not _split(tied, name)
             and sum(param.numel() for param in module.parameters()) > sharding.min_num_params
         ]  # fmt: skip
-        return [name for name in large if name not in split]
     classes = _layer_classes(model, sharding)
     layers = [name for name, module in inner if type(module).__name__ in classes]
-    crossing = [name for name in layers if name in split]
-    if crossing:
-        raise UnsupportedModel(
-            f"The parameters {shorten(_split_tensors(model, crossing[0]))} are one tensor, of which one name is in "
-            f"{crossing[0]} and another is not: each part would train its own. Name other layers in "
-            "transformer_layer_cls_to_wrap."
-        )
+    for layer in layers:
+        if _split(tied, layer):
+            raise UnsupportedModel(
+                f"The parameters {shorten(_split(tied, layer))} are one tensor, of which one name is in {layer} and "
+                "another is not: each part would train its own. Name other layers in transformer_layer_cls_to_wrap."
+            )
     return layers
 
 
@@ -118,12 +116,17 @@ def _layer_classes(model: nn.Module, sharding: Sharding) -> set[str]:
     return found
 
 
-def _split_tensors(model: nn.Module, part: str) -> list[str]:
-    """The names of tensors of which one name is inside of a part and another outside."""
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each tensor that has several."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    return [n for tied in names.values() if len({n.startswith(f"{part}.") for n in tied}) > 1 for n in tied]
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _split(tied: list[list[str]], part: str) -> list[str]:
+    """The names of a tensor of which one is inside of a part and another outside."""
+    return next((names for names in tied if len({name.startswith(f"{part}.") for name in names}) > 1), [])
 
 
 def _refuse_parameters(model: nn.Module) -> None:
