@@ -123,12 +123,22 @@ def facts(trainer, folder):
     }
 
 
+def two_adapters(seed):
+    """Another adapter requires gradients, which is not the active one."""
+    model = adapted(seed)
+    model.add_adapter("other", model.peft_config["default"])
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name)
+    return model
+
+
 def refusals(folder, rank):
     """What is refused by all processes, where one alone would leave the others waiting; and a model that is in parts."""
     stopped = sharded("stopped", folder, rank, callbacks=[Stop()])
     stopped.train()
     other = {**ASKED, "reshard_after_forward": rank == 0}
     return {
+        "adapters": caught(sharded("adapter", folder / "two", rank, model=two_adapters(10)).train),
         "base": caught(sharded("adapter", folder, 5 + rank).train, True),  # the first process has another one
         "settings": caught(sharded, "full", folder, rank, fsdp_config=other),
         "values": caught(sharded, "full", folder, rank, model=writer(0).to("meta") if rank else writer(0)),
@@ -137,7 +147,7 @@ def refusals(folder, rank):
 
 
 def main(folder):
-    ranks = distributed.from_environment(timedelta(seconds=60))
+    ranks = distributed.from_environment(timedelta(seconds=120))
     found = {}
     for kind in ("full", "adapter"):
         found[kind] = facts(sharded(kind, folder, ranks.rank), folder / kind)

@@ -28,7 +28,7 @@ WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 def launched(tmp_path_factory):
     """What two processes found, what they said, and the same runs by one process."""
     folder = tmp_path_factory.mktemp("fsdp")
-    said = works(jobs.__file__, folder)
+    said = works(jobs.__file__, folder, limit=400)
     found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     one = {kind: jobs.facts(jobs.trainer_of(kind, folder / "one" / kind), folder / "one" / kind) for kind in KINDS}
     return folder, found, said, one
@@ -97,6 +97,8 @@ def test_all_processes_refuse_together(launched):
         refused = each["refused"]
         assert refused["base"][0] == "CheckpointError"
         assert "Load the same pretrained model" in refused["base"][1]
+        assert refused["adapters"][0] == "UnsupportedModel"
+        assert "belong to no active adapter" in refused["adapters"][1]
         assert refused["settings"][0] == "RankMismatch"
         assert refused["twice"][0] == "UnsupportedModel"
     assert "another process failed" in first["refused"]["values"][1]
@@ -106,7 +108,7 @@ def test_all_processes_refuse_together(launched):
 def test_what_has_no_effect_is_told_once(launched):
     _, _, (_, errors), _ = launched
     lines = [line for line in errors.splitlines() if "have no use for" in line and "sync_module_states" in line]
-    assert len(lines) == 3  # a line for each adapter that is trained: by the process that writes
+    assert len(lines) == 4  # a line for each adapter that is trained: by the process that writes
     assert all(name in lines[0] for name in ("use_orig_params=true", "state_dict_type=SHARDED_STATE_DICT"))
 
 
