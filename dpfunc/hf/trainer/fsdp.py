@@ -15,7 +15,7 @@ _ON = ("1", "true", "yes", "y", "t", "on")
 _PREFIX = "FSDP_"
 _RENAMED = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap", "offload_params": "cpu_offload"}
 
-Policy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+_Policy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 _FOLLOWED = (
@@ -78,7 +78,7 @@ class Sharding:
         without_effect: settings that were made and change nothing.
     """
 
-    policy: Policy
+    policy: _Policy
     layers: tuple[str, ...] | None = None
     min_num_params: int = 0
     reshard: bool = True
@@ -124,7 +124,7 @@ without_effect=())
     if policy not in _POLICIES:
         raise InvalidArgument(f"Expected auto_wrap_policy to be one of {_POLICIES}, got {policy!r}.")
     return Sharding(
-        policy=cast("Policy", policy),
+        policy=cast("_Policy", policy),
         layers=_layers(settings, policy),
         min_num_params=_size(settings, policy),
         reshard=_switch("reshard_after_forward", settings.get("reshard_after_forward", True)),

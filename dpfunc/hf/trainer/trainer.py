@@ -65,7 +65,7 @@ from dpfunc.state import StepState
 logger = logging.getLogger(__name__)
 
 _NOT_RESUMED = "Nothing was resumed"
-SCHEDULER_NAME = "scheduler.pt"  # of the Trainer
+_SCHEDULER = "scheduler.pt"  # of the Trainer
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -339,19 +339,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder)).encode()
 
         def check() -> None:
+            if self._cut is not None:
+                sharded.check_frozen(self._cut, saved.extra)
             trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
-
-        def check_parts() -> None:
-            if self._cut is not None:
-                sharded.check_frozen(self._cut, saved.extra)
 
         path = Path(shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode())
         saved = trainer_state.load_run(
             path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
         )
-        all_or_none(check_parts, self._ranks, _NOT_RESUMED)
         all_or_none(check, self._ranks, _NOT_RESUMED)
         return saved
 
@@ -536,7 +533,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if self._cut is None:
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         saved = None if self._run is None else self._run.start.resumed
@@ -544,7 +541,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         sharded.load_optimizer_state(self.optimizer, saved.optimizer_state)
-        self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / SCHEDULER_NAME, weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The Trainer's own; a sharded model gets its parts from our part of the checkpoint when the run begins."""
