@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpfunc._utils.validation import fail
-from dpfunc.batches import batch_size, rows, tree_map
+from dpfunc.batches import batch_size, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
-from dpfunc.sampling.base import Sampler, own_records
+from dpfunc.sampling.base import Sampler, deal, own_records
 from dpfunc.sampling.records import read
 from dpfunc.types import Batch
 
@@ -116,10 +117,14 @@ class Collate:
     Args:
         collate: list of records -> batch.
         cut: an empty draw becomes a batch with no rows; otherwise one with the row of a record that is not real.
+        rank, size: of several processes that each collate the whole draw, and so pad it to one length: this one gets
+            every size-th row, or some row where that is none.
     """
 
     collate: Callable[[list[Any]], Batch]
     cut: bool = True
+    rank: int = 0
+    size: int = 1
 
     def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
         """Collate the records of one step, with torch's CPU generator seeded by the step."""
@@ -128,7 +133,14 @@ class Collate:
             batch = self.collate([record for _, record in records])
         if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
             batch = dict(batch)
+        if self.size > 1:
+            return take(batch, _dealt(batch_size(batch), self.rank, self.size))
         return without_rows(batch) if self.cut and not first.real else batch
+
+
+def _dealt(num_rows: int, rank: int, size: int) -> Tensor:
+    own = deal(torch.arange(num_rows), rank, size)
+    return own if len(own) else torch.zeros(1, dtype=torch.int64)
 
 
 def without_rows(batch: Batch) -> Batch:

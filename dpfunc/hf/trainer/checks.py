@@ -34,7 +34,7 @@ def refuse_arguments(args: Any) -> None:
     Raises:
         InvalidArgument: naming the first setting that cannot be used, and what to do instead.
     """
-    refuse_environment(os.environ)
+    refuse_environment(os.environ, fsdp=True)
     refusals = (*_sampling(args), *_loss(args), *_checkpointing(args), *launch_refusals(args), *_leaks(args))
     refuse_first(refusals, args, "a TrainingArguments that keeps differential privacy")
 

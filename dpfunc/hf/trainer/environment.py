@@ -15,21 +15,22 @@ from torch import nn
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.trainer.fsdp import OFF, SWITCH
 
-_OFF = ("", "0", "false", "no", "none", "n", "f", "off")
 _PRECISIONS = ("", "no", "bf16")
 _PLACES = ("NO", "MULTI_CPU", "MULTI_GPU")  # values of accelerate's DistributedType: replicas, or one process
-_SHARDING = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")
 _PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")  # of a model sharded when it was loaded
 _DEALING = ("split_batches", "dispatch_batches")
 _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 _SHARDED = (
-    "Each process has a replica of the model here. Leave it out and start the same script with `torchrun "
-    "--nproc-per-node N`; for a model that one device cannot hold write a loop over make_dp_step(..., "
+    "Leave it out and start the same script with `torchrun --nproc-per-node N`; for a model that one device cannot "
+    "hold set TrainingArguments(fsdp=True), or write a loop over make_dp_step(..., "
     "ranks=dpfunc.distributed.sharded(mesh)) with fully_shard or parallelize_module."
 )
+_ENGINE = f"Its engine owns the backward pass, and sums gradients before they are clipped. {_SHARDED}"
+_SCRIPT = "Only scripts with DPTrainer follow it. Leave it out, or write one: see docs/guides/trainer.md."
 _FP16 = (
     "fp16 scales the loss, and skips steps, by what the data are; fp8 scales by their largest values. Use bf16: "
     "TrainingArguments(bf16=True), or `accelerate launch --mixed_precision bf16`."
@@ -71,29 +72,29 @@ class _Variable(NamedTuple):
 
 
 _VARIABLES = {
-    "ACCELERATE_USE_FSDP": _Variable(_OFF, _SHARDED),
-    "ACCELERATE_USE_DEEPSPEED": _Variable(_OFF, _SHARDED),
-    "ACCELERATE_USE_MEGATRON_LM": _Variable(_OFF, _SHARDED),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": _Variable(_OFF, _SHARDED),
-    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": _Variable(_OFF, _SHARDED),
+    SWITCH: _Variable(OFF, _SCRIPT),
+    "ACCELERATE_USE_DEEPSPEED": _Variable(OFF, _ENGINE),
+    "ACCELERATE_USE_MEGATRON_LM": _Variable(OFF, _ENGINE),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": _Variable(OFF, _SHARDED),
+    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": _Variable(OFF, _SHARDED),
     "ACCELERATE_MIXED_PRECISION": _Variable(_PRECISIONS, _FP16),
-    "ACCELERATE_DYNAMO_BACKEND": _Variable(_OFF, _COMPILED),
+    "ACCELERATE_DYNAMO_BACKEND": _Variable(OFF, _COMPILED),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": _Variable(
-        (*_OFF, "1", "auto"),
+        (*OFF, "1", "auto"),
         "Only DeepSpeed reads it. Unset it, and set TrainingArguments(gradient_accumulation_steps=...) instead.",
     ),
     "ACCELERATE_GRADIENT_CLIPPING": _Variable(
-        (*_OFF, "auto"),
+        (*OFF, "auto"),
         "Only DeepSpeed reads it. Unset it, and set PrivacyArguments(dp_max_grad_norm=...) instead.",
     ),
 }
 
 
-def refuse_environment(environment: Mapping[str, str]) -> None:
+def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:
     """Check the variables that `accelerate launch` sets.
 
     Args:
-        environment: `os.environ`.
+        environment: `os.environ`. fsdp: those about FSDP are followed, see `fsdp.sharding_of`.
 
     Raises:
         InvalidArgument: naming the first that a private run would not, or not rightly, follow.
@@ -105,7 +106,7 @@ def refuse_environment(environment: Mapping[str, str]) -> None:
 ACCELERATE_USE_DEEPSPEED='true' in the environment. ...
     """
     for name, variable in _VARIABLES.items():
-        value = environment.get(name, "")
+        value = "" if fsdp and name == SWITCH else environment.get(name, "")
         if value.strip().lower() not in variable.harmless:
             raise InvalidArgument(
                 f"Expected a launcher that keeps differential privacy, got {name}={value!r} in the environment. "
@@ -118,7 +119,8 @@ def launch_refusals(args: Any) -> tuple[Refusal, ...]:
     accelerate = args.accelerator_config
     accumulation = dict(accelerate.gradient_accumulation_kwargs or {})
     return (
-        *((bool(getattr(args, name, None)), name, _SHARDED) for name in _SHARDING),
+        (bool(getattr(args, "deepspeed", None)), "deepspeed", _ENGINE),
+        (bool(getattr(args, "parallelism_config", None)), "parallelism_config", _SHARDED),
         (args.fp16, "fp16", _FP16),
         (getattr(args, "mixed_precision", "no") not in _PRECISIONS, "mixed_precision", _FP16),
         (args.torch_compile, "torch_compile", _COMPILED),
@@ -169,7 +171,7 @@ def refuse_accelerator(accelerator: Any) -> None:
         (
             *((getattr(state, name, None) is not None, f"state.{name}", _SHARDED) for name in _PLUGINS),
             (_name_of(accelerator.distributed_type) not in _PLACES, "distributed_type", _SHARDED),
-            (_name_of(state.dynamo_plugin.backend).lower() not in _OFF, "state.dynamo_plugin.backend", _COMPILED),
+            (_name_of(state.dynamo_plugin.backend).lower() not in OFF, "state.dynamo_plugin.backend", _COMPILED),
             (accelerator.mixed_precision not in _PRECISIONS, "mixed_precision", _FP16),
         ),
         accelerator,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,19 @@ def save_run(
     data: str,
     journal: Path,
     ranks: Ranks | None,
+    optimizer_state: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as complete only later.
 
-    All processes call it.
+    All processes call it. `optimizer_state` and `extra` are of a sharded model: of others the Trainer writes the first.
     """
     folder = checkpoint / FOLDER
     once(ranks, lambda: remove(folder))  # of an earlier run, whose files the Trainer has replaced
-    save(folder, params=params, state=state, plan=plan, data=data, ranks=ranks, keep=1, journal=journal)
+    save(
+        folder, params=params, state=state, plan=plan, data=data, ranks=ranks, keep=1, journal=journal,
+        optimizer_state=optimizer_state, extra=extra,
+    )  # fmt: skip
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:

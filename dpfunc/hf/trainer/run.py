@@ -12,22 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc import distributed
+from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import Journal
+from dpfunc.distributed.fully_sharded import functionalize_managed
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import CheckpointError
+from dpfunc.errors import CheckpointError, UnsupportedModel
 from dpfunc.functional import functionalize
+from dpfunc.functional.fsdp import fsdp_parts
 from dpfunc.functional.names import select
 from dpfunc.hf import peft
+from dpfunc.hf.facts import AnyForward
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
 from dpfunc.step import DPStep, make_dp_step
-from dpfunc.types import Params, schedule_at
+from dpfunc.types import Engine, Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
@@ -99,20 +103,19 @@ def begin(
 
     On several processes all start with the model of the first one: a new head was drawn differently on each.
     """
-    distributed.replicate((*model.parameters(), *model.buffers()), ranks)
+    if not fsdp_parts(model):  # parts differ, and were cut from the same
+        distributed.replicate((*model.parameters(), *model.buffers()), ranks)
     params = trainable(model)
     if start.resumed is not None:
         with torch.no_grad():
             for name, value in start.resumed.params.items():
                 params[name].copy_(value)
-    model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
-    forward, _ = functionalize(model, list(params))
-    model.train()
+    forward, engine, ranks = _functional(model, params, privacy, ranks)
     on_cuda = all(param.is_cuda for param in params.values())
     dp_step = make_dp_step(
         make_loss_fn(forward, infer_task(model) if task is None else task),
         plan,
-        engine=privacy.dp_engine,
+        engine=engine,
         microbatch_size=microbatch,
         compile="auto" if privacy.dp_compile else False,
         noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
@@ -124,6 +127,25 @@ def begin(
     else:
         state = start.resumed.state
     return Run(dp_step, params, state, state, start)
+
+
+def _functional(
+    model: nn.Module, params: Params, privacy: PrivacyArguments, ranks: Ranks | None
+) -> tuple[AnyForward, str | Engine, Ranks | None]:
+    """The model as a function, with the engine and the ranks that its steps need."""
+    if ranks is None or not fsdp_parts(model):
+        model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
+        forward, _ = functionalize(model, list(params))
+        model.train()
+        return forward, privacy.dp_engine, ranks
+    managed = functionalize_managed(model, ranks)
+    others = sorted(managed.params.keys() ^ params.keys())
+    if others:
+        raise UnsupportedModel(
+            f"The parameters {shorten(others)} require gradients but belong to no active adapter. Freeze them: "
+            "requires_grad_(False)."
+        )
+    return managed.forward, managed.engine, managed.ranks
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.hf.trainer import files as trainer_state
-from dpfunc.hf.trainer import processes
+from dpfunc.hf.trainer import processes, sharded
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.checks import (
     changed,
@@ -40,6 +41,7 @@ from dpfunc.hf.trainer.checks import (
     refuse_values,
 )
 from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
+from dpfunc.hf.trainer.fsdp import refuse_with_sharding, sharding_of
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
     Loss,
@@ -63,6 +65,7 @@ from dpfunc.state import StepState
 logger = logging.getLogger(__name__)
 
 _NOT_RESUMED = "Nothing was resumed"
+_SCHEDULER = "scheduler.pt"  # of the Trainer
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -72,7 +75,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     Each optimizer step takes one Poisson batch with an expected size of per_device_train_batch_size *
     gradient_accumulation_steps, clips the gradient of each sample, adds noise, and gives the mean to any optimizer and
     scheduler. Evaluation is the Trainer's own: metrics on private records are not covered by epsilon. Processes that
-    torchrun starts share each draw: plan, epsilon and result are those of one process.
+    torchrun starts share each draw: plan, epsilon and result are those of one process. With `args.fsdp` each of them
+    holds a part of the model, which is cut here.
 
     Args:
         model: a model of Transformers or PEFT; the parameters that require gradients are trained.
@@ -138,15 +142,18 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
+        self._cut: sharded.Cut | None = None
+        self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
             refuse_arguments(args)
             refuse_overrides(self, DPTrainer, Trainer)
             for setting in without_effect(args):
                 logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             args = changed(args, one_draw_a_step(self.logical_batch_size))
+            self._cut, args = _shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
-        self._ranks = processes.ranks_of(args)
+        self._ranks = processes.ranks_of(args) if self._cut is None else self._cut.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
@@ -157,11 +164,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own; of a private run on several processes one that wraps no model."""
-        super().create_accelerator_and_postprocess()
+        with nullcontext() if self._cut is None else processes.without_fsdp():
+            super().create_accelerator_and_postprocess()
         if self.privacy.dp_enabled:
             refuse_accelerator(self.accelerator)
             if self._ranks is not None:
                 self.accelerator: Any = processes.Replicas(self.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The Trainer's own; a sharded model is where it was sharded."""
+        if self._cut is None:
+            super()._move_model_to_device(model, device)
 
     # What a run is
 
@@ -267,6 +280,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
         """Make all checks before training, and decide which run is started or resumed."""
         plan = self.plan
+        sharded.settle(self.model)
         self.model.train()
         refuse_model(self.model)
         refuse_optimizer(self.optimizer, trainable(self.model))
@@ -325,6 +339,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder)).encode()
 
         def check() -> None:
+            if self._cut is not None:
+                sharded.check_frozen(self._cut, saved.extra)
             trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
@@ -354,10 +370,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             return range(first, min(first + epoch, start.limit))
 
         args, (rank, size) = self.args, processes.place(self._ranks)
+        # Processes with parts of a model need rows of one length: each collates the whole draw.
+        read, deal = ((rank, size), (0, 1)) if self._cut is None else ((0, 1), (rank, size))
         return data_loader(
             self.train_dataset,
-            Draws(self.plan.sampler, start.key, steps, epoch, rank, size, self._num_records()),
-            Collate(self._collator(), cut=size == 1),  # of several, one without records runs a row of weight zero
+            Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records()),
+            Collate(self._collator(), size == 1, *deal),  # of several, one without records runs a row of weight zero
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
@@ -398,7 +416,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
-        grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
+        with sharded.settled(self.model):
+            grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
@@ -436,7 +455,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         metric_key_prefix: str = "eval",
     ) -> Any:
         """The Trainer's own; predictions that are all one class are warned of, once."""
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        with sharded.settled(self.model):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
         if found is not None:
             self._warned_of_one_class = True
@@ -483,6 +505,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             trainer_state.save_run(
                 folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
                 ranks=self._ranks,
+                **({} if self._cut is None else sharded.parts_of_run(self._cut, self.optimizer, run.params)),
             )  # fmt: skip
         distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
         self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
@@ -491,6 +514,39 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         finally:
             self.args = args
         distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The Trainer's own. All processes call it for a sharded model, which the writing one puts together."""
+        if self._cut is not None:
+            self._whole = sharded.whole_state(self.model, self.args.should_save)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if self._cut is None or self.args.should_save:
+            super()._save(output_dir, self._whole if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The Trainer's own; the optimizer of a sharded model is in the part of the checkpoint that is ours."""
+        if self._cut is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        saved = None if self._run is None else self._run.start.resumed
+        if saved is None or saved.optimizer_state is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        sharded.load_optimizer_state(self.optimizer, saved.optimizer_state)
+        self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / _SCHEDULER, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The Trainer's own; a sharded model gets its parts from our part of the checkpoint when the run begins."""
+        if self._cut is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""
@@ -507,6 +563,27 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         """Refuse the search: each trial reads the private records."""
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
+
+
+def _shard(
+    model: nn.Module,
+    args: Any,  # noqa: ANN401  (TrainingArguments)
+    privacy: PrivacyArguments,
+    optimizers: tuple[Any, Any],
+) -> tuple[sharded.Cut | None, Any]:
+    """Shard the model, if the script asks for it; arguments with which nobody does so once more."""
+    sharding = sharding_of(args, os.environ)
+    if sharding is None:
+        return None, args
+    refuse_with_sharding(args, privacy, optimizers)
+    ranks = processes.ranks_of(args)
+    if distributed.is_writer(ranks) and sharding.without_effect:
+        logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", list(sharding.without_effect))
+    values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
+    if sharding.checkpointing:
+        name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
+        values |= {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+    return sharded.cut_model(model, sharding, ranks, args.device), changed(args, values)
 
 
 def _recipe_of(model: nn.Module, train_dataset: object, privacy: PrivacyArguments) -> Recipe | None:

@@ -90,8 +90,6 @@ CASES = {
     '`accelerator_config={"dispatch_batches": True}`': {"accelerator_config": {"dispatch_batches": True}},
     "`TrainingArguments(ddp_find_unused_parameters=False)`": {"ddp_find_unused_parameters": False},
     "`TrainingArguments(torch_compile=True)`": {"torch_compile": True},
-    "`TrainingArguments(fsdp=True)`": {"fsdp": True},
-    '`TrainingArguments(fsdp="full_shard auto_wrap")`': {"fsdp": "full_shard auto_wrap"},
     '`TrainingArguments(fsdp_config={"version": 2})`': {"fsdp_config": {"version": 2}},
     '`TrainingArguments(deepspeed="zero3.json")`': {"deepspeed": "zero3.json"},
     "`TrainingArguments(parallelism_config=ParallelismConfig(tp_size=2))`": {
@@ -109,6 +107,9 @@ MODELS = {"`from_pretrained(..., tp_size=2)`": sharded_on_load, "a model whose p
 LAUNCHED = {
     "`torchrun --nproc-per-node 2 train.py`": "tests/distributed/test_launch.py",
     "`accelerate launch --num_processes 1 train.py`": "test_accelerate_launch_with_one_process",
+    "`TrainingArguments(fsdp=True)`": "test_fsdp.py",
+    '`TrainingArguments(fsdp="full_shard auto_wrap")`': "test_fsdp.py",
+    "`ACCELERATE_USE_FSDP=true`": "test_fsdp.py",
 }
 
 
@@ -133,7 +134,7 @@ def test_every_row_of_the_guide_is_tried():
     rows = table()
     assert {outcome.split()[0].strip(":.,") for outcome in rows.values()} == {"works", "refused", "no"}
     variables = {setting for setting in rows if re.fullmatch(r"`[A-Z_]+=\S+`", setting)}
-    assert rows.keys() - variables == CASES.keys() | MODELS.keys() | LAUNCHED.keys()
+    assert rows.keys() == CASES.keys() | MODELS.keys() | LAUNCHED.keys() | variables
 
 
 @pytest.mark.parametrize("setting", [setting for setting in outcomes("works", "no effect") if setting not in LAUNCHED])
@@ -167,7 +168,10 @@ def test_what_is_refused_is_named_before_anything_is_spent(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("setting", [setting for setting in outcomes("refused") if setting.startswith("`ACCELERATE")])
+@pytest.mark.parametrize(
+    "setting",
+    [setting for setting in table() if setting.startswith("`ACCELERATE") and "refuse" in table()[setting]],
+)
 def test_the_command_refuses_the_same_environment(tmp_path, monkeypatch, setting):
     """Also in a dry run, and before a table is read. The twin without privacy is the Trainer's own."""
     write_job(tmp_path)
@@ -185,6 +189,7 @@ def test_the_command_refuses_the_same_environment(tmp_path, monkeypatch, setting
 def test_a_switch_is_off_only_if_it_says_so(value):
     with pytest.raises(InvalidArgument, match="ACCELERATE_USE_FSDP"):
         refuse_environment({"ACCELERATE_USE_FSDP": value})
+    refuse_environment({"ACCELERATE_USE_FSDP": value}, fsdp=True)  # `fsdp.sharding_of` looks at it
     refuse_environment({"ACCELERATE_USE_FSDP": "False", "ACCELERATE_DYNAMO_BACKEND": "NO"})
 
 

@@ -1,0 +1,167 @@
+"""What torchrun starts in tests/hf/trainer/test_fsdp.py: runs of the Trainer whose model is in parts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+import dpfunc
+from dpfunc import distributed
+from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.trainer import DPTrainer
+
+PRIVACY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_log_unreleased=True)
+STEPS = 4
+KEYS = {"full": 7420, "adapter": 7411, "stopped": 7412}  # draws of the first: 1, 3, 1 and 0 records
+ASKED = {
+    "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500, "reshard_after_forward": False,
+    "activation_checkpointing": True, "use_orig_params": True,
+}  # fmt: skip
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block", "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_FORWARD_PREFETCH": "false", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true", "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}  # fmt: skip
+"""What `accelerate launch --use_fsdp --fsdp_version 2` sets."""
+
+
+class Stop(TrainerCallback):
+    """A run that is stopped in the middle."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == STEPS // 2
+
+
+def caught(function, *args, **kwargs):
+    """The type and the message of an error."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  (told to the test)
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def writer(seed):
+    """A language model with tied embeddings, of two blocks, without dropout: processes would draw others."""
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=41, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def adapted(seed):
+    """An adapter in float32 on a model in bfloat16."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    return get_peft_model(writer(seed).to(torch.bfloat16), config)
+
+
+MODELS = {"full": writer, "adapter": adapted, "stopped": writer}
+
+
+def trainer_of(kind, folder, seed=10, model=None, callbacks=None, **changes):
+    """A run over texts of different lengths, whose draws have two records on average."""
+    from trainer_cases import again, pad, texts, training_arguments
+
+    key = dpfunc.insecure_key(KEYS[kind])
+    again(key)
+    settings = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": STEPS, "weight_decay": 0.1,
+        "save_strategy": "steps", "save_steps": STEPS // 2, "per_device_eval_batch_size": 3,
+        "bf16": kind == "stopped", **changes,
+    }  # fmt: skip
+    return DPTrainer(
+        MODELS[kind](seed) if model is None else model, training_arguments(folder, **settings), privacy=PRIVACY, key=key,
+        train_dataset=texts(), eval_dataset=texts(12), data_collator=pad, callbacks=callbacks,
+    )  # fmt: skip
+
+
+def sharded(kind, folder, rank, **options):
+    """A run whose model is in parts; each process has a model of its own, and that of the first one counts."""
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+    if kind == "adapter":  # what the launcher has set stays there while the run lasts
+        os.environ.update(LAUNCHED)
+    else:
+        options = {"fsdp": True, "fsdp_config": dict(ASKED), **options}
+    return trainer_of(kind, folder / kind, 10 + rank, **options)
+
+
+def facts(trainer, folder):
+    """What a run gives, to be compared with one process."""
+    from trainer_cases import Seen
+
+    seen = Seen()
+    trainer.add_callback(seen)
+    before = trainer.evaluate()["eval_loss"]
+    output = trainer.train()
+    trainer.save_model(str(folder / "model"))
+    ranks, plan, state = trainer._ranks, trainer.plan, trainer._run.state
+    return {
+        "params": distributed.unshard(dict(trainer._run.params)),
+        "held": sum(local(p).numel() for p in trainer.model.parameters()),
+        "cut": all(is_dtensor(p) for p in trainer.model.parameters()),
+        "logs": [[log["unreleased/loss"], log["grad_norm"]] for log in seen.logs if "unreleased/loss" in log],
+        "eval": (before, trainer.evaluate()["eval_loss"]),
+        "ledger": trainer.ledger.to_json(),
+        "epsilon": output.metrics["privacy/epsilon"],
+        "draws": [len(plan.draw(state, step, ranks)) for step in range(STEPS)],
+    }
+
+
+def two_adapters(seed):
+    """Another adapter requires gradients, which is not the active one."""
+    model = adapted(seed)
+    model.add_adapter("other", model.peft_config["default"])
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name)
+    return model
+
+
+def refusals(folder, rank):
+    """What is refused by all processes, where one alone would leave the others waiting; and a model that is in parts."""
+    stopped = sharded("stopped", folder, rank, callbacks=[Stop()])
+    stopped.train()
+    other = {**ASKED, "reshard_after_forward": rank == 0}
+    return {
+        "adapters": caught(sharded("adapter", folder / "two", rank, model=two_adapters(10)).train),
+        "base": caught(sharded("adapter", folder, 5 + rank).train, True),  # the first process has another one
+        "settings": caught(sharded, "full", folder, rank, fsdp_config=other),
+        "values": caught(sharded, "full", folder, rank, model=writer(0).to("meta") if rank else writer(0)),
+        "twice": caught(trainer_of, "full", folder / "twice", model=stopped.model),
+    }
+
+
+def main(folder):
+    ranks = distributed.from_environment(timedelta(seconds=120))
+    found = {}
+    for kind in ("full", "adapter"):
+        found[kind] = facts(sharded(kind, folder, ranks.rank), folder / kind)
+        torch.distributed.barrier()
+        if ranks.rank == 0:
+            shutil.rmtree(folder / kind / f"checkpoint-{STEPS}")
+        torch.distributed.barrier()
+        resumed = sharded(kind, folder, ranks.rank)
+        resumed.train(resume_from_checkpoint=True)
+        found[kind]["resumed"] = distributed.unshard(dict(resumed._run.params)), resumed.ledger.to_json()
+    found["refused"] = refusals(folder, ranks.rank)
+    torch.save(found, folder / f"rank{ranks.rank}.pt")
+    distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
