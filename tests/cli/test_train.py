@@ -31,7 +31,8 @@ from dpfunc.rng import secure_key
 from dpfunc.train import run as train_job
 from dpfunc.train.config import SECTIONS, STRATEGIES
 from dpfunc.train.config_file import read_job
-from dpfunc.train.dataset import PadRight, language_record, prompt_ids, read_records
+from dpfunc.train.dataset import PadRight, read_records
+from dpfunc.train.inputs import language_record, prompt_ids
 from dpfunc.train.model import choose_parameters, load_base, load_processing
 
 ROOT = Path(__file__).parents[2]

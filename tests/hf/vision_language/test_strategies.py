@@ -28,7 +28,7 @@ from dpfunc.hf.vision_language.submodules import language_layers, parts, quantis
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.loader import without_rows
-from dpfunc.train.dataset import _check_image
+from dpfunc.train.inputs import _check_image
 from dpfunc.train.strategy_costs import strategy_costs, strategy_table
 
 FLOAT = ("full", "lora", "projector")
@@ -396,7 +396,7 @@ def test_images_that_take_all_memory_are_refused(processor, tmp_path, name):
     assert "secret" not in str(caught.value)
     if name != "half":
         with pytest.raises(InvalidArgument, match=f"The image of row 7 of data.jsonl cannot be used. .*{message}"):
-            _check_image(path, 7, tmp_path / "data.jsonl")
+            _check_image(path, "row 7 of data.jsonl")
 
 
 def alone(processor, sample):
