@@ -138,7 +138,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
     if bool(quantised) != (job.strategy == "qlora"):
         raise UnsupportedModel(
             f"Expected weights in 4 bits with strategy='qlora', and only with it, got strategy={job.strategy!r} and "
-            f"{f'weights in few bits in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}."
+            f"{f'quantised weights in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}."
         )
     return model if quantised else model.float()
 
