@@ -98,8 +98,9 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     }
     batch = _probe(job, prepared)
     model = prepared.model
-    # Losses and shapes are those of training; functionalize wants modules with checkpoints in evaluation mode.
+    # functionalize wants modules with checkpoints in evaluation mode; losses and shapes are those of training.
     forward, start = functionalize(model.train(False))
+    model.train()
     params = {name: param.detach().requires_grad_() for name, param in start.items()}
     loss_fn = make_loss_fn(forward, loss_of_job(job))
     physical = job.physical_batch_size
