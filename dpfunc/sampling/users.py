@@ -43,6 +43,10 @@ class Persons:
         """Public cap K on the texts of a person."""
         return self.index_PK.shape[1]
 
+    def rows(self) -> list[list[int]]:
+        """Row numbers of the texts of each person, without repetitions: at least one, at most K."""
+        return [index_K[mask_K].tolist() for index_K, mask_K in zip(self.index_PK, self.mask_PK, strict=True)]
+
     def batch(self, texts: Mapping[str, Tensor], persons_B: Tensor | None = None) -> dict[str, Tensor]:
         """The texts of some persons as a batch of (B, K, ...) tensors and a `text_mask` (B, K).
 

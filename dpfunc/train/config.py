@@ -50,7 +50,7 @@ class ModelSection:
     tokenizer: str | None = _key("Folder or name of the tokenizer; the model's by default.", None)
     gguf_file: str | None = _key("Weights in a GGUF file of that folder.", None)
     pooling: Literal["auto", "mean", "model"] = _key(
-        "Of a job for classes or numbers of single texts, with strategy head or lora: `mean` of the last hidden states, "
+        "For classes or numbers of single texts, with strategy head or lora: `mean` of the last hidden states, "
         "or as the `model` does it; `auto` is `mean` if the folder says so (1_Pooling).",
         "auto",
     )
@@ -77,11 +77,15 @@ class DataSection:
     text_pair_column: str | None = _key("Column with a second text, for classes or numbers of pairs.", None)
     label_column: str = _key("Column with the label, the number, or the labels of all words.", "label")
     labels: Texts | None = _key("The classes: published with the model, so not read off the table.", None)
-    prompt_column: str | None = _key("Column with the prompt (causal_lm, seq2seq), together with response_column.", None)
+    prompt_column: str | None = _key(
+        "Column with the prompt (causal_lm, seq2seq), together with response_column.", None
+    )
     response_column: str | None = _key("Column with the response; the loss is on it.", None)
     prompt_template: str | None = _key("Or: a prompt made of columns, `Label: {label} Text:`; then the text.", None)
     loss_on: Literal["response", "all"] = _key("Which tokens are learnt when there is a prompt.", "response")
-    image_column: str = _key("Column with the image's path, or a list of paths, from the table's folder (vqa).", "image")
+    image_column: str = _key(
+        "Column with the image's path, or a list of paths, from the table's folder (vqa).", "image"
+    )
     max_images: int = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
     image_size: Sizes | None = _key("Height and width that images are fitted into, [336, 336]; public (vqa).", None)
     question_column: str = _key("Column with the question (vqa).", "question")
@@ -301,7 +305,9 @@ class Job:
         if data.text_pair_column is not None and self.task not in PAIRS:
             raise fail(f"no pairs of texts with task={self.task!r}", "data.text_pair_column", data.text_pair_column)
         if self.task != "vqa" and (data.image_size is not None or data.max_images != 1):
-            raise InvalidArgument(f"Expected data.image_size and data.max_images with task='vqa' only, got {self.task!r}.")
+            raise InvalidArgument(
+                f"Expected data.image_size and data.max_images with task='vqa' only, got {self.task!r}."
+            )
 
     @property
     def physical_batch_size(self) -> int:

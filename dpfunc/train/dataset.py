@@ -141,8 +141,7 @@ def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...
     found = group_by_person([row[unit] for row in rows], max_texts=limit, key=key)
     kept: list[Row] = []
     persons = []
-    for index_K, mask_K in zip(found.index_PK, found.mask_PK, strict=True):
-        own = index_K[mask_K].tolist()
+    for own in found.rows():
         persons.append(range(len(kept), len(kept) + len(own)))
         kept += [rows[place] for place in own]
     return tuple(kept), tuple(persons), found.dropped

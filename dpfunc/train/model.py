@@ -122,9 +122,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:  # noqa: ANN401
     path = job.model.path
     packed: dict[str, Any] = {}
     if job.strategy == "qlora":  # refused first: without bitsandbytes no weights are read
-        packed["quantization_config"] = four_bit(
-            torch.bfloat16 if torch.accelerator.is_available() else torch.float32
-        )
+        packed["quantization_config"] = four_bit(torch.bfloat16 if torch.accelerator.is_available() else torch.float32)
     with (
         _here_or_downloaded(job, path),
         one_line(f"a model for {job.task} in {path!r}"),
@@ -154,7 +152,9 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:  # noqa:
 
     kind: Any = getattr(transformers, _CLASSES[job.task])
     model: nn.Module = (
-        kind.from_config(config) if random else kind.from_pretrained(path, config=config, dtype=torch.float32, **options)
+        kind.from_config(config)
+        if random
+        else kind.from_pretrained(path, config=config, dtype=torch.float32, **options)
     )
     return model
 
@@ -210,9 +210,7 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
     if job.strategy in ADAPTERS:
         return _with_lora(model, job)
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    head = (
-        [] if job.task not in NEW_HEAD else [n for n, _ in model.named_parameters() if not n.startswith(base)]
-    )
+    head = [] if job.task not in NEW_HEAD else [n for n, _ in model.named_parameters() if not n.startswith(base)]
     biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
     chosen = {
         "full": [name for name, _ in model.named_parameters()],

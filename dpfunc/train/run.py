@@ -171,7 +171,11 @@ def _run(
     prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
     writes = distributed.is_writer(ranks)
     records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-    for line in [*left_out(prepared.records), *recipe_lines(prepared.recipe, job.training.missing), *([] if about is None else [about])]:
+    for line in [
+        *left_out(prepared.records),
+        *recipe_lines(prepared.recipe, job.training.missing),
+        *([] if about is None else [about]),
+    ]:
         if writes:
             say(line)
     prepared = dataclasses.replace(prepared, records=records)

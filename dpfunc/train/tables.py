@@ -139,8 +139,8 @@ def _check_unit(value: object, column: str, number: int, path: Path) -> None:
     """Check the value that says whose record a row is: what two spellings hide would be protected as two people."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).strip():
         raise InvalidArgument(
-            f"Expected a person in the column {column!r} in row {number} of {path.name}: a text that is not empty, or a "
-            "whole number. Leave the row out, or give it a name of its own if it is nobody else's."
+            f"Expected a person in the column {column!r} in row {number} of {path.name}: a text that is not empty, or "
+            "a whole number. Leave the row out, or give it a name of its own if it is nobody else's."
         )
     if str(value) != str(value).strip():
         raise InvalidArgument(

@@ -555,6 +555,17 @@ def test_a_launcher_that_starts_one_process_only_is_refused(here, monkeypatch):
     assert files(here) == before
 
 
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_a_launcher_that_shards_is_refused(here, monkeypatch, name, mode):
+    monkeypatch.setenv(name, "true")
+    result = train("--output_dir", "other", *mode)
+    assert result.exit_code == 1
+    assert f"Expected a launcher that keeps differential privacy, got {name}='true' in the environment" in result.stderr
+    assert "torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml" in result.stderr
+    assert not Path("other").exists()
+
+
 @pytest.mark.slow
 def test_L9_T5_torchrun_with_one_process(here):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "dpfunc.cli.main", "train"]

@@ -238,7 +238,9 @@ def test_a_head_over_people_and_its_twin(tmp_path, monkeypatch):
     write_job(tmp_path, "text_classification", "bert")
     monkeypatch.chdir(tmp_path)
     write("mails.jsonl", authored(200, 60))
-    text = Path("job.yaml").read_text().replace(", init: random", "").replace("learning_rate: 1e-2, batch_size: 32, ", "")
+    text = (
+        Path("job.yaml").read_text().replace(", init: random", "").replace("learning_rate: 1e-2, batch_size: 32, ", "")
+    )
     Path("job.yaml").write_text(text.replace("dp_delta: 1e-3", "dp_delta: 1e-2"))
     flags = ["--strategy", "head", "--physical_batch_size", "null", *PEOPLE]
     result = train(*flags)

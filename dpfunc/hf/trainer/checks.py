@@ -223,7 +223,9 @@ def refuse_unit(unit: object) -> None:
         InvalidArgument: no text, an empty one, or one with control characters.
     """
     if not isinstance(unit, str) or not unit.strip() or not unit.isprintable():
-        raise fail("unit to say what one row of a batch is, in one line", "unit", unit, "For example unit='one person'.")
+        raise fail(
+            "unit to say what one row of a batch is, in one line", "unit", unit, "For example unit='one person'."
+        )
 
 
 def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:

@@ -14,7 +14,6 @@ from models import Case
 from packed import pack
 from reference import loop_gradients
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from zoo.parity import differences, nonzero_b, roughen, truth_of, without_gradient
 
 import dpfunc
