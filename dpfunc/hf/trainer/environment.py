@@ -27,8 +27,8 @@ _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffer
 
 _SHARDED = (
     "Each process has a replica of the model here. Leave it out and start the same script with `torchrun "
-    "--nproc-per-node N` (of the command: `torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml`); for a model "
-    "that one device cannot hold write a loop over make_dp_step(..., "
+    "--nproc-per-node N` (of the command: `torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml`); for a "
+    "model that one device cannot hold write a loop over make_dp_step(..., "
     "ranks=dpfunc.distributed.sharded(mesh)) with fully_shard or parallelize_module."
 )
 _FP16 = (
