@@ -58,11 +58,16 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]
         Args:
             input_ids: (B, T). attention_mask: (B, T), 1 at tokens. hidden: (B, T, width), as `lower` gives it.
             features: (B, width), as `pooled` gives them. labels: (B,) classes; the loss is their mean cross-entropy.
+                With problem_type "regression" numbers; the loss is their mean squared error.
         """
         if features is None:
             features = self.pooled(input_ids, attention_mask, hidden)
         logits = self.classifier(features.to(self.classifier.weight.dtype))
-        loss = None if labels is None else F.cross_entropy(logits, labels)
+        loss = None
+        if labels is not None and getattr(self.config, "problem_type", None) == "regression":
+            loss = F.mse_loss(logits.squeeze(1), labels.to(logits.dtype))
+        elif labels is not None:
+            loss = F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def pooled(self, input_ids: Tensor | None, attention_mask: Tensor | None, hidden: Tensor | None = None) -> Tensor:

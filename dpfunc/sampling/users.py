@@ -43,6 +43,10 @@ class Persons:
         """Public cap K on the texts of a person."""
         return self.index_PK.shape[1]
 
+    def rows(self) -> list[list[int]]:
+        """Row numbers of the texts of each person, without repetitions: at least one, at most K."""
+        return [index_K[mask_K].tolist() for index_K, mask_K in zip(self.index_PK, self.mask_PK, strict=True)]
+
     def batch(self, texts: Mapping[str, Tensor], persons_B: Tensor | None = None) -> dict[str, Tensor]:
         """The texts of some persons as a batch of (B, K, ...) tensors and a `text_mask` (B, K).
 
@@ -125,6 +129,48 @@ def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     if len({repr(person) for person in rows}) < len(rows):
         raise InvalidArgument("Expected persons that differ in their repr. Use strings or numbers.")
     return rows
+
+
+@dataclass(frozen=True)
+class CollatePersons:
+    """A collator of persons, each a list of at most `max_texts` records, for a data set in a Trainer or a loader.
+
+    Args:
+        collate: of single records: a list of mappings -> tensors with one row a record. max_texts: public K >= 1.
+
+    >>> collate = CollatePersons(lambda records: {"x": torch.tensor([r["x"] for r in records])}, max_texts=2)
+    >>> collate([[{"x": 1}, {"x": 2}], [{"x": 3}]])
+    {'x': tensor([[1, 2],
+            [3, 3]]), 'text_mask': tensor([[ True,  True],
+            [ True, False]])}
+    """
+
+    collate: Callable[[list[Any]], Mapping[str, Tensor]] = field(repr=False)
+    max_texts: int
+
+    def __post_init__(self) -> None:
+        integer("max_texts", self.max_texts, minimum=1)
+
+    def __call__(self, persons: Sequence[Any]) -> dict[str, Tensor]:
+        """The batch of some persons, (B, K, ...) and `text_mask` (B, K); of records, which are mappings, as `collate`.
+
+        Raises:
+            InvalidArgument: a person with no records, or with more than K.
+        """
+        if persons and isinstance(persons[0], Mapping):  # to evaluate, where no person is protected
+            return dict(self.collate(list(persons)))
+        cap = self.max_texts
+        if not all(1 <= len(own) <= cap for own in persons):
+            raise InvalidArgument(
+                f"Expected 1 to max_texts={cap} records of each person, got another number. group_by_person draws "
+                "those of a person who has more."
+            )
+        batch = self.collate([each for own in persons for each in (*own, *[own[0]] * (cap - len(own)))])
+        if _TEXT_MASK in batch:
+            raise InvalidArgument(f"Expected tensors of texts under other names than {_TEXT_MASK!r}. Rename it.")
+        sizes_B = torch.tensor([len(own) for own in persons], dtype=torch.int64)
+        rows = {name: value.reshape(len(persons), cap, *value.shape[1:]) for name, value in batch.items()}
+        return {**rows, _TEXT_MASK: torch.arange(cap) < sizes_B[:, None]}
 
 
 def _choose(own: list[int], cap: int, key: Key) -> list[int]:

@@ -17,16 +17,24 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 from dpfunc.train.config_errors import explained
 
-TASKS = ("text_classification", "causal_lm", "vqa")
-# What each task can train. `qlora` needs a base in 4 bits; a language model shares its head with its embeddings.
+TASKS = ("text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa")
+# What each task can train; a language model shares its head with its embeddings.
 STRATEGIES = {
-    "text_classification": ("lora", "full", "head", "bitfit"),
-    "causal_lm": ("lora", "full", "bitfit"),
-    "vqa": ("lora", "full", "projector"),
+    "text_classification": ("lora", "qlora", "full", "head", "bitfit"),
+    "text_regression": ("lora", "full", "head", "bitfit"),
+    "token_classification": ("lora", "full", "head", "bitfit"),
+    "causal_lm": ("lora", "qlora", "full", "bitfit"),
+    "seq2seq": ("lora", "full", "bitfit"),
+    "vqa": ("lora", "qlora", "full", "projector"),
 }
+ADAPTERS = ("lora", "qlora")  # strategies that train adapters, over a base in float or in 4 bits
+CLASSIFIES = ("text_classification", "token_classification")  # tasks with a list of classes
+NEW_HEAD = (*CLASSIFIES, "text_regression")  # tasks with a head that starts anew
+PAIRS = ("text_classification", "text_regression")  # tasks that take a second text
 
 # A list of texts. A number among them is a text as well: labels are often 0 and 1.
 Texts = Annotated[tuple[Annotated[str, Field(strict=False, coerce_numbers_to_str=True)], ...], Field(min_length=1)]
+Sizes = tuple[int, ...]
 
 
 def _key(text: str, default: object = dataclasses.MISSING) -> Any:
@@ -42,8 +50,8 @@ class ModelSection:
     tokenizer: str | None = _key("Folder or name of the tokenizer; the model's by default.", None)
     gguf_file: str | None = _key("Weights in a GGUF file of that folder.", None)
     pooling: Literal["auto", "mean", "model"] = _key(
-        "Of a text_classification job that trains a head or adapters: `mean` of the last hidden states, or as the "
-        "`model` does it; `auto` is `mean` if the folder says so (1_Pooling).",
+        "For classes or numbers of single texts, with strategy head or lora: `mean` of the last hidden states, "
+        "or as the `model` does it; `auto` is `mean` if the folder says so (1_Pooling).",
         "auto",
     )
     local_files_only: bool = _key("False allows downloads from the hub.", True)
@@ -63,14 +71,23 @@ class DataSection:
     spent: Texts | None = _key("Journals or ledgers of earlier runs on these records: the budget counts them.", None)
     deduplicate: bool = _key("Leave out exact duplicates: a record that is there k times counts k-fold.", True)
     max_length: int = _key("Tokens of a record that are used.", 128)
-    text_column: str = _key("Column with the text.", "text")
-    label_column: str = _key("Column with the label (text_classification).", "label")
+    unit_column: str | None = _key("Column that says whose record a row is: one person is then protected.", None)
+    max_records_per_unit: int | None = _key("With unit_column: most records of a person that are used; public.", None)
+    text_column: str = _key("Column with the text; for token_classification with its words.", "text")
+    text_pair_column: str | None = _key("Column with a second text, for classes or numbers of pairs.", None)
+    label_column: str = _key("Column with the label, the number, or the labels of all words.", "label")
     labels: Texts | None = _key("The classes: published with the model, so not read off the table.", None)
-    prompt_column: str | None = _key("Column with the prompt (causal_lm), together with response_column.", None)
+    prompt_column: str | None = _key(
+        "Column with the prompt (causal_lm, seq2seq), together with response_column.", None
+    )
     response_column: str | None = _key("Column with the response; the loss is on it.", None)
     prompt_template: str | None = _key("Or: a prompt made of columns, `Label: {label} Text:`; then the text.", None)
     loss_on: Literal["response", "all"] = _key("Which tokens are learnt when there is a prompt.", "response")
-    image_column: str = _key("Column with the image's path, from the table's folder (vqa).", "image")
+    image_column: str = _key(
+        "Column with the image's path, or a list of paths, from the table's folder (vqa).", "image"
+    )
+    max_images: int = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
+    image_size: Sizes | None = _key("Height and width that images are fitted into, [336, 336]; public (vqa).", None)
     question_column: str = _key("Column with the question (vqa).", "question")
     answer_column: str = _key("Column with the answer (vqa).", "answer")
 
@@ -89,6 +106,20 @@ class DataSection:
         if self.labels is not None and len(self.labels) < 2:
             raise fail("at least two labels", "data.labels", list(self.labels))
         self.placeholders()
+        self._check_units()
+        integer("data.max_images", self.max_images, minimum=1)
+        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
+            raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
+
+    def _check_units(self) -> None:
+        """Check that people as units are bounded in what they give."""
+        if self.max_records_per_unit is not None:
+            integer("data.max_records_per_unit", self.max_records_per_unit, minimum=1)
+        if (self.unit_column is None) != (self.max_records_per_unit is None):
+            raise InvalidArgument(
+                "Expected data.unit_column and data.max_records_per_unit together, got one of them. A person with more "
+                "records gives that many of them. It is a public number: choose it without a look at the table."
+            )
 
     def placeholders(self) -> tuple[str, ...]:
         """The columns that the prompt template names.
@@ -232,8 +263,13 @@ class Job:
     def __post_init__(self) -> None:
         one_of("task", self.task, TASKS)
         one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
-        if self.strategy != "lora" and self.lora != LoraSection():
+        if self.strategy not in ADAPTERS and self.lora != LoraSection():
             raise InvalidArgument(f"Expected no section lora with strategy={self.strategy!r}, which has no adapters.")
+        if self.strategy == "qlora" and (self.model.init == "random" or self.model.gguf_file is not None):
+            raise InvalidArgument(
+                "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
+                "model.gguf_file. Name the folder of a pretrained model."
+            )
         mine, theirs = self.training.physical_batch_size, self.privacy.dp_physical_batch_size
         if mine is not None and theirs is not None and mine != theirs:
             raise InvalidArgument(
@@ -245,12 +281,33 @@ class Job:
                 "no dp_recipe in a job", "privacy.dp_recipe", self.privacy.dp_recipe,
                 "What the section training leaves out comes from the recipe of the strategy.",
             )  # fmt: skip
-        if self.training.head_rate is not None and (self.task, self.strategy) != ("text_classification", "lora"):
+        if self.training.head_rate is not None and not (self.task in NEW_HEAD and self.strategy in ADAPTERS):
             raise fail("no head_rate without a new head beside adapters", "training.head_rate", self.training.head_rate)
         if self.lora.top_layers is not None and self.task == "vqa":
             raise fail("no lora.top_layers with task='vqa'", "lora.top_layers", self.lora.top_layers)
-        if self.task != "causal_lm" and (self.data.prompt_column or self.data.prompt_template):
-            raise InvalidArgument(f"Expected prompts with task='causal_lm' only, got task={self.task!r}.")
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        """Check that the section data names nothing that the task would not read."""
+        data = self.data
+        prompts = data.prompt_column is not None or data.prompt_template is not None
+        if prompts and self.task not in ("causal_lm", "seq2seq"):
+            raise InvalidArgument(f"Expected prompts with task='causal_lm' or 'seq2seq' only, got task={self.task!r}.")
+        if self.task == "seq2seq" and not prompts:
+            raise InvalidArgument(
+                "Expected what the encoder reads with task='seq2seq': data.prompt_column and data.response_column; or "
+                "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."
+            )
+        if self.task == "seq2seq" and data.loss_on == "all":
+            raise fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")
+        if self.task == "text_regression" and data.labels is not None:
+            raise fail("no data.labels with task='text_regression'", "data.labels", list(data.labels))
+        if data.text_pair_column is not None and self.task not in PAIRS:
+            raise fail(f"no pairs of texts with task={self.task!r}", "data.text_pair_column", data.text_pair_column)
+        if self.task != "vqa" and (data.image_size is not None or data.max_images != 1):
+            raise InvalidArgument(
+                f"Expected data.image_size and data.max_images with task='vqa' only, got {self.task!r}."
+            )
 
     @property
     def physical_batch_size(self) -> int:

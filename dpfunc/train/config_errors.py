@@ -25,7 +25,7 @@ KINDS = {
     "string_too_short": ("text", "Leave it out, or give it a value."),
     "string_type": ("text", _QUOTES),
     "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
-    "tuple_type": ("a list of texts", "Write [first, second]."),
+    "tuple_type": ("a list", "Write [first, second]."),
 }
 _LONGEST = 200  # characters of a value in a message
 UNKNOWN = "unexpected_keyword_argument"

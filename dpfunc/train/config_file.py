@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
-from dpfunc.train.config import SECTIONS, TOP, Job, Texts, job_from_dict
+from dpfunc.train.config import SECTIONS, TOP, Job, Sizes, Texts, job_from_dict
 from dpfunc.train.config_errors import explained
 
 # Far more than the largest job has, which lists every key and all labels and targets. A text of LONG characters counts
@@ -211,8 +211,10 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
         return None
     if Texts in options:
         return [item.strip() for item in text.split(",")]
-    adapter: TypeAdapter[object] = TypeAdapter(kind)
+    adapter: TypeAdapter[object] = TypeAdapter(int if Sizes in options else kind)
     try:
+        if Sizes in options:
+            return [adapter.validate_strings(item.strip()) for item in text.split(",")]
         return adapter.validate_strings(text)
     except ValidationError as error:
         raise explained(error, Job, flag) from None

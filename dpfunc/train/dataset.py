@@ -1,4 +1,4 @@
-"""Records of a job: rows of its tables as inputs of the model, and their collation into batches."""
+"""Records of a job: what is trained on and evaluated on, one by one or by person, and their collation into batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.config import DataSection, Job
+from dpfunc.rng import fold_in, insecure_key
+from dpfunc.sampling.users import CollatePersons, group_by_person
+from dpfunc.train.config import CLASSIFIES, Job
+from dpfunc.train.inputs import IGNORED, check_row, columns_of, lists_of, record_of
 from dpfunc.train.tables import Row, Table, read_table, split
 
-IGNORED = -100
 PADDING = 32  # few lengths of batches: engines look at each shape once
 
 
@@ -24,11 +26,22 @@ class Records:
 
     Args:
         train, evaluation: one item a record. duplicates: rows left out.
+        persons: positions in `train` of the records of each person, where people are the unit.
+        above_limit: records left out because their person has more than `data.max_records_per_unit`.
     """
 
     train: tuple[Mapping[str, Any], ...]
     evaluation: tuple[Mapping[str, Any], ...]
     duplicates: int
+    persons: tuple[range, ...] | None = None
+    above_limit: int = 0
+
+    @property
+    def units(self) -> tuple[Any, ...]:
+        """The data set that batches are drawn from: records, or for each person the list of that person's records."""
+        if self.persons is None:
+            return self.train
+        return tuple([self.train[place] for place in own] for own in self.persons)
 
 
 @dataclass(frozen=True)
@@ -45,32 +58,28 @@ class PadRight:
     multiple: int = PADDING
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch: input_ids, attention_mask (B, T), and labels (B, T) or (B,); int64."""
-        longest = max((len(record["input_ids"]) for record in records), default=1)
-        length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
-
-        def rows(name: str, fill: int) -> Tensor:
-            return torch.tensor([[*r[name], *[fill] * (length - len(r[name]))] for r in records], dtype=torch.long)
-
+        """The batch: input_ids, attention_mask (B, T), and labels (B, L) or (B,); int64, numbers as labels float32."""
+        ids = self._rows(records, "input_ids", self.pad)
         lengths = torch.tensor([len(record["input_ids"]) for record in records], dtype=torch.long)
-        mask = (torch.arange(length) < lengths[:, None]).long()
-        if records and isinstance(records[0]["labels"], int):
-            labels = torch.tensor([record["labels"] for record in records], dtype=torch.long)
-        else:
-            labels = rows("labels", IGNORED)
-        return {"input_ids": rows("input_ids", self.pad), "attention_mask": mask, "labels": labels}
+        batch = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+        if records and "token_type_ids" in records[0]:
+            batch["token_type_ids"] = self._rows(records, "token_type_ids", 0)
+        each = bool(records) and isinstance(records[0]["labels"], int | float)
+        return {**batch, "labels": one_label(records) if each else self._rows(records, "labels", IGNORED)}
+
+    def _rows(self, records: Sequence[Mapping[str, Any]], name: str, fill: int) -> Tensor:
+        longest = max((len(record[name]) for record in records), default=1)
+        length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
+        return torch.tensor([[*r[name], *[fill] * (length - len(r[name]))] for r in records], dtype=torch.long)
 
 
-def _columns_of(job: Job) -> tuple[str, ...]:
-    """The columns that the job reads."""
-    data = job.data
-    if job.task == "text_classification":
-        return data.text_column, data.label_column
-    if job.task == "vqa":
-        return data.image_column, data.question_column, data.answer_column
-    if data.prompt_column is not None and data.response_column is not None:
-        return data.prompt_column, data.response_column
-    return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
+def one_label(records: Sequence[Mapping[str, Any]]) -> Tensor:
+    """The labels of records that have one each, (B,): classes as int64, numbers as float32.
+
+    >>> one_label([{"labels": 1}, {"labels": 0}]), one_label([{"labels": 0.5}])
+    (tensor([1, 0]), tensor([0.5000]))
+    """
+    return torch.tensor([record["labels"] for record in records])
 
 
 def read_records(job: Job, processing: Any) -> Records:
@@ -80,100 +89,85 @@ def read_records(job: Job, processing: Any) -> Records:
         job: its section data. processing: as from `load_processing`.
 
     Raises:
-        InvalidArgument: a table, a label or an image that cannot be used; the row is named by its number.
+        InvalidArgument: a table, a label, an image or a person that cannot be used; the row is named by its number.
+
+    Guarantees:
+        tests/train/test_people.py: one person more changes nothing of the others
+        (test_one_person_more_changes_nothing_of_the_others).
     """
-    data, columns = job.data, _columns_of(job)
-    if job.task == "text_classification" and data.labels is None:
+    data, unit = job.data, job.data.unit_column
+    if job.task in CLASSIFIES and data.labels is None:
         raise InvalidArgument(
             "Expected data.labels, the list of classes, e.g. [ham, spam]. They are published with the model, so they "
             "are not read off the private table."
         )
-    table = _checked(job, read_table(data.train, columns, deduplicate=data.deduplicate), data.train)
-    train, held_out = split(table.rows, data.eval_fraction, job.training.seed)
+    table = _table(job, data.train, unit)
+    train, held_out = split(table.rows, data.eval_fraction, job.training.seed, unit)
     evaluation = data.train if data.eval is None else data.eval
     if data.eval is not None:
-        held_out = _checked(job, read_table(data.eval, columns, deduplicate=False), data.eval).rows
+        held_out = _table(job, data.eval, None, deduplicate=False).rows
     if not train:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
+    persons, above = None, 0
+    if unit is not None:
+        train, persons, above = _by_person(job, train, unit)
     return Records(
-        tuple(_record(job, processing, row, Path(data.train)) for row in train),
-        tuple(_record(job, processing, row, Path(evaluation)) for row in held_out),
+        tuple(record_of(job, processing, row, Path(data.train).parent) for row in train),
+        tuple(record_of(job, processing, row, Path(evaluation).parent) for row in held_out),
         table.duplicates,
+        persons,
+        above,
     )
 
 
-def _checked(job: Job, table: Table, file: str) -> Table:
-    """The table, if its labels are known and its images are there."""
-    path, labels = Path(file), job.data.labels or ()
+def _table(job: Job, file: str, unit: str | None, deduplicate: bool = True) -> Table:
+    """A table of the job, if its labels are known and its images are there."""
+    columns = columns_of(job) if unit is None else tuple(dict.fromkeys((*columns_of(job), unit)))
+    only_once = deduplicate and job.data.deduplicate
+    table = read_table(file, columns, deduplicate=only_once, unit=unit, lists=lists_of(job))
+    path = Path(file)
     for number, row in zip(table.numbers, table.rows, strict=True):
-        if job.task == "text_classification" and row[job.data.label_column] not in labels:
-            raise InvalidArgument(
-                f"Expected one of data.labels ({', '.join(labels)}) in row {number} of {path.name}, got another."
-            )
-        if job.task == "vqa":
-            _check_image(path.parent / row[job.data.image_column], number, path)
+        check_row(job, row, f"row {number} of {path.name}", path.parent)
     return table
 
 
-def _check_image(image: Path, number: int, table: Path) -> None:
-    """Check the header of an image, before anything is spent."""
-    from dpfunc.hf.vision_language.reading import opened_image
+def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...], int]:
+    """The rows that are used, the positions of each person's among them, and how many were left out.
 
-    if not image.is_file():
-        raise InvalidArgument(f"Expected an image file for row {number} of {table.name}, which is missing.")
-    try:
-        with opened_image(image):
-            return
-    except InvalidArgument as error:
-        raise InvalidArgument(f"The image of row {number} of {table.name} cannot be used. {error}") from None
-
-
-def _record(job: Job, processing: Any, row: Row, table: Path) -> Mapping[str, Any]:
-    data = job.data
-    if job.task == "text_classification":
-        ids = processing(row[data.text_column], truncation=True, max_length=data.max_length)["input_ids"]
-        return {"input_ids": list(ids), "labels": (data.labels or ()).index(row[data.label_column])}
-    if job.task == "causal_lm":
-        return language_record(processing, *_prompt_and_response(data, row), data)
-    question = row[data.question_column]
-    if not processing.chat_template:
-        question = f"{processing.image_token} {question}"
-    return {"prompt": question, "answer": row[data.answer_column], "image": str(table.parent / row[data.image_column])}
-
-
-def _prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
-    """Prompt of a row, and the response that the language model learns."""
-    if data.prompt_column is not None and data.response_column is not None:
-        return row[data.prompt_column], row[data.response_column]
-    prompt = "" if data.prompt_template is None else data.prompt_template.format(**row)
-    return prompt, row[data.text_column]
-
-
-def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:
-    """Tokens of a prompt after a start token: the same in training and in generation. A long prompt loses its start."""
-    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
-    return [first, *ids[len(ids) - min(len(ids), limit - 1) :]]
-
-
-def language_record(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
-    """Start token, prompt, response and end token, at most max_length; the prompt takes at most half of it."""
-    before = prompt_ids(tokenizer, prompt, max(1, data.max_length // 2))
-    after = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    ids = [*before, *after][: data.max_length]
-    hidden = len(before) if data.loss_on == "response" else 1
-    return {"input_ids": ids, "labels": [IGNORED] * hidden + ids[hidden:]}
+    Which rows of a person are used depends on a public key, on the person, and on this person's rows alone.
+    """
+    key = fold_in(insecure_key(job.training.seed), "records of a person")
+    limit = job.data.max_records_per_unit or 1
+    found = group_by_person([row[unit] for row in rows], max_texts=limit, key=key)
+    kept: list[Row] = []
+    persons = []
+    for own in found.rows():
+        persons.append(range(len(kept), len(kept) + len(own)))
+        kept += [rows[place] for place in own]
+    return tuple(kept), tuple(persons), found.dropped
 
 
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
-    """Make the function that collates records of a job into a batch.
+    """Make the function that collates records of a job, or people with their records, into a batch.
 
     Args:
         job, processing: of the records. longest: pad to max_length, whatever the records are.
     """
+    data = job.data
     if job.task == "vqa":
         from dpfunc.hf.vision_language.images import image_text_collator
 
-        return image_text_collator(processing, max_length=job.data.max_length, chat=bool(processing.chat_template))
-    limit = job.data.max_length
-    return PadRight(processing.pad_token_id, limit, limit if longest else PADDING)
+        height_and_width = None if data.image_size is None else (data.image_size[0], data.image_size[1])
+        collate: Any = image_text_collator(
+            processing, max_length=data.max_length, max_images=data.max_images, image_size=height_and_width,
+            chat=bool(processing.chat_template),
+        )  # fmt: skip
+    else:
+        collate = PadRight(processing.pad_token_id, data.max_length, data.max_length if longest else PADDING)
+    return by_person(job, collate)
+
+
+def by_person(job: Job, collate: Any) -> Any:
+    """A collator of records as one of people, where people are the unit of the job."""
+    limit = job.data.max_records_per_unit
+    return collate if limit is None else CollatePersons(collate, limit)

@@ -14,9 +14,9 @@ from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import collator
+from dpfunc.train.dataset import Records, collator
 from dpfunc.train.recipe import recipe_lines
-from dpfunc.train.run import LOSSES, Prepared, prepare, training_arguments
+from dpfunc.train.run import Prepared, loss_of_job, prepare, training_arguments
 from dpfunc.types import LossFn, Params
 
 _MIB = 2**20
@@ -40,12 +40,13 @@ def dry_run(job: Job) -> list[str]:
     missing, prepared = job.training.missing, prepare(job)
     training_arguments(prepared)
     job = prepared.job
-    plan, n = prepared.plan, len(prepared.records.train)
+    plan, n = prepared.plan, len(prepared.records.units)
     total = sum(p.numel() for p in prepared.model.parameters())
     q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
     return [
-        f"records: {n} to train on, {len(prepared.records.evaluation)} to evaluate on, "
+        f"records: {len(prepared.records.train)} to train on, {len(prepared.records.evaluation)} to evaluate on, "
         f"{prepared.records.duplicates} exact duplicates left out",
+        *_people_lines(job, prepared.records),
         *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
         f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",
@@ -54,6 +55,16 @@ def dry_run(job: Job) -> list[str]:
         *_budget_lines(job, prepared),
         *_memory_lines(job, prepared),
         "Nothing was trained, written or spent.",
+    ]
+
+
+def _people_lines(job: Job, records: Records) -> list[str]:
+    """The number of people, where they are the unit."""
+    if records.persons is None:
+        return []
+    return [
+        f"people: {len(records.persons)}, each of them protected, with at most {job.data.max_records_per_unit} records "
+        f"each; {records.above_limit} records above that left out. Batches count people"
     ]
 
 
@@ -87,10 +98,11 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     }
     batch = _probe(job, prepared)
     model = prepared.model
-    # Losses and shapes are those of training; functionalize wants modules with checkpoints in evaluation mode.
+    # functionalize wants modules with checkpoints in evaluation mode; losses and shapes are those of training.
     forward, start = functionalize(model.train(False))
+    model.train()
     params = {name: param.detach().requires_grad_() for name, param in start.items()}
-    loss_fn = make_loss_fn(forward, LOSSES[job.task])
+    loss_fn = make_loss_fn(forward, loss_of_job(job))
     physical = job.physical_batch_size
     device_type = next(model.parameters()).device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=job.training.bf16):
@@ -116,7 +128,7 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
 def _probe(job: Job, prepared: Prepared) -> dict[str, Tensor]:
     """A batch of two records at full length. Only its shapes count for what is printed."""
     collate = collator(job, prepared.processing, longest=True)
-    batch: dict[str, Tensor] = collate([prepared.records.train[0]] * _PROBED)
+    batch: dict[str, Tensor] = collate([prepared.records.units[0]] * _PROBED)
     return batch
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import PADDING, Records
+from dpfunc.train.dataset import PADDING, Records, one_label
 
 _MIB = 2**20
 _BYTES = {"features": 4, "hidden": 2}  # of a number
@@ -99,7 +99,7 @@ class CollateFrozen:
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch: labels (B,), and features (B, width), or hidden (B, T, width) and attention_mask (B, T)."""
-        labels = torch.tensor([record["labels"] for record in records], dtype=torch.long)
+        labels = one_label(records)
         if "features" in records[0]:
             return {"features": torch.stack([record["features"] for record in records]), "labels": labels}
         lengths = torch.tensor([len(record["hidden"]) for record in records])

@@ -22,8 +22,8 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer.processes import place
 from dpfunc.rng import fold_in, insecure_key, torch_seed
-from dpfunc.train.config import Job
-from dpfunc.train.dataset import prompt_ids
+from dpfunc.train.config import ADAPTERS, Job
+from dpfunc.train.inputs import prompt_ids
 from dpfunc.train.model import load_base, load_processing, one_line
 from dpfunc.train.run import MODEL
 from dpfunc.train.run_folder import saved_job
@@ -107,7 +107,7 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Write
     processing = load_processing(job)
     base = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
-        model = _with_trained(base, root / MODEL, adapted=job.strategy == "lora")
+        model = _with_trained(base, root / MODEL, adapted=job.strategy in ADAPTERS)
     return Writer(model.train(False), processing, epsilon, delta, job.data.max_length)
 
 

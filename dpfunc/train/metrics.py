@@ -1,13 +1,15 @@
-"""Metrics of a run on its evaluation records, beside the most frequent class and the twin without privacy."""
+"""Metrics of a run on its evaluation records, beside those of the simplest guess and of the twin without privacy."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from dpfunc.train.inputs import IGNORED
 
 METRICS = "metrics.json"
 _TWIN = "-no-dp"  # the end of the name of its folder
@@ -16,14 +18,41 @@ _TWIN = "-no-dp"  # the end of the name of its folder
 def classification(prediction: Any) -> dict[str, float]:
     """Share of the evaluation records whose most likely class is their label, and that of the most frequent label.
 
+    Where each word has a label, shares of the words; none if no word has one.
+
     >>> from types import SimpleNamespace
     >>> logits, labels = np.array([[1, 0], [0, 1], [1, 0]]), np.array([0, 1, 1])
     >>> {k: round(v, 2) for k, v in classification(SimpleNamespace(predictions=logits, label_ids=labels)).items()}
     {'accuracy': 0.67, 'majority': 0.67}
     """
-    right = prediction.predictions.argmax(-1) == prediction.label_ids
-    counts = np.unique(prediction.label_ids, return_counts=True)[1]
+    labels = prediction.label_ids
+    known = labels != IGNORED
+    if not known.any():
+        return {}
+    right = prediction.predictions.argmax(-1)[known] == labels[known]
+    counts = np.unique(labels[known], return_counts=True)[1]
     return {"accuracy": float(right.mean()), "majority": float(counts.max() / counts.sum())}
+
+
+def regression(prediction: Any) -> dict[str, float]:
+    """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all.
+
+    >>> from types import SimpleNamespace
+    >>> predictions, labels = np.array([[1.0], [2.0]]), np.array([1.0, 4.0])
+    >>> {k: round(v, 2) for k, v in regression(SimpleNamespace(predictions=predictions, label_ids=labels)).items()}
+    {'rmse': 1.41, 'rmse_of_mean': 1.5}
+    """
+    labels = np.asarray(prediction.label_ids, dtype=np.float64)
+    errors = np.asarray(prediction.predictions, dtype=np.float64).reshape(labels.shape) - labels
+    return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
+
+
+MEASURES: dict[str, Callable[[Any], dict[str, float]]] = {
+    "text_classification": classification,
+    "text_regression": regression,
+    "token_classification": classification,
+}
+"""Task -> its metrics besides the loss."""
 
 
 def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
@@ -33,12 +62,15 @@ def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) 
         measured: as `evaluate` gives them. folder: of the run; its twin is beside it, if it was trained.
         private: False for the twin itself.
     """
-    lines = [f"{name}: {measured[name]:.4g}" for name in ("eval_loss", "eval_accuracy") if name in measured]
+    names = [name for name in ("eval_loss", "eval_accuracy", "eval_rmse") if name in measured]
+    lines = [f"{name}: {measured[name]:.4g}" for name in names]
     if "eval_majority" in measured:
         lines.append(f"most frequent class of the evaluation records: {measured['eval_majority']:.4g}")
+    if "eval_rmse_of_mean" in measured:
+        lines.append(f"eval_rmse of their mean as the prediction for all: {measured['eval_rmse_of_mean']:.4g}")
     if not lines or not private:
         return lines
-    name = "eval_accuracy" if "eval_accuracy" in measured else "eval_loss"
+    name = names[-1]
     reference = _measured_by(Path(f"{folder}{_TWIN}")).get(name)
     lines.append(
         "non-private reference: none. --no-dp trains the twin, which is as private as its records"

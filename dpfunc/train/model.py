@@ -10,11 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpfunc.errors import InvalidArgument
+from dpfunc._utils.validation import shorten
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.models import four_bit
+from dpfunc.hf.vision_language.submodules import quantised_layers
 from dpfunc.rng import fold_in, insecure_key, torch_seed
-from dpfunc.train.config import Job, LoraSection
+from dpfunc.train.config import ADAPTERS, CLASSIFIES, NEW_HEAD, Job, LoraSection
 
-_PEFT_TASKS = {"text_classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM"}
+_PEFT_TASKS = {
+    "text_classification": "SEQ_CLS",
+    "text_regression": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq": "SEQ_2_SEQ_LM",
+}
+# Task -> the class of Transformers that loads its model.
+_CLASSES = {
+    "text_classification": "AutoModelForSequenceClassification",
+    "text_regression": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "causal_lm": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "vqa": "AutoModelForImageTextToText",
+}
 
 
 @contextmanager
@@ -28,7 +46,7 @@ def one_line(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except InvalidArgument:
+    except (InvalidArgument, UnsupportedModel):
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise InvalidArgument(f"Expected {what}: {' '.join(str(error).split()).rstrip('.')}.") from error
@@ -66,66 +84,97 @@ def load_processing(job: Job) -> Any:
     options: dict[str, Any] = {"local_files_only": job.model.local_files_only}
     if job.model.gguf_file is not None and job.model.tokenizer is None:
         options["gguf_file"] = job.model.gguf_file
+    if job.task == "token_classification":  # tokenizers of GPT-2's kind take lists of words with this only
+        options["add_prefix_space"] = True
     offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
     with _here_or_downloaded(job, path), one_line(f"a tokenizer in {path!r}{offline}"):
         processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
     tokenizer = getattr(processing, "tokenizer", processing)
-    if tokenizer.eos_token is None and (job.task != "text_classification" or tokenizer.pad_token is None):
+    if tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None):
         raise InvalidArgument(f"Expected an end-of-text token in the tokenizer of {path!r}, which has none.")
+    if job.task == "token_classification" and not tokenizer.is_fast:
+        raise InvalidArgument(
+            f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
+            "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."
+        )
     if tokenizer.pad_token is None:
         tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
     return processing
 
 
 def load_base(job: Job, processing: Any) -> nn.Module:
-    """The model before training, in float32. New parameters are drawn from the job's seed, which is public.
+    """The model before training, in float32, or with the strategy `qlora` in 4 bits.
+
+    New parameters are drawn from the job's seed, which is public.
 
     Raises:
         InvalidArgument: no such model, or one of another kind.
-    """
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
+        UnsupportedModel: 4 bits without bitsandbytes, or for another strategy.
 
-    kinds: dict[str, Any] = {
-        "text_classification": AutoModelForSequenceClassification,
-        "causal_lm": AutoModelForCausalLM,
-        "vqa": AutoModelForImageTextToText,
-    }
-    labels = job.data.labels or ()
+    Guarantees:
+        tests/train/test_qlora.py::test_without_bitsandbytes_nothing_is_done.
+    """
+    import transformers
+
     options: dict[str, Any] = {"local_files_only": job.model.local_files_only}
     if job.model.gguf_file is not None:
         options["gguf_file"] = job.model.gguf_file
-    changes: dict[str, Any] = {}
-    if job.task == "text_classification":
-        changes = {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
-                   "label2id": {label: i for i, label in enumerate(labels)},
-                   "problem_type": "single_label_classification", "pad_token_id": processing.pad_token_id}  # fmt: skip
     path = job.model.path
-    mean = job.model.pooling == "mean"
-    if mean:  # noise is regularisation enough, and what is frozen is computed without dropout
-        changes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    packed: dict[str, Any] = {}
+    if job.strategy == "qlora":  # refused first: without bitsandbytes no weights are read
+        packed["quantization_config"] = four_bit(torch.bfloat16 if torch.accelerator.is_available() else torch.float32)
     with (
         _here_or_downloaded(job, path),
         one_line(f"a model for {job.task} in {path!r}"),
         torch_seed(key_of(job, "model")),
     ):
-        config = AutoConfig.from_pretrained(path, **options, **changes)
-        if mean:
-            from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
+        config = transformers.AutoConfig.from_pretrained(path, **options, **_changes(job, processing))
+        if getattr(config, "quantization_config", None) is not None:
+            packed = {}  # the weights in the folder are packed already
+        model = _read(job, config, {**options, **packed})
+    quantised = quantised_layers(model)
+    if bool(quantised) != (job.strategy == "qlora"):
+        raise UnsupportedModel(
+            f"Expected weights in 4 bits with strategy='qlora', and only with it, got strategy={job.strategy!r} and "
+            f"{f'quantised weights in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}."
+        )
+    return model if quantised else model.float()
 
-            random = job.model.init == "random"
-            model: nn.Module = (
-                MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
-            )
-        elif job.model.init == "random":
-            model = kinds[job.task].from_config(config)
-        else:
-            model = kinds[job.task].from_pretrained(path, config=config, dtype=torch.float32, **options)
-    return model.float()
+
+def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
+    """The model of a configuration: with the weights in the folder, or with new ones."""
+    random, path = job.model.init == "random", job.model.path
+    if job.model.pooling == "mean":
+        from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
+
+        return MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
+    import transformers
+
+    kind: Any = getattr(transformers, _CLASSES[job.task])
+    model: nn.Module = (
+        kind.from_config(config)
+        if random
+        else kind.from_pretrained(path, config=config, dtype=torch.float32, **options)
+    )
+    return model
+
+
+def _changes(job: Job, processing: Any) -> dict[str, Any]:
+    """What the job changes in the configuration of the model."""
+    labels = job.data.labels or ()
+    changes: dict[str, Any] = {}
+    if job.task in CLASSIFIES:
+        changes = {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
+                   "label2id": {label: i for i, label in enumerate(labels)}}  # fmt: skip
+    if job.task == "text_classification":
+        changes["problem_type"] = "single_label_classification"
+    if job.task == "text_regression":
+        changes = {"num_labels": 1, "problem_type": "regression"}
+    if job.task in NEW_HEAD:
+        changes["pad_token_id"] = processing.pad_token_id
+    if job.model.pooling == "mean":  # noise is regularisation enough, and what is frozen is computed without dropout
+        changes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return changes
 
 
 def key_of(job: Job, purpose: str) -> Any:
@@ -140,7 +189,7 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
         model: as from `load_base`; it is changed. job: its strategy.
 
     Returns:
-        A `PeftModel` for `lora`, else the same model.
+        A `PeftModel` for `lora` and `qlora`, else the same model.
 
     Raises:
         InvalidArgument: the strategy does not fit the model.
@@ -154,16 +203,14 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
 
         if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):
             raise InvalidArgument("Expected rank, alpha and targets alone in the section lora of a vqa job.")
-        if job.strategy != "lora":
+        if job.strategy not in ADAPTERS:
             return prepare(model, job.strategy)
         with torch_seed(key_of(job, "adapters")):
-            return prepare(model, "lora", rank=lora.rank, alpha=lora.alpha, targets=_targets(lora))
-    if job.strategy == "lora":
+            return prepare(model, job.strategy, rank=lora.rank, alpha=lora.alpha, targets=_targets(lora))
+    if job.strategy in ADAPTERS:
         return _with_lora(model, job)
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    head = (
-        [] if job.task != "text_classification" else [n for n, _ in model.named_parameters() if not n.startswith(base)]
-    )
+    head = [] if job.task not in NEW_HEAD else [n for n, _ in model.named_parameters() if not n.startswith(base)]
     biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
     chosen = {
         "full": [name for name, _ in model.named_parameters()],

@@ -11,19 +11,21 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.pooled import wants_mean
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe
 from dpfunc.recipes import Recipe, Strategy
-from dpfunc.train.config import Job
+from dpfunc.train.config import PAIRS, Job
 
-_RECIPES: dict[str, Strategy] = {"head": "head", "lora": "lora", "projector": "projector", "full": "pretrained"}
+_RECIPES: dict[str, Strategy] = {
+    "head": "head", "lora": "lora", "qlora": "lora", "projector": "projector", "full": "pretrained",
+}  # fmt: skip
 
 
 def with_shape(job: Job) -> Job:
     """The job with what decides the shape of its model: how tokens are pooled, and which layers get adapters."""
-    pools = job.task == "text_classification" and job.strategy in ("head", "lora")
+    pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
     pooling = job.model.pooling
     if pooling == "mean" and not pools:
         raise InvalidArgument(
-            "Expected model.pooling: mean with task text_classification and strategy head or lora only, got "
-            f"task={job.task!r} and strategy={job.strategy!r}."
+            "Expected model.pooling: mean with classes or numbers of single texts and strategy head or lora only, got "
+            f"task={job.task!r}, strategy={job.strategy!r}, data.text_pair_column={job.data.text_pair_column!r}."
         )
     if pooling == "auto":
         pooling = "mean" if pools and job.model.init == "pretrained" and wants_mean(job.model.path) else "model"
@@ -57,7 +59,9 @@ def with_recipe(job: Job, model: nn.Module, dataset_size: int) -> tuple[Job, Rec
             "the recipe needs privacy.dp_epsilon and privacy.dp_delta, which have no default"
         )  # fmt: skip
         raise InvalidArgument(f"Expected {named} in the job: {why}.")
-    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta)
+    # A model in 4 bits is not run in evaluation mode before it is trained: bitsandbytes would pack it for inference.
+    measure = job.strategy != "qlora"
+    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=measure)
     by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
     physical = training.physical_batch_size or job.privacy.dp_physical_batch_size
     batch = training.batch_size or found.expected_batch_size
@@ -67,7 +71,7 @@ def with_recipe(job: Job, model: nn.Module, dataset_size: int) -> tuple[Job, Rec
         head_rate=found.head_rate if by_recipe else training.head_rate,
         batch_size=batch,
         steps=found.num_steps if "steps" in missing else training.steps,
-        physical_batch_size=physical or min(PHYSICAL, batch),
+        physical_batch_size=physical or min(max(1, PHYSICAL // (job.data.max_records_per_unit or 1)), batch),
     )
     return dataclasses.replace(job, training=filled), found
 

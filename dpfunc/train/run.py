@@ -26,24 +26,34 @@ from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer.environment import refuse_environment
 from dpfunc.hf.trainer.recipes import new_head
-from dpfunc.hf.trainer.run import trainable
+from dpfunc.hf.trainer.run import Loss, trainable
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import insecure_key
-from dpfunc.train.config import Job
-from dpfunc.train.dataset import Records, collator, read_records
+from dpfunc.sampling.users import mean_over_texts
+from dpfunc.train.config import ADAPTERS, Job
+from dpfunc.train.dataset import Records, by_person, collator, read_records
 from dpfunc.train.frozen import CollateFrozen, compute_frozen
-from dpfunc.train.metrics import METRICS, classification, metric_lines
+from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
+from dpfunc.train.people import check_spent_units, left_out, unit_of
 from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
 from dpfunc.train.run_folder import check_accounting, check_folder, recorded_job, write_job
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 MODEL = "model"
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
-LOSSES = {"text_classification": "sequence_classification", "causal_lm": "causal_lm", "vqa": "vqa"}
+LOSSES = {
+    "text_classification": "sequence_classification",
+    "text_regression": "sequence_classification",
+    "token_classification": "token_classification",
+    "causal_lm": "causal_lm",
+    "seq2seq": "seq2seq",
+    "vqa": "vqa",
+}
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
 NOT_COVERED = (
@@ -87,20 +97,35 @@ def prepare(job: Job) -> Prepared:
         InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job cannot be used. Nothing is written.
     """
     job = with_shape(job)
+    _check_evaluations(job)
     processing = load_processing(job)
     records = read_records(job, processing)
-    size = job.privacy.public_size(len(records.train))
+    size = job.privacy.public_size(len(records.units))
     model, found = None, None
     if job.training.missing:
         model = choose_parameters(load_base(job, processing), job)
         job, found = with_recipe(job, model, size)
     num_steps = job.training.num_steps(size)
     private = job.privacy.dp_enabled
+    check_spent_units(job)
     spent = read_spent(job.data.spent) if private else None
     plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job) if model is None else model
     num_steps = num_steps if plan is None else plan.num_steps
     return Prepared(job, model, processing, records, plan, num_steps, spent, found)
+
+
+def _check_evaluations(job: Job) -> None:
+    """Refuse to evaluate a base in 4 bits between steps on a CPU: bitsandbytes would pack it for inference, for good.
+
+    Raises:
+        InvalidArgument: that was asked for.
+    """
+    if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
+        raise InvalidArgument(
+            "Expected no training.eval_steps with strategy='qlora' on a CPU, where bitsandbytes packs the weights when "
+            "the model is evaluated, and gradients no longer pass. Leave it out: the end of training evaluates."
+        )
 
 
 def run_job(
@@ -146,9 +171,11 @@ def _run(
     prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
     writes = distributed.is_writer(ranks)
     records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-    duplicates = prepared.records.duplicates
-    notes = [f"{duplicates} exact duplicates were left out (a private number)."] * bool(duplicates)
-    for line in [*notes, *recipe_lines(prepared.recipe, job.training.missing), *([] if about is None else [about])]:
+    for line in [
+        *left_out(prepared.records),
+        *recipe_lines(prepared.recipe, job.training.missing),
+        *([] if about is None else [about]),
+    ]:
         if writes:
             say(line)
     prepared = dataclasses.replace(prepared, records=records)
@@ -220,27 +247,35 @@ def _check_loggers(names: Sequence[str] | None) -> None:
             )
 
 
+def loss_of_job(job: Job) -> Loss:
+    """The loss of one unit: the name of the task's; of a person the mean over that person's records."""
+    name = LOSSES[job.task]
+    return name if job.data.unit_column is None else mean_over_texts(TASKS[name])
+
+
 def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:
     """Build the DPTrainer that runs a job."""
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
     first = records.train[0]
-    at_once = max(_FEATURES_AT_ONCE, job.physical_batch_size) if "features" in first else job.physical_batch_size
+    many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
+    at_once = max(many, job.physical_batch_size) if "features" in first else job.physical_batch_size
     return DPTrainer(
         model=prepared.model,
         args=training_arguments(prepared),
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
-        loss=LOSSES[job.task],
+        loss=loss_of_job(job),
+        unit=unit_of(job),
         key=None if insecure_seed is None else insecure_key(insecure_seed),
         ledger=prepared.spent,
-        train_dataset=records.train,
+        train_dataset=records.units,
         eval_dataset=records.evaluation or None,
-        data_collator=CollateFrozen(job.data.max_length)
+        data_collator=by_person(job, CollateFrozen(job.data.max_length))
         if first.keys() & {"features", "hidden"}
         else collator(job, prepared.processing),
         processing_class=prepared.processing,
-        compute_metrics=classification if job.task == "text_classification" else None,
+        compute_metrics=MEASURES.get(job.task),
         optimizers=(_optimizer(prepared), None),
     )
 
@@ -248,7 +283,7 @@ def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:
 def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
     """AdamW in which a new head beside adapters has its own rate; None leaves it to the Trainer."""
     training, model = prepared.job.training, prepared.model
-    head = new_head("lora", model) if training.head_rate is not None and prepared.job.strategy == "lora" else {}
+    head = new_head("lora", model) if training.head_rate is not None and prepared.job.strategy in ADAPTERS else {}
     if not head:
         return None
     rest = [p for name, p in trainable(model).items() if name not in head]
@@ -332,14 +367,14 @@ def _report(
         lines = [
             f"Spent: epsilon={accounting['epsilon']:.4g} at delta={accounting['delta']:g} "
             f"({accounting['accountant']}; rdp says {accounting['epsilon_rdp']:.4g}), {accounting['global_step']} "
-            f"steps, {accounting['adjacency']}, one record protected."
+            f"steps, {accounting['adjacency']}, one {'record' if job.data.unit_column is None else 'person'} protected."
         ]
         if insecure_seed is not None:
             lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
     base, load = "base model", "from_pretrained(path)"
     if job.model.pooling == "mean":
         base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
-    how = f"PeftModel.from_pretrained({base}, path)" if job.strategy == "lora" else load
+    how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
     lines.append(f"Saved: {folder / MODEL}, for {how}.")
     lines += metric_lines(measured, folder, private=job.privacy.dp_enabled)
     if job.privacy.dp_enabled:

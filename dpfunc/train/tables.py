@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,14 @@ class Table:
     duplicates: int = 0
 
 
-def read_table(path: Path | str, columns: Sequence[str], *, deduplicate: bool = True) -> Table:
+def read_table(
+    path: Path | str,
+    columns: Sequence[str],
+    *,
+    deduplicate: bool = True,
+    unit: str | None = None,
+    lists: Sequence[str] = (),
+) -> Table:
     """The columns that a job needs, of a .jsonl or .csv file.
 
     Args:
@@ -36,10 +44,13 @@ def read_table(path: Path | str, columns: Sequence[str], *, deduplicate: bool = 
         columns: what each row must have; other columns are not read.
         deduplicate: leave out rows that equal an earlier one in all these columns. A row more or less changes the
             result by at most one row, so neighbouring tables stay neighbours.
+        unit: one of the columns, which says whose record a row is. Equal rows of two people are no duplicates then: a
+            person must not take a row from another one.
+        lists: those of the columns that may hold a list of texts; given back as JSON, a text as well.
 
     Raises:
-        InvalidArgument: no such file, another kind of file, a row without a column, or no rows; the row is named by its
-            number, never shown.
+        InvalidArgument: no such file, another kind of file, a row without a column, a unit that is empty or is neither
+            a text nor a whole number, or no rows; the row is named by its number, never shown.
 
     Guarantees:
         tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row.
@@ -52,7 +63,8 @@ def read_table(path: Path | str, columns: Sequence[str], *, deduplicate: bool = 
     Table(rows=({'text': 'hello'},), numbers=(1,), duplicates=1)
     """
     file = Path(path)
-    numbered = [(number, _row(row, columns, number, file)) for number, row in _rows(file)]
+    read = partial(_row, columns=columns, unit=unit, lists=lists, path=file)
+    numbered = [(number, read(row, number=number)) for number, row in _rows(file)]
     if not numbered:
         raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
     kept = numbered
@@ -89,24 +101,52 @@ def _object(line: str, number: int, path: Path) -> Any:
     raise InvalidArgument(f"Expected one JSON object a line in {str(path)!r}, got another line {number}: {reason}.")
 
 
-def _row(row: object, columns: Sequence[str], number: int, path: Path) -> Row:
+def _row(
+    row: object, *, columns: Sequence[str], unit: str | None, lists: Sequence[str], number: int, path: Path
+) -> Row:
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names in row {number} of {path.name}.")
     values: Row = {}
     for column in columns:
         value = row.get(column)
-        if value is None or isinstance(value, (list, dict)):
+        texts = column in lists and isinstance(value, list) and all(_is_value(each) for each in value)
+        if not texts and not _is_value(value):
             raise InvalidArgument(
                 f"Expected a text in the column {column!r} in row {number} of {path.name}, got none. "
                 f"{_hint(row, column)}"
             )
-        values[column] = json.dumps(value) if isinstance(value, bool) else str(value)
+        if column == unit:
+            _check_unit(value, column, number, path)
+        text = [_text(each) for each in value or ()] if texts else _text(value)
+        values[column] = json.dumps(text, ensure_ascii=False) if column in lists else str(text)
         if not values[column].isascii() and any("\ud800" <= sign <= "\udfff" for sign in values[column]):
             raise InvalidArgument(
                 f"Expected a text in the column {column!r} in row {number} of {path.name}, got half of a surrogate "
                 "pair, which no text has. Write the table as UTF-8 again, or leave the row out."
             )
     return values
+
+
+def _is_value(value: object) -> bool:
+    return value is not None and not isinstance(value, (list, dict))
+
+
+def _text(value: object) -> str:
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def _check_unit(value: object, column: str, number: int, path: Path) -> None:
+    """Check the value that says whose record a row is: what two spellings hide would be protected as two people."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).strip():
+        raise InvalidArgument(
+            f"Expected a person in the column {column!r} in row {number} of {path.name}: a text that is not empty, or "
+            "a whole number. Leave the row out, or give it a name of its own if it is nobody else's."
+        )
+    if str(value) != str(value).strip():
+        raise InvalidArgument(
+            f"Expected a person without spaces around in the column {column!r} in row {number} of {path.name}: with "
+            "and without them a name would be two people."
+        )
 
 
 def _hint(row: Mapping[Any, Any], column: str) -> str:
@@ -122,14 +162,17 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
     )
 
 
-def split(rows: Sequence[Row], fraction: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Training and held-out rows. Each row's side is decided by the row alone.
+def split(
+    rows: Sequence[Row], fraction: float, seed: int, unit: str | None = None
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Training and held-out rows. Each row's side is decided by the row alone, or by whose it is.
 
     A shuffle of the whole table would let one row more move all others; here it moves none, so that neighbouring tables
     have neighbouring training parts. Equal rows go to the same side.
 
     Args:
         rows: of one table. fraction: expected share of held-out rows, 0 <= fraction < 1. seed: public.
+        unit: column that says whose a row is; all rows of a person go to the same side.
 
     Returns:
         Two tuples of rows, in the order of the table; the number of held-out rows varies as that of coin flips.
@@ -141,7 +184,7 @@ def split(rows: Sequence[Row], fraction: float, seed: int) -> tuple[tuple[Row, .
     >>> len(train) + len(held_out), 5 < len(held_out) < 40
     (100, True)
     """
-    held_out = [_place(row, seed) < fraction for row in rows]
+    held_out = [_place(row if unit is None else {unit: row[unit]}, seed) < fraction for row in rows]
     pairs = list(zip(rows, held_out, strict=True))
     return tuple(row for row, out in pairs if not out), tuple(row for row, out in pairs if out)
 

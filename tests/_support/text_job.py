@@ -26,13 +26,16 @@ training: {{learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 
 DATA = {
     "causal_lm": 'prompt_template: "label : {label} text : "',
     "text_classification": "labels: [sport, money], eval_fraction: 0.2",
+    "text_regression": "eval_fraction: 0.2",
+    "token_classification": "labels: [O, TOPIC], eval_fraction: 0.2",
+    "seq2seq": 'prompt_template: "label : {label} text :", eval_fraction: 0.2',
 }
 
 
 def write_model(folder: Path, kind: str = "llama") -> Path:
     """The configuration of a tiny model, and a tokenizer that knows the words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
     words = [*SPECIAL, *COMMON, *(word for words in TOPICS.values() for word in words), *TOPICS]
     known = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -54,6 +57,9 @@ def write_model(folder: Path, kind: str = "llama") -> Path:
     if kind == "llama":
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = LlamaConfig(**ids, **sizes, max_position_embeddings=64, tie_word_embeddings=False)
+    elif kind == "t5":
+        sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        config = T5Config(vocab_size=len(words), pad_token_id=0, eos_token_id=2, decoder_start_token_id=0, **sizes)
     else:
         config = GPT2Config(**ids, n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0)
     config.save_pretrained(folder)

@@ -31,7 +31,8 @@ from dpfunc.rng import secure_key
 from dpfunc.train import run as train_job
 from dpfunc.train.config import SECTIONS, STRATEGIES
 from dpfunc.train.config_file import read_job
-from dpfunc.train.dataset import PadRight, language_record, prompt_ids, read_records
+from dpfunc.train.dataset import PadRight, read_records
+from dpfunc.train.inputs import language_record, prompt_ids
 from dpfunc.train.model import choose_parameters, load_base, load_processing
 
 ROOT = Path(__file__).parents[2]
@@ -552,6 +553,17 @@ def test_a_launcher_that_starts_one_process_only_is_refused(here, monkeypatch):
         assert "`accelerate launch`" in result.stderr
         assert "torchrun --nproc-per-node N" in result.stderr
     assert files(here) == before
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_a_launcher_that_shards_is_refused(here, monkeypatch, name, mode):
+    monkeypatch.setenv(name, "true")
+    result = train("--output_dir", "other", *mode)
+    assert result.exit_code == 1
+    assert f"Expected a launcher that keeps differential privacy, got {name}='true' in the environment" in result.stderr
+    assert "torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml" in result.stderr
+    assert not Path("other").exists()
 
 
 @pytest.mark.slow

@@ -78,6 +78,19 @@ def test_T1_the_ordinary_script_becomes_private_by_the_diff(place):
     assert all(math.isfinite(logs["eval_loss"]) for logs in trainer.state.log_history if "eval_loss" in logs)
 
 
+def test_the_script_over_people_runs(place):
+    script, people = blocks("python")
+    setup = script.split("\nargs = ")[0].replace(", Trainer, ", ", ")
+    names = {"authors": [f"p{i % 97}" for i in range(300)]}
+    exec(compile(setup + people, "trainer.md", "exec"), names)
+    trainer = names["trainer"]
+    assert trainer.plan.sampler.dataset_size == 97
+    trainer.train()
+    record = json.loads((place / "run-people" / "privacy_accounting.json").read_text())
+    assert (record["unit"], record["dataset_size"]) == ("one person: all texts of one author", 97)
+    assert record["expected_batch_size"] == pytest.approx(24)
+
+
 @pytest.mark.slow
 def test_the_private_script_runs_on_two_processes(place):
     """Also with a head that each process drew differently: all begin with that of the first one."""

@@ -246,7 +246,7 @@ BAD = {  # section, key, value, message
     "a number for text": ("output_dir", None, 3, r"Expected text, got output_dir=3"),
     "no text": ("data", "train", "", r"Expected text, got data.train=''"),
     "a bare no": ("data", "labels", [True, False], r"Expected text, got data.labels.0=True. Put it in quotes: YAML reads yes"),
-    "a text for a list": ("data", "labels", "ham", r"Expected a list of texts, got data.labels='ham'"),
+    "a text for a list": ("data", "labels", "ham", r"Expected a list, got data.labels='ham'"),
     "no texts in a list": ("data", "spent", [], r"Expected a list of texts, got data.spent of type list"),
     "a list for text": ("data", "train", ["secret"], r"Expected text, got data.train of type list"),
     "a section for a number": ("training", "batch_size", {"a": "secret"}, r"got training.batch_size of type dict"),
@@ -263,7 +263,7 @@ BAD = {  # section, key, value, message
     "epsilon and sigma": ("privacy", "dp_noise_multiplier", 1.0, r"exactly one of dp_epsilon and dp_noise_multiplier"),
     "two names of one thing": ("privacy", "target_epsilon", 9, r"dp_epsilon and target_epsilon, which contradict"),
     "unknown task": ("task", None, "translation", r"Expected task to be one of"),
-    "another task's strategy": ("strategy", None, "head", r"Expected strategy to be one of 'lora', 'full', 'bitfit'"),
+    "another task's strategy": ("strategy", None, "head", r"Expected strategy to be one of 'lora', 'qlora', 'full', 'bitfit'"),
     "negative rate": ("training", "learning_rate", -1.0, r"0 < training.learning_rate < inf"),
     "no batch": ("training", "batch_size", 0, r"training.batch_size >= 1"),
     "steps and epochs": ("training", "steps", 10, r"one of training.steps and training.epochs, got both"),
@@ -387,7 +387,7 @@ def test_contradictions_between_sections_are_refused():
     with pytest.raises(InvalidArgument, match="no section lora with strategy='full'"):
         job_from_dict(values)
     values = {**changed("data", "prompt_template", "{label}"), "task": "text_classification"}
-    with pytest.raises(InvalidArgument, match="prompts with task='causal_lm' only"):
+    with pytest.raises(InvalidArgument, match="prompts with task='causal_lm' or 'seq2seq' only"):
         job_from_dict(values)
 
 

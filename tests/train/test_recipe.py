@@ -109,7 +109,10 @@ def test_adapters_in_the_highest_layer_and_a_rate_for_the_head(here):
     [
         (["--strategy", "bitfit"], "there is no recipe for strategy='bitfit'"),
         (["--dp_noise_multiplier", "1.0"], "the recipe needs privacy.dp_epsilon and privacy.dp_delta"),
-        (["--strategy", "full", "--pooling", "mean"], "Expected model.pooling: mean with task text_classification"),
+        (
+            ["--strategy", "full", "--pooling", "mean"],
+            "Expected model.pooling: mean with classes or numbers of single texts",
+        ),
         (["--strategy", "lora", "--top_layers", "3"], "Expected lora.top_layers <= 2"),
     ],
 )

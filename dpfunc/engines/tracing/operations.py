@@ -12,7 +12,7 @@ import torch
 from dpfunc.engines.guards.collectives import communicates
 from dpfunc.engines.guards.draws import draws_numbers
 from dpfunc.engines.tracing.call import Call
-from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES, PURE
+from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES, FOUR_BITS, PURE
 
 
 class Kind(Enum):
@@ -129,6 +129,8 @@ def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:
         return Known(Kind.RANDOM, name, None, written)
     if func.namespace in _EXCHANGING and plain in EXCHANGES:
         return Known(Kind.FAMILY, name, EXCHANGES[plain], written)
+    if func.namespace == "bitsandbytes" and name in FOUR_BITS and not written:
+        return Known(Kind.FAMILY, name, FOUR_BITS[name], written)
     if func.is_view or name in _ALIASES or (func.namespace in _EXCHANGING and name in _WAITING):
         return Known(Kind.VIEW, name, None, ())
     if own and plain in FAMILIES:

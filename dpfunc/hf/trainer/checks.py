@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import wrong_type
+from dpfunc._utils.validation import fail, wrong_type
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.refuse import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -213,6 +213,18 @@ def refuse_values(model: object, privacy: object, key: object, model_init: objec
         raise InvalidArgument(
             "Expected no compute_loss_func, which gives one loss for a batch. Pass loss=, a function "
             "(forward, params, batch) -> one loss a sample."
+        )
+
+
+def refuse_unit(unit: object) -> None:
+    """Check what the accounting will say is protected: a bad text would be found only when a record is written.
+
+    Raises:
+        InvalidArgument: no text, an empty one, or one with control characters.
+    """
+    if not isinstance(unit, str) or not unit.strip() or not unit.isprintable():
+        raise fail(
+            "unit to say what one row of a batch is, in one line", "unit", unit, "For example unit='one person'."
         )
 
 

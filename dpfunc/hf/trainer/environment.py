@@ -25,8 +25,9 @@ _DEALING = ("split_batches", "dispatch_batches")
 _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 _SHARDED = (
-    "Leave it out and start the same script with `torchrun --nproc-per-node N`; for a model that one device cannot "
-    "hold set TrainingArguments(fsdp=True), or write a loop over make_dp_step(..., "
+    "Leave it out and start the same script with `torchrun --nproc-per-node N` (of the command: `torchrun "
+    "--nproc-per-node N -m dpfunc.cli.main train job.yaml`); for a model that one device cannot hold set "
+    "TrainingArguments(fsdp=True), or write a loop over make_dp_step(..., "
     "ranks=dpfunc.distributed.sharded(mesh)) with fully_shard or parallelize_module."
 )
 _ENGINE = f"Its engine owns the backward pass, and sums gradients before they are clipped. {_SHARDED}"

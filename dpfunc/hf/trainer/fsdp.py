@@ -86,7 +86,7 @@ class Sharding:
     without_effect: tuple[str, ...] = ()
 
 
-def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:  # noqa: ANN401  (TrainingArguments)
+def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     """The sharding that `TrainingArguments(fsdp=...)` or `accelerate launch --use_fsdp` asks for; None without.
 
     Args:
@@ -137,7 +137,7 @@ without_effect=())
     )
 
 
-def refuse_with_sharding(args: Any, privacy: PrivacyArguments, optimizers: Sequence[object]) -> None:  # noqa: ANN401
+def refuse_with_sharding(args: Any, privacy: PrivacyArguments, optimizers: Sequence[object]) -> None:
     """Refuse what a sharded model cannot do, or what would end in processes that wait for each other.
 
     Raises:

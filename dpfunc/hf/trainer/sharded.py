@@ -179,7 +179,7 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
     return result if keep else None
 
 
-def _optimizer_state(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ANN401  (an optimizer)
+def _optimizer_state(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state of an optimizer, with the names of the parameters that it numbers: a file of parts needs them."""
     names = {id(param): name for name, param in params.items()}
     state: dict[str, Any] = optimizer.state_dict()
@@ -190,12 +190,12 @@ def _optimizer_state(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, 
     return {**state, "param_groups": groups}
 
 
-def parts_of_run(cut: Cut, optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:  # noqa: ANN401
+def parts_of_run(cut: Cut, optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
     """What a checkpoint of a sharded run has besides: the state of the optimizer, and a digest of what is frozen."""
     return {"optimizer_state": _optimizer_state(optimizer, params), "extra": {_FROZEN: cut.frozen}}
 
 
-def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:  # noqa: ANN401  (an optimizer)
+def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Give an optimizer the state that `parts_of_run` has described."""
     known = [name for group in optimizer.state_dict()["param_groups"] for name in group]
     groups = [{n: v for n, v in group.items() if n != "param_names" or n in known} for group in saved["param_groups"]]

@@ -38,6 +38,7 @@ from dpfunc.hf.trainer.checks import (
     refuse_model,
     refuse_optimizer,
     refuse_overrides,
+    refuse_unit,
     refuse_values,
 )
 from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
@@ -89,6 +90,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         key: root of the randomness, as secret as the data. None takes `secure_key()`. A key starts one run.
         ledger: what earlier phases on the same records have cost.
         data_name: a name of the data set (a version, a hash); None reads them. The same for a resumed run.
+        unit: what a record of train_dataset is, e.g. "one person" where it is the list of a person's texts; for the
+            accounting. See docs/guides/trainer.md.
 
     Raises:
         InvalidArgument: naming what cannot be used under differential privacy; nothing was spent.
@@ -120,8 +123,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         key: Key | None = None,
         ledger: Ledger | None = None,
         data_name: str | None = None,
+        unit: str = "one record of the training data set",
     ) -> None:
         refuse_values(model, privacy, key, model_init, compute_loss_func)
+        refuse_unit(unit)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
@@ -136,6 +141,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._given_key = key
         self._earlier = ledger
         self._data_name = data_name
+        self._unit = unit
         self._start: Start | None = None
         self._run: Run | None = None
         self._plan: Plan | None = None
@@ -488,7 +494,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return make_record(
             self._run.dp_step,
             state,
-            unit="one record of the training data set",
+            unit=self._unit,
             public_bound=self.privacy.dp_dataset_size is not None,
             epoch=state.step / self._steps_per_epoch(self.plan.sampler.dataset_size),
             not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
@@ -567,7 +573,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
 def _shard(
     model: nn.Module,
-    args: Any,  # noqa: ANN401  (TrainingArguments)
+    args: Any,
     privacy: PrivacyArguments,
     optimizers: tuple[Any, Any],
 ) -> tuple[sharded.Cut | None, Any]:

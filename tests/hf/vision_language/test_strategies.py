@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Case
+from packed import pack
 from reference import loop_gradients
 from torch import nn
-from torch.nn import functional as F
 from zoo.parity import differences, nonzero_b, roughen, truth_of, without_gradient
 
 import dpfunc
@@ -28,7 +28,7 @@ from dpfunc.hf.vision_language.submodules import language_layers, parts, quantis
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.loader import without_rows
-from dpfunc.train.dataset import _check_image
+from dpfunc.train.inputs import _check_image
 from dpfunc.train.strategy_costs import strategy_costs, strategy_table
 
 FLOAT = ("full", "lora", "projector")
@@ -204,30 +204,11 @@ def test_L8_projector_beside_the_adapters():
     assert whole == list(trained_parameters(tiny_llava(), "projector"))
 
 
-class PackedLinear(nn.Linear):
-    """A stand-in for a layer in 4 bits: two weights a byte, unpacked in every forward pass."""
-
-    def __init__(self, layer):
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        self.scale = float(layer.weight.detach().abs().max()) / 7
-        levels = (layer.weight.detach() / self.scale).round().clamp(-7, 7).to(torch.int64) + 7
-        self.weight = nn.Parameter((levels[:, ::2] * 16 + levels[:, 1::2]).to(torch.uint8), requires_grad=False)
-        self.bias = layer.bias
-
-    def forward(self, x):
-        packed = self.weight.to(torch.int64)
-        weight = torch.stack([packed // 16, packed % 16], -1).flatten(1).to(x.dtype) - 7
-        return F.linear(x, weight * self.scale, self.bias)
-
-
 def packed_model(projector=False):
     model = model_of()
     chosen = list(language_layers(model))
     chosen += ["model.multi_modal_projector.linear_1"] if projector else []
-    for name in chosen:
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, PackedLinear(model.get_submodule(name)))
-    return model
+    return pack(model, chosen)
 
 
 def test_L8_qlora_parity_over_packed_weights(processor):
@@ -396,7 +377,7 @@ def test_images_that_take_all_memory_are_refused(processor, tmp_path, name):
     assert "secret" not in str(caught.value)
     if name != "half":
         with pytest.raises(InvalidArgument, match=f"The image of row 7 of data.jsonl cannot be used. .*{message}"):
-            _check_image(path, 7, tmp_path / "data.jsonl")
+            _check_image(path, "row 7 of data.jsonl")
 
 
 def alone(processor, sample):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from dpfunc.engines.tracing.call import Handler
-from dpfunc.engines.tracing.families import exchanges
+from dpfunc.engines.tracing.families import exchanges, four_bits
 
 _NAMES = (
     "along",
@@ -45,3 +45,6 @@ PURE = frozenset(
 
 EXCHANGES: dict[str, Handler] = dict(exchanges.FAMILY)
 """Collectives of torch's own wrappers, which are not ATen operations."""
+
+FOUR_BITS: dict[str, Handler] = dict(four_bits.FAMILY)
+"""Products with weights in 4 bits, which are operations of bitsandbytes."""

@@ -1,0 +1,206 @@
+"""Rows of a table as inputs of the model: which columns a task reads, what it refuses, and what it makes of a row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.train.config import DataSection, Job
+from dpfunc.train.tables import Row
+
+IGNORED = -100
+
+
+def columns_of(job: Job) -> tuple[str, ...]:
+    """The columns that the job reads, besides that of its unit."""
+    data = job.data
+    if job.task == "vqa":
+        return data.image_column, data.question_column, data.answer_column
+    if job.task in ("causal_lm", "seq2seq"):
+        if data.prompt_column is not None and data.response_column is not None:
+            return data.prompt_column, data.response_column
+        return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
+    pair = () if data.text_pair_column is None else (data.text_pair_column,)
+    return (data.text_column, *pair, data.label_column)
+
+
+def lists_of(job: Job) -> tuple[str, ...]:
+    """The columns that may hold a list of texts."""
+    data = job.data
+    if job.task == "token_classification":
+        return data.text_column, data.label_column
+    return (data.image_column,) if job.task == "vqa" and data.max_images > 1 else ()
+
+
+def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
+    """Check the label or the images of a row, before anything is spent.
+
+    Args:
+        job: its section data. row: of a table. where: names the row by its number. folder: of the table.
+
+    Raises:
+        InvalidArgument: it cannot be used; the message shows nothing of the row.
+
+    Guarantees:
+        tests/train/test_tasks.py::test_rows_that_cannot_be_used_are_named_by_number.
+    """
+    check = _CHECKS.get(job.task)
+    if check is not None:
+        check(job.data, row, where, folder)
+
+
+def _check_class(data: DataSection, row: Row, where: str, folder: Path) -> None:
+    _check_known([row[data.label_column]], data, where)
+
+
+def _check_known(given: list[str], data: DataSection, where: str) -> None:
+    labels = data.labels or ()
+    if not set(given) <= set(labels):
+        raise InvalidArgument(f"Expected one of data.labels ({', '.join(labels)}) in {where}, got another.")
+
+
+def _check_number(data: DataSection, row: Row, where: str, folder: Path) -> None:
+    try:
+        finite = math.isfinite(float(row[data.label_column]))
+    except ValueError:
+        finite = False
+    if not finite:
+        raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
+
+
+def _check_words(data: DataSection, row: Row, where: str, folder: Path) -> None:
+    words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
+    if not words or len(words) != len(given):
+        raise InvalidArgument(
+            f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. Write "
+            "two lists, or two texts with spaces between the words and between the labels."
+        )
+    _check_known(given, data, where)
+
+
+def _check_images(data: DataSection, row: Row, where: str, folder: Path) -> None:
+    images = _images(data, row)
+    if len(images) > data.max_images:
+        raise InvalidArgument(
+            f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is public: "
+            "choose it for all records that there could be."
+        )
+    for image in images:
+        _check_image(folder / image, where)
+
+
+def _check_image(image: Path, where: str) -> None:
+    """Check the header of an image."""
+    from dpfunc.hf.vision_language.reading import opened_image
+
+    if not image.is_file():
+        raise InvalidArgument(f"Expected an image file for {where}, which is missing.")
+    try:
+        with opened_image(image):
+            return
+    except InvalidArgument as error:
+        raise InvalidArgument(f"The image of {where} cannot be used. {error}") from None
+
+
+_CHECKS: dict[str, Callable[[DataSection, Row, str, Path], None]] = {
+    "text_classification": _check_class,
+    "text_regression": _check_number,
+    "token_classification": _check_words,
+    "vqa": _check_images,
+}
+
+
+def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
+    """Make the record of a row: token ids and labels, or what the collator of images takes.
+
+    Args:
+        job: its task and its section data. processing: tokenizer or processor. row: checked. folder: of the table.
+    """
+    data = job.data
+    if job.task == "causal_lm":
+        return language_record(processing, *_prompt_and_response(data, row), data)
+    if job.task == "seq2seq":
+        return _translated(processing, *_prompt_and_response(data, row), data.max_length)
+    if job.task == "vqa":
+        return _asked(processing, row, data, folder)
+    if job.task == "token_classification":
+        return _labelled(processing, row, data)
+    number = row[data.label_column]
+    label = float(number) if job.task == "text_regression" else (data.labels or ()).index(number)
+    pair = () if data.text_pair_column is None else (row[data.text_pair_column],)
+    encoded = processing(row[data.text_column], *pair, truncation=True, max_length=data.max_length)
+    kinds = {"token_type_ids": list(encoded["token_type_ids"])} if pair and "token_type_ids" in encoded else {}
+    return {"input_ids": list(encoded["input_ids"]), **kinds, "labels": label}
+
+
+def _texts(value: str) -> list[str]:
+    """The list in a column of lists; words of a text."""
+    found = json.loads(value)
+    return found.split() if isinstance(found, str) else list(found)
+
+
+def _images(data: DataSection, row: Row) -> list[str]:
+    """The paths of the images of a row."""
+    if data.max_images == 1:
+        return [row[data.image_column]]
+    found = json.loads(row[data.image_column])
+    return [found] if isinstance(found, str) else list(found)
+
+
+def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
+    """Words with a label at the first token of each; what is cut off has none."""
+    given = [(data.labels or ()).index(label) for label in _texts(row[data.label_column])]
+    encoded = tokenizer(
+        _texts(row[data.text_column]), is_split_into_words=True, truncation=True, max_length=data.max_length
+    )
+    words = encoded.word_ids()
+    first = [word is not None and word != before for word, before in zip(words, [None, *words], strict=False)]
+    labels = [given[word] if begins else IGNORED for word, begins in zip(words, first, strict=True)]
+    return {"input_ids": list(encoded["input_ids"]), "labels": labels}
+
+
+def _translated(tokenizer: Any, prompt: str, response: str, limit: int) -> Mapping[str, Any]:
+    """Tokens that the encoder reads, and those that the decoder learns, with an end token."""
+    ids = tokenizer(prompt, truncation=True, max_length=limit)["input_ids"]
+    learnt = list(tokenizer(text_target=response, truncation=True, max_length=limit)["input_ids"])
+    if tokenizer.eos_token_id not in learnt:
+        learnt = [*learnt[: limit - 1], tokenizer.eos_token_id]
+    return {"input_ids": list(ids), "labels": learnt}
+
+
+def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping[str, Any]:
+    """Question, answer and paths of the images; without a chat template the images are put before the question."""
+    images = [str(folder / image) for image in _images(data, row)]
+    question = row[data.question_column]
+    if not processor.chat_template:
+        question = " ".join([*[processor.image_token] * len(images), question])
+    shown = {"image": images[0]} if data.max_images == 1 else {"images": images}
+    return {"prompt": question, "answer": row[data.answer_column], **shown}
+
+
+def _prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
+    """Prompt of a row, and the response that the model learns."""
+    if data.prompt_column is not None and data.response_column is not None:
+        return row[data.prompt_column], row[data.response_column]
+    prompt = "" if data.prompt_template is None else data.prompt_template.format(**row)
+    return prompt, row[data.text_column]
+
+
+def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:
+    """Tokens of a prompt after a start token: the same in training and in generation. A long prompt loses its start."""
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    return [first, *ids[len(ids) - min(len(ids), limit - 1) :]]
+
+
+def language_record(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
+    """Start token, prompt, response and end token, at most max_length; the prompt takes at most half of it."""
+    before = prompt_ids(tokenizer, prompt, max(1, data.max_length // 2))
+    after = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ids = [*before, *after][: data.max_length]
+    hidden = len(before) if data.loss_on == "response" else 1
+    return {"input_ids": ids, "labels": [IGNORED] * hidden + ids[hidden:]}

@@ -1,0 +1,256 @@
+"""People as the unit of `dpfunc train`: what is one person, what a person gives, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from text_job import rows, write_job
+
+from dpfunc.cli.main import main
+from dpfunc.errors import InvalidArgument
+from dpfunc.train.config_file import read_job
+from dpfunc.train.dataset import collator, read_records
+from dpfunc.train.dry_run import dry_run
+from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.model import choose_parameters, load_base, load_processing
+from dpfunc.train.recipe import with_shape
+from dpfunc.train.tables import read_table, split
+
+UNIT = "one person: all records with the same value of the unit column"
+PEOPLE = ["--unit_column", "author", "--max_records_per_unit", "3"]
+
+
+def train(*arguments):
+    return CliRunner().invoke(main, ["train", "job.yaml", *map(str, arguments)])
+
+
+def write(path, table):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+def authored(count=120, people=30):
+    """Rows of people with 1 to 7 records each."""
+    table = rows(count)
+    return [{**row, "author": f"p{(i * i) % people}"} for i, row in enumerate(table)]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a language model, a table with authors and a job over them."""
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write("mails.jsonl", authored())
+    return tmp_path
+
+
+def records_of(*flags):
+    job = read_job("job.yaml", flags)
+    return job, read_records(job, load_processing(job))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a finished run over people, and what it printed."""
+    place = tmp_path_factory.mktemp("people")
+    write_job(place)
+    write(place / "mails.jsonl", authored())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        result = train(*PEOPLE, "--eval_fraction", 0.2, "--batch_size", 6, "--dp_delta", 1e-2)
+    assert result.exit_code == 0, result.output
+    return place, result.stdout
+
+
+def test_the_accounting_says_that_a_person_is_protected(finished):
+    place, output = finished
+    record = json.loads((place / "run/privacy_accounting.json").read_text())
+    assert record["unit"] == UNIT
+    people = {row["author"] for row in authored()}
+    assert record["dataset_size"] < len(people)  # without those who are held out
+    assert record["expected_batch_size"] == pytest.approx(6)
+    assert f"{record['dataset_size']} people with" in output
+    assert "add_remove, one person protected." in output
+    assert "eval_loss" in output
+
+
+def test_costs_for_records_and_for_people_do_not_add_up(finished, monkeypatch):
+    place, _ = finished
+    monkeypatch.chdir(place)
+    flags = ["--eval_fraction", 0.2, "--dp_delta", 1e-2, "--dp_epsilon", 20, "--output_dir", "next", "--dry-run"]
+    for spent in ("run/privacy_accounting.json", "run/privacy_journal.jsonl"):
+        assert "with 4 steps of earlier runs" in train(*flags, *PEOPLE, "--batch_size", 6, "--spent", spent).stdout
+        refused = train(*flags, "--batch_size", 6, "--spent", spent)
+        assert refused.exit_code == 1
+        assert "Their costs do not add up" in refused.stderr
+    Path("bare.json").write_text(json.dumps(json.loads(Path("run/privacy_accounting.json").read_text())["ledger"]))
+    unknown = train(*flags, *PEOPLE, "--batch_size", 6, "--spent", "bare.json")
+    assert "which protected 'an unknown unit'" in unknown.stderr
+    assert "with 4 steps of earlier runs" in train(*flags, "--batch_size", 6, "--spent", "bare.json").stdout
+    assert not Path("next").exists()
+
+
+def test_a_run_goes_on_with_the_same_unit_only(finished, monkeypatch):
+    monkeypatch.chdir(finished[0])
+    flags = ["--eval_fraction", 0.2, "--batch_size", 6, "--dp_delta", 1e-2, "--resume", "--dry-run"]
+    assert train(*flags, *PEOPLE).exit_code == 0
+    changed = train(*flags, "--unit_column", "author", "--max_records_per_unit", 2)
+    assert "data.max_records_per_unit was 3, now 2" in changed.stderr
+    assert "data.unit_column was 'author', now None" in train(*flags).stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_the_dry_run_counts_people():
+    job = read_job("job.yaml", [*PEOPLE, "--batch_size", "6", "--dp_delta", "1e-2", "--physical_batch_size", "4"])
+    people = len({row["author"] for row in authored()})
+    lines = "\n".join(dry_run(job))
+    assert f"people: {people}, each of them protected, with at most 3 records each" in lines
+    assert f"sampling probability: {6 / people:.4g} (Poisson)" in lines
+    small = read_job("job.yaml", [*PEOPLE, "--batch_size", "6"])  # delta 1e-3 of the file is below 1 / people
+    assert small.privacy.dp_delta < 1 / people
+    with pytest.raises(InvalidArgument, match="dataset_size"):
+        dry_run(read_job("job.yaml", [*PEOPLE, "--batch_size", str(people + 1)]))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_person_is_the_mean_over_at_most_so_many_records():
+    job, records = records_of(*PEOPLE)
+    by_author = {}
+    for row in authored():
+        by_author.setdefault(row["author"], []).append(row)
+    assert [len(own) for own in records.units] == [min(3, len(own)) for own in by_author.values()]
+    assert records.above_limit == sum(max(0, len(own) - 3) for own in by_author.values()) > 0
+    tokenizer = load_processing(job)
+    for own, theirs in zip(records.units, by_author.values(), strict=True):
+        texts = {" ".join(tokenizer.convert_ids_to_tokens(record["input_ids"])) for record in own}
+        known = {" ".join(f"<s> label : {r['label']} text : {r['text']} </s>".split()[:16]) for r in theirs}
+        known = {" ".join(tokenizer.convert_ids_to_tokens(tokenizer.convert_tokens_to_ids(k.split()))) for k in known}
+        assert texts <= known
+    batch = collator(job, tokenizer)(records.units[:4])
+    assert batch["input_ids"].shape[:2] == batch["text_mask"].shape == (4, 3)
+    assert batch["text_mask"].sum(1).tolist() == [len(own) for own in records.units[:4]]
+
+
+people = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("uvwxyz")), max_size=20)
+
+
+@given(table=people, own=st.lists(st.sampled_from("uvwxyz"), min_size=1, max_size=5), seed=st.integers(0, 5))
+def test_one_person_more_changes_nothing_of_the_others(tmp_path_factory, table, own, seed):
+    """Not what is a duplicate, not which side of the split they are on, and not which records are drawn."""
+    folder = tmp_path_factory.mktemp("t")
+    before = [{"author": "first", "text": "goal"}, *({"author": a, "text": t} for a, t in table)]
+    places = range(0, 2 * len(own), 2)
+    after = list(before)
+    for place, text in zip(places, own, strict=True):
+        after.insert(min(place, len(after)), {"author": "new", "text": text})
+    found = []
+    for table_of in (before, after):
+        write(folder / "t.jsonl", table_of)
+        read = read_table(folder / "t.jsonl", ["text", "author"], unit="author").rows
+        sides = split(read, 0.4, seed, "author")
+        found.append([[row for row in side if row["author"] != "new"] for side in sides])
+        assert not {row["author"] for row in sides[0]} & {row["author"] for row in sides[1]}
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_the_records_drawn_of_a_person_are_the_same_whoever_else_is_there():
+    table = authored()
+    _, records = records_of(*PEOPLE)
+    write("mails.jsonl", [row for row in table if row["author"] != "p4"])
+    _, without = records_of(*PEOPLE)
+    drawn = [tuple(tuple(r["input_ids"]) for r in own) for own in records.units]
+    left = [tuple(tuple(r["input_ids"]) for r in own) for own in without.units]
+    assert len(drawn) == len(left) + 1
+    assert set(left) <= set(drawn)
+
+
+BAD = {  # the value of one row -> message
+    "missing": ({}, "Expected a text in the column 'author' in row 2"),
+    "null": ({"author": None}, "Expected a text in the column 'author' in row 2"),
+    "empty": ({"author": ""}, "Expected a person in the column 'author' in row 2"),
+    "spaces": ({"author": "  "}, "Expected a person in the column 'author' in row 2"),
+    "spaces around": ({"author": "secret "}, "Expected a person without spaces around"),
+    "a part": ({"author": 7.5}, "Expected a person in the column 'author' in row 2"),
+    "nan": ({"author": float("nan")}, "Expected a person in the column 'author' in row 2"),
+    "true": ({"author": True}, "Expected a person in the column 'author' in row 2"),
+    "a list": ({"author": ["secret"]}, "Expected a text in the column 'author' in row 2"),
+}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", BAD)
+def test_a_row_that_is_nobodys_is_refused(name):
+    values, message = BAD[name]
+    table = authored(6, 3)
+    del table[1]["author"]
+    table[1] |= values
+    write("mails.jsonl", table)
+    for mode in ([], ["--dry-run"]):
+        result = train(*PEOPLE, "--batch_size", 2, *mode)
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert "secret" not in result.stderr
+    assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_unit_needs_its_public_limit():
+    for flags in (PEOPLE[:2], PEOPLE[2:]):
+        with pytest.raises(InvalidArgument, match="data.unit_column and data.max_records_per_unit together"):
+            read_job("job.yaml", flags)
+    with pytest.raises(InvalidArgument, match="data.max_records_per_unit >= 1"):
+        read_job("job.yaml", [*PEOPLE[:3], "0"])
+
+
+@pytest.mark.parametrize("strategy", [["--strategy", "head"], ["--strategy", "lora", "--top_layers", "1"]])
+def test_frozen_layers_are_computed_once_for_people_as_well(tmp_path, monkeypatch, strategy):
+    write_job(tmp_path, "text_classification", "bert")
+    monkeypatch.chdir(tmp_path)
+    write("mails.jsonl", authored(40, 9))
+    job = with_shape(read_job("job.yaml", ["--init", "pretrained", "--eval_fraction", "0", *strategy, *PEOPLE]))
+    processing = load_processing(job)
+    model = choose_parameters(load_base(job, processing), job).eval()
+    records = read_records(job, processing)
+    computed, told = compute_frozen(job, model, records, shows=False)
+    assert "computed once" in told
+    from dpfunc.train.dataset import by_person
+
+    whole, kept = collator(job, processing)(records.units), by_person(job, CollateFrozen(16))(computed.units)
+    assert torch.equal(whole["text_mask"], kept["text_mask"])
+    mask = whole.pop("text_mask"), kept.pop("text_mask")
+    with torch.no_grad():
+        logits = [
+            model(**{name: value.flatten(0, 1) for name, value in batch.items() if name != "labels"}).logits
+            for batch in (whole, kept)
+        ]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-2, atol=1e-2)
+    assert mask[0].any(1).all()
+
+
+def test_a_head_over_people_and_its_twin(tmp_path, monkeypatch):
+    """On cached features, with what is missing from the recipe; batches and steps count people."""
+    write_job(tmp_path, "text_classification", "bert")
+    monkeypatch.chdir(tmp_path)
+    write("mails.jsonl", authored(200, 60))
+    text = (
+        Path("job.yaml").read_text().replace(", init: random", "").replace("learning_rate: 1e-2, batch_size: 32, ", "")
+    )
+    Path("job.yaml").write_text(text.replace("dp_delta: 1e-3", "dp_delta: 1e-2"))
+    flags = ["--strategy", "head", "--physical_batch_size", "null", *PEOPLE]
+    result = train(*flags)
+    assert result.exit_code == 0, result.output
+    assert "Frozen layers were computed once for each record" in result.stdout
+    assert "one person protected" in result.stdout
+    record = json.loads(Path("run/privacy_accounting.json").read_text())
+    assert f"from {record['dataset_size']} records" in result.stdout
+    filled = json.loads(Path("run/job.json").read_text())["filled"]["training"]
+    assert filled["physical_batch_size"] == min(64 // 3, filled["batch_size"])
+    twin = train(*flags, "--no-dp")
+    assert twin.exit_code == 0, twin.output
+    assert "eval_accuracy" in json.loads(Path("run-no-dp/metrics.json").read_text())
