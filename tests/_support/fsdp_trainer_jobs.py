@@ -110,13 +110,14 @@ def facts(trainer, folder):
     before = trainer.evaluate()["eval_loss"]
     output = trainer.train()
     trainer.save_model(str(folder / "model"))
+    after = trainer.evaluate()["eval_loss"]
     ranks, plan, state = trainer._ranks, trainer.plan, trainer._run.state
     return {
         "params": distributed.unshard(dict(trainer._run.params)),
         "held": sum(local(p).numel() for p in trainer.model.parameters()),
         "cut": all(is_dtensor(p) for p in trainer.model.parameters()),
         "logs": [[log["unreleased/loss"], log["grad_norm"]] for log in seen.logs if "unreleased/loss" in log],
-        "eval": (before, trainer.evaluate()["eval_loss"]),
+        "eval": (before, after),
         "ledger": trainer.ledger.to_json(),
         "epsilon": output.metrics["privacy/epsilon"],
         "draws": [len(plan.draw(state, step, ranks)) for step in range(STEPS)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,11 @@ def write(path, table):
 
 
 def authored(count=120, people=30):
-    """Rows of people with 1 to 7 records each."""
-    table = rows(count)
-    return [{**row, "author": f"p{(i * i) % people}"} for i, row in enumerate(table)]
+    """Rows of people with 1 to 6 records each, and the rest of the first ones."""
+    authors = [f"p{i}" for i in range(people) for _ in range(1 + i % 6)]
+    authors = (authors * count)[:count]
+    random.Random(0).shuffle(authors)
+    return [{**row, "author": author} for row, author in zip(rows(count), authors, strict=True)]
 
 
 @pytest.fixture
@@ -131,9 +134,10 @@ def test_a_person_is_the_mean_over_at_most_so_many_records():
         known = {" ".join(f"<s> label : {r['label']} text : {r['text']} </s>".split()[:16]) for r in theirs}
         known = {" ".join(tokenizer.convert_ids_to_tokens(tokenizer.convert_tokens_to_ids(k.split()))) for k in known}
         assert texts <= known
-    batch = collator(job, tokenizer)(records.units[:4])
-    assert batch["input_ids"].shape[:2] == batch["text_mask"].shape == (4, 3)
-    assert batch["text_mask"].sum(1).tolist() == [len(own) for own in records.units[:4]]
+    batch = collator(job, tokenizer)(records.units)
+    assert batch["input_ids"].shape[:2] == batch["text_mask"].shape == (len(by_author), 3)
+    assert batch["text_mask"].sum(1).tolist() == [len(own) for own in records.units]
+    assert {len(own) for own in records.units} > {3}
 
 
 people = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("uvwxyz")), max_size=20)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,6 +18,7 @@ from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
 from dpfunc.train.config_file import read_job
 from dpfunc.train.dataset import collator, read_records
+from dpfunc.train.metrics import classification
 from dpfunc.train.model import choose_parameters, load_base, load_processing
 from dpfunc.train.recipe import with_shape
 from dpfunc.train.run import LOSSES
@@ -108,6 +111,14 @@ def test_the_loss_of_a_record_is_the_models_own(place, task):
             if task == "seq2seq":  # shifted to the right by the model
                 own["decoder_input_ids"] = model.get_base_model().prepare_decoder_input_ids_from_labels(batch["labels"])
             torch.testing.assert_close(loss_fn({}, {**own, "labels": batch["labels"]})[0], model(**batch).loss)
+
+
+def test_words_without_a_label_count_in_no_metric():
+    logits = np.zeros((1, 4, 2))
+    logits[0, :, 1] = [1, -1, 1, 1]
+    measured = classification(SimpleNamespace(predictions=logits, label_ids=np.array([[1, 1, -100, -100]])))
+    assert measured == {"accuracy": 0.5, "majority": 1.0}
+    assert classification(SimpleNamespace(predictions=logits, label_ids=np.full((1, 4), -100))) == {}
 
 
 def test_a_label_is_at_the_first_token_of_its_word(place):
