@@ -207,11 +207,11 @@ def walk(
     x_TBG, own_TBG, *cell = (one.to(dtype) for one in (x_TBG, own_TBG, *cell))
     with unseen(), torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
         walked = kind.gates(x_TBG, own_TBG, before_TBP, mask_TB1, reverse, *cell)
-    _declare((*walked.saved, walked.last_BH, walked.inner_TBH), (x_TBG, own_TBG, before_TBP, mask_TB1, *cell), ())
+    declare((*walked.saved, walked.last_BH, walked.inner_TBH), (x_TBG, own_TBG, before_TBP, mask_TB1, *cell), ())
     return walked
 
 
-def _declare(results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
+def declare(results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
     """Type the results of steps that the trace of this step does not see; see `declare_over_time`."""
     trace = current_trace()
     if trace is None:
@@ -245,7 +245,7 @@ class _Replay(torch.autograd.Function):
         with unseen(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
             found = ctx.back(every, *grads)
         *saved, weight, proj, mask_TB1 = every
-        _declare(found, (*grads, *saved, mask_TB1), (weight, proj))
+        declare(found, (*grads, *saved, mask_TB1), (weight, proj))
         return (*(None for _ in range(3 + ctx.num_known)), *found)
 
 
