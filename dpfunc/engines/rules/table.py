@@ -21,12 +21,11 @@ Grads = Mapping[str, PerSampleGrad]
 
 @dataclass(frozen=True)
 class Use:
-    """One use of parameters by one operation.
+    """One use of parameters by one operation: all facts but the tensors, the same in each step with the same shapes.
 
     Args:
         rule: what applies. name: of the operation. num_samples: B.
-        wanted: argument of the operation -> name of the parameter. targets: -> identity of its tensor.
-        shapes: argument -> shape of the parameter there.
+        wanted: argument of the operation -> name of the parameter. shapes: -> shape of the parameter there.
         sample_axis: axis of the samples in the operation's result, and in its inputs.
         options: the operation's other arguments, without the tensors that the rule does not need.
         output: shape of the result.
@@ -36,17 +35,23 @@ class Use:
     name: str
     num_samples: int
     wanted: Mapping[str, str]
-    targets: Mapping[str, int]
     shapes: Mapping[str, torch.Size]
     sample_axis: SampleAxis
     options: Mapping[str, Any]
     output: torch.Size
+    _costs: list[Costs] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Key of uses that get the same form."""
+        return (*self.wanted.values(), self.name, *self.output)
 
     def choose(self, budget: float = math.inf, *, closes: bool = False) -> Choice:
         """The form of its gradients by the cost model; see `Costs.choose`."""
-        numbers = sum(math.prod(shape) for shape in self.shapes.values())
-        costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
-        return costs.choose(self.num_samples, budget, closes=closes)
+        if not self._costs:
+            numbers = sum(math.prod(shape) for shape in self.shapes.values())
+            self._costs.append(summed(numbers) if self.rule.costs is None else self.rule.costs(self))
+        return self._costs[0].choose(self.num_samples, budget, closes=closes)
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., B * m, ...) -> (B, ..., m, ...)."""

@@ -35,8 +35,14 @@ class Tracked:
 class Recorder(Protocol):
     """Receiver of the uses of parameters: the part of an engine that a tracker calls."""
 
-    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """Note a use by a rule; return the output that the model goes on with."""
+    def use(
+        self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]
+    ) -> Tensor:
+        """Note a use by a rule; return the output that the model goes on with.
+
+        Args:
+            targets: argument -> identity of the tracked tensor there. needed: tensors that the rule needs, by argument.
+        """
         ...
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:

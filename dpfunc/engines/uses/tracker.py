@@ -392,11 +392,9 @@ class Tracker(TorchFunctionMode):
         targets = {argument: id(bound[argument]) for argument in wanted}
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
         sample_axis = guess or self.sample_axes.of(key, output)
-        use = Use(
-            rule, name_of(func), self.num_samples, wanted, targets, shapes, sample_axis, options, local(output).shape
-        )
+        use = Use(rule, name_of(func), self.num_samples, wanted, shapes, sample_axis, options, local(output).shape)
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
-        return self.recorder.use(use, output, tensors)
+        return self.recorder.use(use, targets, output, tensors)
 
 
 def _fills(target: Tensor, index: Any, value: Tensor) -> bool:  # noqa: ANN401
