@@ -75,6 +75,7 @@ class Trace(DispatchMode):
         constants: numbers of a constant before values of the batch were written into it.
         meshes: meshes of the split layers that were computed. marks: notes of families about tensors.
         numbers_read: the type of the last result depends on the numbers of a constant.
+        unkeyed: operations whose types do not follow from a key (`repeated`).
         clean: no number that can carry a gradient depends on several samples so far, for certain.
         settled: the backward pass is proven by the forward pass.
     """
@@ -95,6 +96,7 @@ class Trace(DispatchMode):
     meshes: list[Any] = field(default_factory=list)
     marks: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
     numbers_read: bool = False
+    unkeyed: int = 0
     clean: bool = True
     settled: bool = False
 
@@ -390,8 +392,9 @@ class Trace(DispatchMode):
             write(self, known, call, args)
         else:
             type_results(self, known, call)
-            if key is not None and not self.numbers_read:
-                keep(self, key, call.inputs, result)
+            if key is not None and not self.numbers_read and keep(self, key, call.inputs, result):
+                return
+        self.unkeyed += 1
         if split and not self.alone:
             check_complete(self, known, call)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,11 @@ class Tracked:
     transposed: bool = False
     used: list[int] = field(default_factory=list)
     """Version of the tensor at each use: what is written into after it was used gives other gradients."""
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """The value without its graph."""
+        return self.tensor.detach()
 
 
 class Recorder(Protocol):
