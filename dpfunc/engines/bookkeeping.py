@@ -164,8 +164,9 @@ def _take(
     saved: tuple[Tensor, ...],
 ) -> tuple[None]:
     """Catch that forms the gradients, or keeps their factors."""
-    later = grad.numel() + sum(tensor.numel() for tensor in saved) <= _SMALL
-    caught.take(use, targets, partial(_by_rule, use, names, formed, grad, saved), later=later)
+    with torch._C.DisableTorchFunction():
+        later = grad.numel() + sum(tensor.numel() for tensor in saved) <= _SMALL
+        caught.take(use, targets, partial(_by_rule, use, names, formed, grad, saved), later=later)
     return (None,)
 
 

@@ -4,14 +4,17 @@ A step repeats the uses of the step before. The key of a call has all that the w
 function, the names of the parameters, and shape, strides, dtype and rows of each tensor. So the second time the
 function runs as a whole, without a mode that follows its operations, and its result has the rows of the first time.
 
-Only functions of torch, whose operations follow from their arguments, are kept, and only where the rows of all their
-operations followed from the key. A call goes the long way wherever somebody else could change what it does: under
+Only functions of torch are kept, whose operations follow from their arguments, and only if they were one operation with
+one result, whose rows follow from the key: its derivative needs nothing but arguments and result, which the trace
+knows where it must follow the backward pass. (Before it the only other argument may be copied, which is not needed
+there: parameters have no derivative of torch's own.) A call goes the long way wherever somebody else could change what it does: under
 another mode, a transform of torch.func, autocast, or hooks on saved tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -108,21 +111,40 @@ def repeat(
         return recorder.use(known.use, targets, output, needed)
 
 
+@contextmanager
+def hearing(trace: Trace | None) -> Iterator[Sequence[str]]:
+    """Inside, collect the names of operations; see `Trace.heard`."""
+    heard: list[str] = []
+    if trace is None:
+        yield heard
+        return
+    trace.hear(heard)
+    try:
+        yield heard
+    finally:
+        trace.hear(None)
+
+
 def remember(
     trace: Trace,
     key: object,
+    heard: Sequence[str],
     use: Use,
     output: Tensor,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needed: Mapping[str, Tensor | None],
 ) -> None:
-    """Keep a use whose operations had rows that follow from its key."""
+    """Keep a use that was one operation, whose rows follow from the key."""
     places = {**dict(zip(use.rule.names or (), range(len(args)), strict=False)),
               **{name: len(args) + number for number, name in enumerate(kwargs)}}  # fmt: skip
     values = (*args, *kwargs.values())
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if use.sample_axis.guess is not None or any(not tensor.numel() for tensor in (output, *tensors)):
+    others = len(tensors) - len(use.wanted)
+    names = [name for name in heard if name != "clone" or others > 1]
+    if len(names) != 1 or not names[0] or use.sample_axis.guess is not None:
+        return
+    if any(not tensor.numel() for tensor in (output, *tensors)):
         return
     if len(_known) >= KEPT:
         _known.clear()

@@ -27,7 +27,7 @@ from dpfunc.engines.tracing.python_values import SIZES
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key, NoSampleAxis, SampleAxes
 from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.gradient_taps import catch_any, leaf, watched
-from dpfunc.engines.uses.repeated_uses import key_of_use, remember, repeat
+from dpfunc.engines.uses.repeated_uses import hearing, key_of_use, remember, repeat
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tensor_parallel import check_use, unsupported
 from dpfunc.engines.uses.torch_functions import (
@@ -403,9 +403,8 @@ class Tracker(TorchFunctionMode):
         usable = all(isinstance(bound[name], Tensor) or bound[name] is None for name in needed)
         if not usable or len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
             raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
-        trace, known = self._trace, self._key
-        unkeyed = 0 if trace is None else trace.unkeyed
-        output = self._run_detached(func, args, kwargs)
+        with hearing(self._trace) as heard:
+            output = self._run_detached(func, args, kwargs)
         check_use(func, name_of(func), bound, wanted, output)
         shapes = {argument: local(bound[argument]).shape for argument in wanted}
         targets = {argument: id(bound[argument]) for argument in wanted}
@@ -413,8 +412,8 @@ class Tracker(TorchFunctionMode):
         sample_axis = guess or self.sample_axes.of(key, output)
         use = Use(rule, name_of(func), self.num_samples, wanted, shapes, sample_axis, options, local(output).shape)
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
-        if trace is not None and known is not None and trace.unkeyed == unkeyed:
-            remember(trace, known, use, output, args, kwargs, tensors)
+        if self._trace is not None and self._key is not None:
+            remember(self._trace, self._key, heard, use, output, args, kwargs, tensors)
         return self.recorder.use(use, targets, output, tensors)
 
 
