@@ -39,7 +39,7 @@ class Use:
     sample_axis: SampleAxis
     options: Mapping[str, Any]
     output: torch.Size
-    _costs: list[Costs] = field(default_factory=list, repr=False, compare=False)
+    _chosen: list[tuple[Costs, Choice, Choice]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -48,10 +48,15 @@ class Use:
 
     def choose(self, budget: float = math.inf, *, closes: bool = False) -> Choice:
         """The form of its gradients by the cost model; see `Costs.choose`."""
-        if not self._costs:
+        if not self._chosen:
             numbers = sum(math.prod(shape) for shape in self.shapes.values())
-            self._costs.append(summed(numbers) if self.rule.costs is None else self.rule.costs(self))
-        return self._costs[0].choose(self.num_samples, budget, closes=closes)
+            costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
+            self._chosen.append((costs, *(costs.choose(self.num_samples, closes=each) for each in (False, True))))
+        costs, open_choice, closing_choice = self._chosen[0]
+        choice = closing_choice if closes else open_choice
+        if choice.form == "formed" and choice.num_bytes > budget:
+            return costs.choose(self.num_samples, budget, closes=closes)
+        return choice
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., B * m, ...) -> (B, ..., m, ...)."""
@@ -61,6 +66,9 @@ class Use:
         """-> (B, T, *features): all axes but the last `features` become positions of one sample."""
         if self.sample_axis.axis >= tensor.ndim - features:
             raise self.refuse("the samples are on an axis of the parameter.")
+        one = self.sample_axis.is_plain() and tensor.ndim - features
+        if one == 1 or one == 2:  # (B, *features) and (B, T, *features)
+            return tensor.unsqueeze(1) if one == 1 else tensor
         rows_B = self.split(tensor)
         return rows_B.reshape(self.num_samples, -1, *rows_B.shape[rows_B.ndim - features :])
 
