@@ -24,10 +24,10 @@ def batch_size(batch: Batch) -> int:
     4
     """
     values = pytree.tree_leaves(batch)
-    if values and all(isinstance(value, Tensor) and value.ndim for value in values):
-        if len({value.shape[0] for value in values}) == 1:
-            return int(values[0].shape[0])
-    _refuse(batch)
+    sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim else None for value in values}
+    if len(sizes) != 1 or None in sizes:
+        _refuse(batch)
+    return int(values[0].shape[0])
 
 
 def _refuse(batch: Batch) -> NoReturn:

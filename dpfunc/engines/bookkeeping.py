@@ -101,9 +101,7 @@ class FactorRecorder:
         """Catch gradients during the backward pass of a step with these leaves; dynamo catches them after it."""
         self.caught = CaughtGrads.of(self.weights, params)
 
-    def use(
-        self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]
-    ) -> Tensor:
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]

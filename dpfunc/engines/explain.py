@@ -83,9 +83,7 @@ class _CostRecorder(FactorRecorder):
     num_samples: int = 0
     costs: list[UseCost] = field(default_factory=list)
 
-    def use(
-        self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]
-    ) -> Tensor:
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Note the use as book-keeping does, and its cost: the choice is about the largest parameter."""
         result = super().use(use, targets, output, needed)
         choice = self.chosen[use.key]

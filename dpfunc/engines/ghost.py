@@ -64,16 +64,16 @@ class _NormRecorder:
     factors: Mapping[str, Tensor] | None = None
     closed: bool = False
 
-    def use(
-        self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]
-    ) -> Tensor:
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Tap the output of a use, whose gradient is caught in both backward passes."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if not self.closed:
             for target in targets.values():
                 self.counts[target] = self.counts.get(target, 0) + 1
-        return tapped(output, checked(self.trace, use, partial(self._caught, use, targets, names)), saved, [self.anchor])
+        return tapped(
+            output, checked(self.trace, use, partial(self._caught, use, targets, names)), saved, [self.anchor]
+        )
 
     def close(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not counted."""

@@ -376,9 +376,10 @@ class Stack:
             if cancelling_samples(self.joined.cancels, self.joined.sq_norms) is not None:
                 return None
             return _outer_sums(self.joined, factors_NB, len(self.names))
-        grads_NBP = to_accumulation_dtype(self.joined.dense()).unflatten(0, (len(self.names), -1)).flatten(2)  # type: ignore[no-untyped-call]
-        sums_NP = (factors_NB.to(grads_NBP.dtype)[:, None] @ grads_NBP)[:, 0]
-        return sums_NP.reshape(len(self.names), *self.joined.dense().shape[1:]).unbind(0)
+        formed = to_accumulation_dtype(self.joined.dense())
+        grads_NBP = formed.reshape(len(self.names), len(formed) // len(self.names), -1)
+        sums_NP = (factors_NB.to(formed.dtype)[:, None] @ grads_NBP)[:, 0]
+        return tuple(sums_NP.reshape(len(self.names), *formed.shape[1:]))
 
 
 def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tensor]:

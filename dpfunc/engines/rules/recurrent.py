@@ -272,8 +272,9 @@ class _Layers:
         x_TBG = F.linear(x_TBd, weights.inputs, weights.inputs_bias)
         own_TBG = F.linear(before_TBP, weights.state, weights.state_bias)
         cell = [one.detach() for one in state[1:]]
-        walked = walk(self.kind, reverse, x_TBG.detach(), own_TBG.detach(), before_TBP, cell, mask_TB1)
         inner_TBP, proj = None, weights.proj
+        shares = (x_TBG.detach(), own_TBG.detach())
+        walked = walk(self.kind, reverse, *shares, before_TBP, cell, mask_TB1, proj is not None)
         if proj is not None and walked.inner_TBH is not None:
             inner_TBP = F.linear(walked.inner_TBH, proj)
         fixed = (weights.state.detach(), None if proj is None else proj.detach(), mask_TB1)

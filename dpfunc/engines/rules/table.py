@@ -51,9 +51,10 @@ class Use:
         if not self._chosen:
             numbers = sum(math.prod(shape) for shape in self.shapes.values())
             costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
-            self._chosen.append((costs, *(costs.choose(self.num_samples, closes=each) for each in (False, True))))
-        costs, open_choice, closing_choice = self._chosen[0]
-        choice = closing_choice if closes else open_choice
+            first, early = (costs.choose(self.num_samples, closes=each) for each in (False, True))
+            self._chosen.append((costs, first, early))
+        costs, first, early = self._chosen[0]
+        choice = early if closes else first
         if choice.form == "formed" and choice.num_bytes > budget:
             return costs.choose(self.num_samples, budget, closes=closes)
         return choice

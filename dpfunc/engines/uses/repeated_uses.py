@@ -5,10 +5,12 @@ function, the names of the parameters, and shape, strides, dtype and rows of eac
 function runs as a whole, without a mode that follows its operations, and its result has the rows of the first time.
 
 Only functions of torch are kept, whose operations follow from their arguments, and only if they were one operation with
-one result, whose rows follow from the key: its derivative needs nothing but arguments and result, which the trace
-knows where it must follow the backward pass. (Before it the only other argument may be copied, which is not needed
-there: parameters have no derivative of torch's own.) A call goes the long way wherever somebody else could change what it does: under
-another mode, a transform of torch.func, autocast, or hooks on saved tensors.
+one result, whose rows follow from the key. Its derivative needs nothing but arguments and result, which the trace knows
+if it must follow the backward pass. (Before it, the only argument that is no parameter may be copied: only derivatives
+of parameters would need the copy, and torch computes none.)
+
+A call goes the long way wherever somebody else could change what it does: under another mode, a transform of
+torch.func, autocast, or hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dpfunc.engines.rules import FAMILIES, RULES, Rule
 from dpfunc.engines.rules.table import Use

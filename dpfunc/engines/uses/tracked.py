@@ -41,9 +41,7 @@ class Tracked:
 class Recorder(Protocol):
     """Receiver of the uses of parameters: the part of an engine that a tracker calls."""
 
-    def use(
-        self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]
-    ) -> Tensor:
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Note a use by a rule; return the output that the model goes on with.
 
         Args:
