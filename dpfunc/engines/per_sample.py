@@ -379,7 +379,8 @@ class Stack:
         formed = to_accumulation_dtype(self.joined.dense())
         grads_NBP = formed.reshape(len(self.names), len(formed) // len(self.names), -1)
         sums_NP = (factors_NB.to(formed.dtype)[:, None] @ grads_NBP)[:, 0]
-        return tuple(sums_NP.reshape(len(self.names), *formed.shape[1:]))
+        sums: Sequence[Tensor] = sums_NP.reshape(len(self.names), *formed.shape[1:]).unbind(0)
+        return sums
 
 
 def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tensor]:

@@ -381,9 +381,7 @@ class Trace(DispatchMode):
             type_copies(self, known, args, kwargs, result)
             return
         key = None if split else key_of_call(self, known, args, kwargs)
-        coarse = None if key is None else recall(self, key, result)
-        if coarse is not None:
-            self.coarse = self.coarse or coarse
+        if key is not None and self.recalls(key, result):
             self._hear(known, result)
             return
         self.numbers_read = False
@@ -400,6 +398,12 @@ class Trace(DispatchMode):
         self._hear(None, result)
         if split and not self.alone:
             check_complete(self, known, call)
+
+    def recalls(self, key: object, result: Any) -> bool:  # noqa: ANN401
+        """Note the types of the results of a call that was typed before; False if it was not."""
+        coarse = recall(self, key, result)
+        self.coarse = self.coarse or bool(coarse)
+        return coarse is not None
 
     def hear(self, names: list[str] | None) -> None:
         """Collect the names of operations from here on; None: no longer."""

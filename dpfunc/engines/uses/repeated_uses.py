@@ -25,7 +25,7 @@ from torch import Tensor
 from dpfunc.engines.rules import FAMILIES, RULES, Rule
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.tracing.backward import saving_hooked
-from dpfunc.engines.tracing.repeated import KEPT, keep, key_of_values, recall
+from dpfunc.engines.tracing.repeated import KEPT, keep, key_of_values
 from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.tracked import Recorder, Tracked, version
 
@@ -100,10 +100,8 @@ def repeat(
             output: Tensor = func(*plain[: len(args)], **dict(zip(kwargs, plain[len(args) :], strict=True)))
         except _ERRORS:  # the long way notes it
             return None
-        coarse = recall(trace, key, output)
-        if coarse is None:
+        if not trace.recalls(key, output):
             return None
-        trace.coarse = trace.coarse or coarse
         for own in found:
             if own is not None:
                 own.used.append(version(own.tensor))
