@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ def batch_size(batch: Batch) -> int:
     >>> batch_size({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
     4
     """
+    values = pytree.tree_leaves(batch)
+    sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim else None for value in values}
+    if len(sizes) != 1 or None in sizes:
+        _refuse(batch)
+    return int(values[0].shape[0])
+
+
+def _refuse(batch: Batch) -> NoReturn:
+    """Raise the error of a batch whose leaves are not tensors that agree."""
     leaves = pytree.tree_leaves_with_path(batch)
     if not leaves:
         raise InvalidArgument("Expected a batch with at least one tensor, got an empty pytree.")
@@ -43,14 +53,11 @@ def batch_size(batch: Batch) -> int:
                 "Keep what is the same for all samples out of the batch: close over it in loss_fn."
             )
         sizes[name] = leaf.shape[0]
-    if len(set(sizes.values())) > 1:
-        listed = shorten([f"{name} has {size}" for name, size in sizes.items()])
-        raise InvalidArgument(
-            f"Expected the same number of samples on axis 0 of all leaves of the batch: {listed}. Where a "
-            "processor puts the images of all samples into one tensor, give each sample rows of its own, as "
-            "image_text_collator does."
-        )
-    return next(iter(sizes.values()))
+    listed = shorten([f"{name} has {size}" for name, size in sizes.items()])
+    raise InvalidArgument(
+        f"Expected the same number of samples on axis 0 of all leaves of the batch: {listed}. Where a processor puts "
+        "the images of all samples into one tensor, give each sample rows of its own, as image_text_collator does."
+    )
 
 
 def tree_map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:

@@ -41,20 +41,36 @@ from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params
 DEFAULT_BUDGET = 2**30
 
 
+# Gradients and saved tensors of a use with at most so many numbers are kept until the end of the backward pass.
+_SMALL = 2**15
+
+
 def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
     """Per-sample gradients of a use by its rule, whose own operations are not traced."""
-    grad, saved = arrived(grad), [arrived(tensor) for tensor in saved]
     with unseen(), exact(grad.device), torch.no_grad():
-        grads = use.rule.grads(use, grad, **{**use.options, **dict(zip(names, saved, strict=True))})
+        return _by_rule(use, names, False, grad, saved)
+
+
+def _by_rule(use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: Sequence[Tensor]) -> Grads:
+    """The same, where nothing is traced; `formed`: as numbers in memory, not as factors.
+
+    Raises:
+        UnsupportedModel: the shapes have no rule. WrongGuess: the same, where the sample axis was guessed.
+    """
+    needed = dict(zip(names, map(arrived, saved), strict=True))
+    try:
+        grads = use.rule.grads(use, arrived(grad), **{**use.options, **needed})
         for argument in use.wanted:
-            if not grads[argument].fits(use.num_samples, tuple(use.shapes[argument])):
+            if not grads[argument].fits(use.num_samples, use.shapes[argument]):
                 raise use.refuse("the shapes broadcast in a way that has no rule.")
-        return grads
+    except UnsupportedModel as error:
+        raise error if use.sample_axis.guess is None else WrongGuess(use.sample_axis.guess) from error
+    return {argument: Dense(grads[argument].dense()) for argument in use.wanted} if formed else grads
 
 
 def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    grads = form_grads(use, names, grad, saved)
     with unseen(), exact(grad.device), torch.no_grad():
+        grads = _by_rule(use, names, True, grad, saved)
         return tuple(grads[argument].dense() for argument in use.wanted)
 
 
@@ -85,22 +101,22 @@ class FactorRecorder:
         """Catch gradients during the backward pass of a step with these leaves; dynamo catches them after it."""
         self.caught = CaughtGrads.of(self.weights, params)
 
-    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if self.caught is not None:
-            self.caught.expect(use)
-            take = partial(_take, self.caught, use, names, self.forms(use))
+            self.caught.expect(targets)
+            take = partial(_take, self.caught, use, targets, names, self.forms(use))
             return tapped(output, checked(self.trace, use, take), saved, [self.caught.anchor])
         if self.forms(use):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
-            readers = [partial(_read_dense, target) for target in use.targets.values()]
+            readers = [partial(_read_dense, target) for target in targets.values()]
             result = tapped(output, checked(self.trace, use, partial(_formed, use, names)), saved, leaves)
         else:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
-            readers = [partial(_read_factors, use, names, saved)]
+            readers = [partial(_read_factors, use, targets, names, saved)]
             result = tapped(output, checked(self.trace, use, pass_gradient), [], leaves)
         if not self.closed:
             self.leaves += leaves
@@ -115,12 +131,12 @@ class FactorRecorder:
 
     def forms(self, use: Use) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
-        key = key_of(use)
-        if key not in self.chosen:  # checkpointing asks again, and needs the same answer
-            choice = self.chosen[key] = use.choose(self.budget, closes=self.weights is not None)
+        choice = self.chosen.get(use.key)
+        if choice is None:  # checkpointing asks again, and needs the same answer
+            choice = self.chosen[use.key] = use.choose(self.budget, closes=self.weights is not None)
             if choice.form == "formed" and self.weights is None:  # a closed group returns its memory
                 self.budget -= choice.num_bytes
-        return self.chosen[key].form == "formed"
+        return choice.form == "formed"
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradient is the per-sample gradient."""
@@ -136,33 +152,31 @@ class FactorRecorder:
             self.caught.late.update(tracked.name for tracked in sources)
 
 
-def key_of(use: Use) -> tuple[object, ...]:
-    """Key of uses that get the same form."""
-    return (*use.wanted.values(), use.name, *use.output)
-
-
 def _take(
-    caught: CaughtGrads, use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: tuple[Tensor, ...]
+    caught: CaughtGrads,
+    use: Use,
+    targets: Mapping[str, int],
+    names: Sequence[str],
+    formed: bool,
+    grad: Tensor,
+    saved: tuple[Tensor, ...],
 ) -> tuple[None]:
     """Catch that forms the gradients, or keeps their factors."""
-
-    def form() -> Grads:
-        grads = form_grads(use, names, grad, saved)
-        if not formed:
-            return grads
-        with unseen(), exact(grad.device), torch.no_grad():
-            return {argument: Dense(grads[argument].dense()) for argument in use.wanted}
-
-    return caught.take(use, form)
+    with torch._C.DisableTorchFunction():
+        later = grad.numel() + sum(tensor.numel() for tensor in saved) <= _SMALL
+        caught.take(use, targets, partial(_by_rule, use, names, formed, grad, saved), later=later)
+    return (None,)
 
 
 def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
     return {target: Dense(grad)}
 
 
-def _read_factors(use: Use, names: Sequence[str], saved: Sequence[Tensor], grad: Tensor) -> Mapping[int, PerSampleGrad]:
+def _read_factors(
+    use: Use, targets: Mapping[str, int], names: Sequence[str], saved: Sequence[Tensor], grad: Tensor
+) -> Mapping[int, PerSampleGrad]:
     grads = form_grads(use, names, grad, saved)
-    return {target: grads[argument] for argument, target in use.targets.items()}
+    return {target: grads[argument] for argument, target in targets.items()}
 
 
 def checked(trace: Trace | None, use: Use, catch: Catch) -> Catch:
@@ -176,10 +190,7 @@ def _checked(
     if not trace.settled:
         what = f"the gradient of {use.name} of parameter {shorten(list(use.wanted.values()))}"
         trace.credited(grad, use.sample_axis, what)
-    try:
-        return catch(grad, saved)
-    except UnsupportedModel as error:
-        raise error if use.sample_axis.guess is None else WrongGuess(use.sample_axis.guess) from error
+    return catch(grad, saved)
 
 
 def read_copies(
@@ -319,7 +330,7 @@ def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: 
     inputs = (*recorder.leaves, *watched.values(), *anchors)
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
     refuse_escaped(watched, caught[len(recorder.leaves) : len(inputs) - len(anchors)])
-    uses: dict[int, list[PerSampleGrad]] = {} if own is None else own.kept
+    uses: dict[int, list[PerSampleGrad]] = {} if own is None else own.finish()
     if own is not None:
         found = any(grad is not None for grad in caught[: len(recorder.leaves)])
         check_depends(has_parameter_source() or found or bool(uses or own.sums))

@@ -9,7 +9,6 @@ groups.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -45,7 +44,7 @@ class CaughtGrads:
     weights: GroupFactors | None
     params: Params
     anchor: Tensor
-    missing: Counter[int] = field(default_factory=Counter)
+    missing: dict[int, int] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -54,6 +53,7 @@ class CaughtGrads:
     differentiating: bool = False
     _open: dict[str, list[str]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+    _later: list[tuple[Mapping[str, int], Callable[[], Grads]]] = field(default_factory=list)
 
     @staticmethod
     def of(weights: GroupFactors | None, params: Params) -> CaughtGrads:
@@ -66,10 +66,11 @@ class CaughtGrads:
                 caught._names[id(param)] = name
         return caught
 
-    def expect(self, use: Use) -> None:
+    def expect(self, targets: Mapping[str, int]) -> None:
         """Count a use of the forward pass, whose gradients will come."""
         if not self.differentiating:
-            self.missing.update(use.targets.values())
+            for target in targets.values():
+                self.missing[target] = self.missing.get(target, 0) + 1
 
     def begin(self) -> None:
         """Note the end of the forward pass. Groups with a late parameter are not closed early."""
@@ -77,29 +78,47 @@ class CaughtGrads:
         for group in [group for group, names in self._open.items() if not self.late.isdisjoint(names)]:
             del self._open[group]
 
-    def take(self, use: Use, form: Callable[[], Grads]) -> tuple[None]:
+    def take(self, use: Use, targets: Mapping[str, int], form: Callable[[], Grads], *, later: bool = False) -> None:
         """Take the gradients of a use, and close the groups that they complete.
+
+        Args:
+            later: form them after the backward pass, with all others: they are small.
 
         Raises:
             UnsupportedModel: more gradients than uses.
         """
         if not self.differentiating:  # the loss differentiates inside of itself
-            return (None,)
-        grads = form()
-        for argument, target in use.targets.items():
-            if not self.missing[target]:
+            return
+        for target in targets.values():
+            if not self.missing.get(target):
                 raise use.refuse("its backward pass runs more often than its forward pass.")
             self.missing[target] -= 1
-            self.kept.setdefault(target, []).append(grads[argument])
+        if later and self.weights is None:
+            self._later.append((targets, form))
+            return
+        with unseen(), exact(self.anchor.device), torch.no_grad():
+            self._keep(targets, form())
         if self.weights is not None:
-            self._close_groups(self.weights, use.targets.values())
-        return (None,)
+            self._close_groups(self.weights, targets.values())
+
+    def finish(self) -> dict[int, list[PerSampleGrad]]:
+        """Form the gradients that were left for the end; identity -> the gradients of all uses in open groups."""
+        if self._later:
+            with unseen(), exact(self.anchor.device), torch.no_grad():
+                for targets, form in self._later:
+                    self._keep(targets, form())
+            self._later.clear()
+        return self.kept
+
+    def _keep(self, targets: Mapping[str, int], grads: Grads) -> None:
+        for argument, target in targets.items():
+            self.kept.setdefault(target, []).append(grads[argument])
 
     def _close_groups(self, weights: GroupFactors, targets: Iterable[int]) -> None:
         """Sum the groups of these parameters that have all their gradients now."""
         for group in {weights.group_of[self._names[target]] for target in targets if target in self._names}:
             names = self._open.get(group, ())
-            if names and not any(self.missing[id(self.params[name])] for name in names):
+            if names and not any(self.missing.get(id(self.params[name])) for name in names):
                 self._close(weights, group)
 
     def _close(self, weights: GroupFactors, group: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.batches import batch_size
-from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder, key_of
+from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
 from dpfunc.engines.cost import summed
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.rules.table import Use
@@ -83,10 +83,10 @@ class _CostRecorder(FactorRecorder):
     num_samples: int = 0
     costs: list[UseCost] = field(default_factory=list)
 
-    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Note the use as book-keeping does, and its cost: the choice is about the largest parameter."""
-        result = super().use(use, output, needed)
-        choice = self.chosen[key_of(use)]
+        result = super().use(use, targets, output, needed)
+        choice = self.chosen[use.key]
         largest = max(use.wanted, key=lambda argument: use.shapes[argument].numel())
         for argument, name in use.wanted.items():
             chosen = argument == largest and use.rule.costs is not None

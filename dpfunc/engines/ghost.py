@@ -64,14 +64,16 @@ class _NormRecorder:
     factors: Mapping[str, Tensor] | None = None
     closed: bool = False
 
-    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Tap the output of a use, whose gradient is caught in both backward passes."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if not self.closed:
-            for target in use.targets.values():
+            for target in targets.values():
                 self.counts[target] = self.counts.get(target, 0) + 1
-        return tapped(output, checked(self.trace, use, partial(self._caught, use, names)), saved, [self.anchor])
+        return tapped(
+            output, checked(self.trace, use, partial(self._caught, use, targets, names)), saved, [self.anchor]
+        )
 
     def close(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not counted."""
@@ -81,16 +83,18 @@ class _NormRecorder:
         """Begin the second backward pass, with the factor of each sample: name -> (B,)."""
         self.factors = factors
 
-    def _caught(self, use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[None]:
+    def _caught(
+        self, use: Use, targets: Mapping[str, int], names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]
+    ) -> tuple[None]:
         if not self.closed:  # the loss differentiates inside of itself
             return (None,)
-        single = {arg: target for arg, target in use.targets.items() if self._single(target)}
+        single = {arg: target for arg, target in targets.items() if self._single(target)}
         if self.factors is not None and not single:
             return (None,)
         grads = form_grads(use, names, grad, saved)
         totals: dict[str, Tensor] = {}
         with unseen(), exact(grad.device), torch.no_grad():
-            for argument, target in use.targets.items():
+            for argument, target in targets.items():
                 if argument in single and self.factors is None:
                     self.sq_norms[self.params[target]] = grads[argument].sq_norms()
                 elif argument in single and self.factors is not None:

@@ -7,7 +7,7 @@ Norms and sums are float32, float64 for float64 inputs, whatever the dtype of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -31,6 +31,9 @@ from dpfunc.engines.numerics import (
     to_accumulation_dtype,
     without_dropped,
 )
+
+# Larger gradients (numbers of all samples) are not copied to be computed with others.
+_SMALL = 2**15
 
 
 class PerSampleGrad(Protocol):
@@ -337,6 +340,97 @@ def _joined_outer(uses: Sequence[Outer]) -> Outer:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Gradients of some parameters, as one: those of B samples of the first, then of the second, and so on.
+
+    Small gradients of equal shapes are measured and summed by one torch call for all: a call takes microseconds
+    whatever it computes, a copy of few numbers less.
+
+    Args:
+        names: of the parameters. grads: of each. joined: of all; that of the only one where there is one.
+    """
+
+    names: tuple[str, ...]
+    grads: Sequence[PerSampleGrad] = field(repr=False)
+    joined: PerSampleGrad = field(repr=False)
+
+    def sq_norms(self) -> dict[str, Tensor]:
+        """Squared norms: name -> (B,)."""
+        norms_NB = self.joined.sq_norms().chunk(len(self.names))
+        return dict(zip(self.names, norms_NB, strict=True))
+
+    def weighted_sums(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weighted sums over the samples: name -> parameter shape."""
+        sums = self._together([factors[name] for name in self.names]) if len(self.names) > 1 else None
+        if sums is None:
+            sums = [grad.weighted_sum(factors[name]) for name, grad in zip(self.names, self.grads, strict=True)]
+        return dict(zip(self.names, sums, strict=True))
+
+    def _together(self, factors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Sums of all parameters by one product; None where samples are dropped, or have parts that cancel."""
+        same = all(factors_B is factors[0] for factors_B in factors)
+        factors_NB = factors[0][None] if same else torch.stack(tuple(factors))
+        if any_set(factors_NB == 0):
+            return None
+        if isinstance(self.joined, Outer):
+            if cancelling_samples(self.joined.cancels, self.joined.sq_norms) is not None:
+                return None
+            return _outer_sums(self.joined, factors_NB, len(self.names))
+        formed = to_accumulation_dtype(self.joined.dense())
+        grads_NBP = formed.reshape(len(self.names), len(formed) // len(self.names), -1)
+        sums_NP = (factors_NB.to(formed.dtype)[:, None] @ grads_NBP)[:, 0]
+        sums: Sequence[Tensor] = sums_NP.reshape(len(self.names), *formed.shape[1:]).unbind(0)
+        return sums
+
+
+def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tensor]:
+    a, b = (to_accumulation_dtype(side) for side in (outer.a_BTp, outer.b_BTd))
+    a_NBTp, b_NBTd = (side.reshape(number, -1, *side.shape[1:]) for side in (a, b))
+    scale_NB11 = factors_NB.to(a.dtype)[..., None, None]
+    if a.shape[2] <= b.shape[2]:
+        a_NBTp = a_NBTp * scale_NB11
+    else:
+        b_NBTd = b_NBTd * scale_NB11
+    sums_Npd = a_NBTp.flatten(1, 2).transpose(1, 2) @ b_NBTd.flatten(1, 2)
+    return sums_Npd.reshape(number, *outer.shape).unbind(0)
+
+
+def stacked(grads: Mapping[str, PerSampleGrad]) -> list[Stack]:
+    """All gradients, small ones of equal shapes as one.
+
+    >>> [stack.names for stack in stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
+    [('a', 'b')]
+    """
+    together: dict[object, list[str]] = {}
+    for name, grad in grads.items():
+        together.setdefault(_key(grad) or name, []).append(name)
+    return [_stack(names, [grads[name] for name in names]) for names in together.values()]
+
+
+def _key(grad: PerSampleGrad) -> object:
+    """Key of gradients that can be stacked; None for those that stay alone."""
+    if torch.compiler.is_compiling():
+        return None
+    if type(grad) is Outer and grad.a_BTp.numel() + grad.b_BTd.numel() <= _SMALL:
+        a, b = grad.a_BTp, grad.b_BTd
+        return (Outer, grad.shape, a.shape, b.shape, a.dtype, b.dtype, a.device)
+    if type(grad) is Dense and 0 < grad.grads_B.numel() <= _SMALL:
+        return (Dense, grad.grads_B.shape, grad.grads_B.dtype, grad.grads_B.device)
+    return None
+
+
+def _stack(names: Sequence[str], grads: Sequence[PerSampleGrad]) -> Stack:
+    if len(grads) == 1:
+        return Stack(tuple(names), grads, grads[0])
+    outers = [grad for grad in grads if isinstance(grad, Outer)]
+    if outers:
+        sides: tuple[Callable[[Outer], Tensor], ...] = (lambda grad: grad.a_BTp, lambda grad: grad.b_BTd)
+        a, b = (torch.cat([side(grad) for grad in outers]) for side in sides)
+        return Stack(tuple(names), grads, Outer(a, b, outers[0].shape))
+    return Stack(tuple(names), grads, Dense(torch.cat([grad.dense() for grad in grads])))
+
+
+@dataclass(frozen=True)
 class PerSample:
     """The gradients of all parameters for B samples.
 
@@ -355,12 +449,20 @@ class PerSample:
     alone: bool = False
     untraced: bool = False
     coarse: bool = False
+    _stacks: list[Stack] = field(default_factory=list, repr=False, compare=False)
 
     def sq_norms(self) -> dict[str, Tensor]:
         with exact(self.losses_B.device):
-            return {name: grad.sq_norms() for name, grad in self.grads.items()}
+            found = {name: norms_B for stack in self._stacked() for name, norms_B in stack.sq_norms().items()}
+        return {name: found[name] for name in self.grads}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weighted sums over the samples: name -> parameter shape."""
         with exact(self.losses_B.device):
-            return {name: grad.weighted_sum(factors[name]) for name, grad in self.grads.items()}
+            found = {name: total for stack in self._stacked() for name, total in stack.weighted_sums(factors).items()}
+        return {name: found[name] for name in self.grads}
+
+    def _stacked(self) -> list[Stack]:
+        if not self._stacks:
+            self._stacks.extend(stacked(self.grads))
+        return self._stacks

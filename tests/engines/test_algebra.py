@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfunc.clipping.bounds import SLACK
-from dpfunc.engines.per_sample import Dense, Gather, Outer, Tied, Zeros, add
+from dpfunc.engines.per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
 from dpfunc.engines.rules.convolution import ConvolutionArgs, Convolved
 
 ROWS, WIDTH = 6, 5
@@ -376,3 +377,34 @@ def test_large_rows_are_summed_in_pieces():
     row = Dense(torch.full((2, 2**22 + 3), 0.1))
     exact = (2**22 + 3) * float(torch.tensor(0.1).double()) ** 2
     assert float(row.sq_norms()[0]) == pytest.approx(exact, rel=1e-5)
+
+
+def _kinds_of_stacks():
+    a, b = torch.randn(4, 3, 2), torch.randn(4, 3, 5)
+    cancelling = torch.tensor([1e6, -1e6, 1.0])[None, :, None].expand(4, 3, 2).contiguous()
+    return {
+        "outer": [Outer(torch.randn(4, 3, 2), torch.randn(4, 3, 5), (2, 5)) for _ in range(3)],
+        "one position": [Outer(a[:, :1], b[:, :1], (2, 5)), Outer(a[:, 1:2], b[:, 1:2], (2, 5))],
+        "a cancels": [Outer(a, b, (2, 5)), Outer(cancelling, torch.ones(4, 3, 5), (2, 5))],
+        "dense": [Dense(torch.randn(4, 2, 5)) for _ in range(3)],
+        "numbers": [Dense(torch.randn(4)) for _ in range(2)],
+        "others": [Dense(torch.randn(4, 2)), Outer(a, b, (2, 5)), Dense(torch.randn(4, 3))],
+    }
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("kind", _kinds_of_stacks())
+def test_gradients_that_are_computed_together(kind, dropped):
+    """Norms and sums are those of each parameter alone, whether all have the same factors or not."""
+    grads = dict(enumerate(_kinds_of_stacks()[kind]))
+    factors = {name: torch.rand(4) + 0.5 for name in grads}
+    for name, grad in grads.items() if dropped else ():
+        factors[name][1] = 0.0
+        next(value for value in vars(grad).values() if isinstance(value, torch.Tensor))[1] = math.inf
+    together = PerSample(torch.zeros(4), grads)
+    norms = together.sq_norms()
+    for each in (factors, dict.fromkeys(grads, factors[0])):
+        sums = together.weighted_sum(each)
+        for name, grad in grads.items():
+            torch.testing.assert_close(norms[name], grad.sq_norms(), equal_nan=True)
+            torch.testing.assert_close(sums[name], grad.weighted_sum(each[name]))

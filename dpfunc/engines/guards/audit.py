@@ -110,6 +110,8 @@ class Audits:
 
 def _drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
     """Rows of a batch, drawn from the key without replacement, so that nobody can predict them."""
+    if not wanted:
+        return []
     source = secure_key() if key is None else fold_in(key, "audit")
     chosen: list[int] = []
     number = 0

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_packed_sequence
 
 from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, replay, walk
+from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, declare, replay, walk
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing.trace import current_trace
 
@@ -84,6 +84,16 @@ class _Packing:
     def packed(self, x_TBd: Tensor) -> Tensor:
         """(T, B, d) -> (N, d)."""
         return torch.index_select(x_TBd.flatten(0, 1), 0, self.positions_N)
+
+    def filled(self, rows_NH: Tensor, lasts_LBH: Tensor, firsts_LBH: Tensor, directions: int) -> Tensor:
+        """Outputs (N, H) of a layer -> (T, B, H), for all times.
+
+        After its end a sample keeps its last state; backwards, it has not left its first one.
+        """
+        outputs = torch.index_select(rows_NH, 0, self.rows_TB).unflatten(0, self.mask_TB1.shape[:2])  # type: ignore[no-untyped-call]
+        fills = (lasts_LBH[0], firsts_LBH[-1].to(lasts_LBH.dtype))
+        pairs = zip(outputs.chunk(directions, 2), fills, strict=False)
+        return torch.cat([torch.where(self.mask_TB1, *pair) for pair in pairs], 2)
 
     def given(self, x_TBd: Tensor) -> Tensor:
         """(T, B, d) -> (N, d), for the loss: the number of rows of a sample depends on values."""
@@ -238,18 +248,20 @@ class _Layers:
         return (x_TBd, *(torch.stack(last) for last in zip(*lasts, strict=True)))
 
     def _known(self, x_TBd: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """The outputs of one layer (T, B, H), by torch itself."""
+        """The outputs of one layer (T, B, H), by torch itself. A mode sees no step: each row goes on alone."""
         options = (self.has_biases, 1, 0.0, False, self.bidirectional)
-        plain = [weight.detach() for weight in weights]
-        hx = states[0] if len(states) == 1 else states
-        with torch.no_grad():
+        with unseen(), torch.no_grad():
+            plain = [weight.detach() for weight in weights]
+            hx = states[0] if len(states) == 1 else states
             if self.pack is None:
-                return self.kind.native(x_TBd, hx, plain, *options, False)[0]
-            packed = self.kind.native(self.pack.packed(x_TBd), self.pack.batch_sizes, hx, plain, *options)
-            outputs, lasts = self.pack.padded(packed[0]).chunk(2 if self.bidirectional else 1, 2), packed[1]
-            # after its end a sample keeps its last state; backwards, it has not left its first one
-            fills = (lasts[0], states[0][-1].to(lasts.dtype))
-            return torch.cat([torch.where(self.pack.mask_TB1, *pair) for pair in zip(outputs, fills, strict=False)], 2)
+                known_TBH = self.kind.native(x_TBd, hx, plain, *options, False)[0]
+            else:
+                rows_Nd = self.pack.packed(x_TBd)
+                outputs, lasts = self.kind.native(rows_Nd, self.pack.batch_sizes, hx, plain, *options)[:2]
+                known_TBH = self.pack.filled(outputs, lasts, states[0], 2 if self.bidirectional else 1)
+        mask_TB1 = None if self.pack is None else self.pack.mask_TB1
+        declare((known_TBH,), (x_TBd, *states, mask_TB1), weights)
+        return known_TBH
 
     def _over_time(
         self, x_TBd: Tensor, state: _State, weights: _Weights, reverse: bool, known_TBP: Tensor
@@ -260,8 +272,9 @@ class _Layers:
         x_TBG = F.linear(x_TBd, weights.inputs, weights.inputs_bias)
         own_TBG = F.linear(before_TBP, weights.state, weights.state_bias)
         cell = [one.detach() for one in state[1:]]
-        walked = walk(self.kind, reverse, x_TBG.detach(), own_TBG.detach(), before_TBP, cell, mask_TB1)
         inner_TBP, proj = None, weights.proj
+        shares = (x_TBG.detach(), own_TBG.detach())
+        walked = walk(self.kind, reverse, *shares, before_TBP, cell, mask_TB1, proj is not None)
         if proj is not None and walked.inner_TBH is not None:
             inner_TBP = F.linear(walked.inner_TBH, proj)
         fixed = (weights.state.detach(), None if proj is None else proj.detach(), mask_TB1)

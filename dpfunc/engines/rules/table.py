@@ -21,12 +21,11 @@ Grads = Mapping[str, PerSampleGrad]
 
 @dataclass(frozen=True)
 class Use:
-    """One use of parameters by one operation.
+    """One use of parameters by one operation: all facts but the tensors, the same in each step with the same shapes.
 
     Args:
         rule: what applies. name: of the operation. num_samples: B.
-        wanted: argument of the operation -> name of the parameter. targets: -> identity of its tensor.
-        shapes: argument -> shape of the parameter there.
+        wanted: argument of the operation -> name of the parameter. shapes: -> shape of the parameter there.
         sample_axis: axis of the samples in the operation's result, and in its inputs.
         options: the operation's other arguments, without the tensors that the rule does not need.
         output: shape of the result.
@@ -36,17 +35,29 @@ class Use:
     name: str
     num_samples: int
     wanted: Mapping[str, str]
-    targets: Mapping[str, int]
     shapes: Mapping[str, torch.Size]
     sample_axis: SampleAxis
     options: Mapping[str, Any]
     output: torch.Size
+    _chosen: list[tuple[Costs, Choice, Choice]] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Key of uses that get the same form."""
+        return (*self.wanted.values(), self.name, *self.output)
 
     def choose(self, budget: float = math.inf, *, closes: bool = False) -> Choice:
         """The form of its gradients by the cost model; see `Costs.choose`."""
-        numbers = sum(math.prod(shape) for shape in self.shapes.values())
-        costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
-        return costs.choose(self.num_samples, budget, closes=closes)
+        if not self._chosen:
+            numbers = sum(math.prod(shape) for shape in self.shapes.values())
+            costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
+            first, early = (costs.choose(self.num_samples, closes=each) for each in (False, True))
+            self._chosen.append((costs, first, early))
+        costs, first, early = self._chosen[0]
+        choice = early if closes else first
+        if choice.form == "formed" and choice.num_bytes > budget:
+            return costs.choose(self.num_samples, budget, closes=closes)
+        return choice
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., B * m, ...) -> (B, ..., m, ...)."""
@@ -56,6 +67,9 @@ class Use:
         """-> (B, T, *features): all axes but the last `features` become positions of one sample."""
         if self.sample_axis.axis >= tensor.ndim - features:
             raise self.refuse("the samples are on an axis of the parameter.")
+        one = self.sample_axis.is_plain() and tensor.ndim - features
+        if one == 1 or one == 2:  # (B, *features) and (B, T, *features)
+            return tensor.unsqueeze(1) if one == 1 else tensor
         rows_B = self.split(tensor)
         return rows_B.reshape(self.num_samples, -1, *rows_B.shape[rows_B.ndim - features :])
 

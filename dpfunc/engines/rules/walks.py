@@ -55,21 +55,27 @@ class _Walked:
 
 
 def _lstm(
-    x_TBG: Tensor, own_TBG: Tensor, h_TBP: Tensor, mask_TB1: Tensor | None, reverse: bool, c_BH: Tensor
+    x_TBG: Tensor,
+    own_TBG: Tensor,
+    h_TBP: Tensor,
+    mask_TB1: Tensor | None,
+    reverse: bool,
+    projected: bool,
+    c_BH: Tensor,
 ) -> _Walked:
     """`c = f c + i g`, `h = o tanh(c)`."""
     gates_TBG, first_c_BH = x_TBG + own_TBG, c_BH
     new_TBH = gates_TBG.chunk(4, 2)[2].tanh()
-    gates_TBG = gates_TBG.sigmoid()
-    i, f, _, o = gates_TBG.chunk(4, 2)
+    i, f, _, o = gates_TBG.sigmoid_().chunk(4, 2)  # in place: fresh memory takes longer than the function
     added_TBH = i * new_TBH
     if mask_TB1 is not None:
         f, added_TBH = torch.where(mask_TB1, f, 1.0), added_TBH * mask_TB1
-    keeps, adds, cells = f.unbind(0), added_TBH.unbind(0), list(f.unbind(0))
+    keeps, cells = f.unbind(0), list(added_TBH.unbind(0))
     for t in _steps(len(cells), reverse):
-        c_BH = cells[t] = torch.addcmul(adds[t], keeps[t], c_BH)
-    c_TBH = torch.stack(cells)
-    return _Walked((gates_TBG, new_TBH, c_TBH, first_c_BH), c_BH, o * c_TBH.tanh())
+        c_BH = cells[t].addcmul_(keeps[t], c_BH)
+    tanh_TBH = added_TBH.tanh()
+    inner_TBH = o * tanh_TBH if projected else None
+    return _Walked((gates_TBG, new_TBH, added_TBH, tanh_TBH, first_c_BH), c_BH.clone(), inner_TBH)
 
 
 def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
@@ -79,32 +85,43 @@ def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
 
 def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
     """The gradients of both shares, of the projection's result, and of the first state."""
-    gates_TBG, new_TBH, c_TBH, first_c_BH, weight, proj, mask_TB1 = saved
+    gates_TBG, new_TBH, c_TBH, tanh_TBH, first_c_BH, weight, proj, mask_TB1 = saved
     i, f, _, o = gates_TBG.chunk(4, 2)
-    tanh_TBH, before_TBH = c_TBH.tanh(), before(c_TBH, first_c_BH, reverse)
-    slopes = [new_TBH * i * (1 - i), before_TBH * f * (1 - f), i * (1 - new_TBH * new_TBH), tanh_TBH * o * (1 - o)]
-    slopes_TB4H, to_cell_TBH = torch.stack(slopes, 2), o * (1 - tanh_TBH * tanh_TBH)
+    shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
+    shares_TB4H[:, :, 0].mul_(new_TBH)
+    shares_TB4H[:, :, 1].mul_(before(c_TBH, first_c_BH, reverse))
+    torch.addcmul(i, i, new_TBH * new_TBH, value=-1, out=shares_TB4H[:, :, 2])
+    shares_TB4H[:, :, 3].mul_(tanh_TBH)
+    to_cell_TBH = torch.addcmul(o, o, tanh_TBH * tanh_TBH, value=-1)
     if mask_TB1 is not None:
-        slopes_TB4H, to_cell_TBH = slopes_TB4H * mask_TB1[..., None], to_cell_TBH * mask_TB1
+        shares_TB4H.mul_(mask_TB1[..., None])
+        to_cell_TBH.mul_(mask_TB1)
         f = torch.where(mask_TB1, f, 1.0)
     length, masks = len(c_TBH), _masks(mask_TB1, len(c_TBH))
-    grads, keeps, to_cells, each = (value.unbind(0) for value in (grad_TBP, f, to_cell_TBH, slopes_TB4H))
-    gates: list[Tensor] = []
+    grads, keeps, to_cells = (value.unbind(0) for value in (grad_TBP, f, to_cell_TBH))
+    of_cells, of_outputs, gates = (
+        part.unbind(0) for part in (shares_TB4H[:, :, :3], shares_TB4H[:, :, 3], shares_TB4H.flatten(2))
+    )
     outs: list[Tensor] = []
     dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
     for t in reversed(_steps(length, reverse)):
         dh_BP, mask = dh_BP + grads[t], masks[t]
-        outs.append(dh_BP if mask is None else dh_BP * mask)
-        dm_BH = dh_BP if proj is None else outs[-1] @ proj
+        dm_BH = dh_BP if mask is None else dh_BP * mask
+        if proj is not None:
+            outs.append(dm_BH)
+            dm_BH = dm_BH @ proj
         dc_BH = torch.addcmul(dc_BH, dm_BH, to_cells[t])
-        gates.append((torch.stack((dc_BH, dc_BH, dc_BH, dm_BH), 1) * each[t]).flatten(1))
-        dh_BP = gates[-1] @ weight if mask is None else torch.addmm(dh_BP * ~mask, gates[-1], weight)
+        of_cells[t].mul_(dc_BH[:, None])  # slopes become gradients
+        of_outputs[t].mul_(dm_BH)
+        dh_BP = gates[t] @ weight if mask is None else torch.addmm(dh_BP * ~mask, gates[t], weight)
         dc_BH = dc_BH * keeps[t]
-    shares_TBG = _in_time(gates, reverse)
+    shares_TBG = shares_TB4H.flatten(2)
     return shares_TBG, shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
 
 
-def _gru(x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool) -> _Walked:
+def _gru(
+    x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool, projected: bool
+) -> _Walked:
     """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
     size = h_TBH.shape[2]
     gates_TBG = (x_TBG[..., : 2 * size] + own_TBG[..., : 2 * size]).sigmoid()
@@ -143,6 +160,7 @@ def _rnn(
     h_TBH: Tensor,
     mask_TB1: Tensor | None,
     reverse: bool,
+    projected: bool,
 ) -> _Walked:
     """`h = activation(x + W h)`."""
     return _Walked((activation(x_TBG + own_TBG),))
@@ -189,29 +207,30 @@ def walk(
     before_TBP: Tensor,
     cell: Sequence[Tensor],
     mask_TB1: Tensor | None,
+    projected: bool,
 ) -> _Walked:
     """The gates of all steps, without a graph. A mode sees this call, and not the steps.
 
     Args:
         kind: of layer. reverse: from the last time to the first. x_TBG: the gates' share of the inputs.
         own_TBG: that of the states. before_TBP: the state before each step. cell: the first cell of an LSTM.
-        mask_TB1: False where a sample has no such time: its state stays as it is.
+        mask_TB1: False where a sample has no such time: its state stays as it is. projected: outputs are projected.
     """
     if has_torch_function((x_TBG, own_TBG)):
         dispatched = (x_TBG, own_TBG)
         result: _Walked = handle_torch_function(
-            walk, dispatched, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1
+            walk, dispatched, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1, projected
         )
         return result
     dtype = before_TBP.dtype
     x_TBG, own_TBG, *cell = (one.to(dtype) for one in (x_TBG, own_TBG, *cell))
     with unseen(), torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
-        walked = kind.gates(x_TBG, own_TBG, before_TBP, mask_TB1, reverse, *cell)
-    _declare((*walked.saved, walked.last_BH, walked.inner_TBH), (x_TBG, own_TBG, before_TBP, mask_TB1, *cell), ())
+        walked = kind.gates(x_TBG, own_TBG, before_TBP, mask_TB1, reverse, projected, *cell)
+    declare((*walked.saved, walked.last_BH, walked.inner_TBH), (x_TBG, own_TBG, before_TBP, mask_TB1, *cell), ())
     return walked
 
 
-def _declare(results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
+def declare(results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
     """Type the results of steps that the trace of this step does not see; see `declare_over_time`."""
     trace = current_trace()
     if trace is None:
@@ -245,7 +264,7 @@ class _Replay(torch.autograd.Function):
         with unseen(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
             found = ctx.back(every, *grads)
         *saved, weight, proj, mask_TB1 = every
-        _declare(found, (*grads, *saved, mask_TB1), (weight, proj))
+        declare(found, (*grads, *saved, mask_TB1), (weight, proj))
         return (*(None for _ in range(3 + ctx.num_known)), *found)
 
 

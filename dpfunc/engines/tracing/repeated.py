@@ -51,14 +51,18 @@ def key_of_call(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[
     Returns:
         None if the result also depends on something else, or an argument has too many properties.
     """
-    if not known.pure or trace.alone or trace.ragged:
+    if not known.pure:
         return None
-    found: list[object] = [known.number, trace.num_samples]
+    return key_of_values(trace, (known.number, *kwargs), (*args, *kwargs.values()) if kwargs else args)
+
+
+def key_of_values(trace: Trace, names: tuple[object, ...], values: tuple[Any, ...]) -> object:
+    """Key of these names and of all properties of values that a rule may read; None if they have too many."""
+    if trace.alone or trace.ragged:
+        return None
+    found: list[object] = [*names, trace.num_samples]
     try:
-        _collect(trace, args, found)
-        if kwargs:
-            found.extend(kwargs)
-            _collect(trace, kwargs.values(), found)
+        _collect(trace, values, found)
     except _Unkeyed:
         return None
     return tuple(found)
@@ -120,24 +124,29 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:
     return coarse
 
 
-def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> None:
-    """Keep the types that were just noted, if they have no doubt and each result has memory of its own."""
+def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> bool:
+    """Keep the types that were just noted, if they have no doubt and each result has memory of its own.
+
+    Returns:
+        True if they were kept.
+    """
     results = result if isinstance(result, (tuple, list)) else (result,)
     given = {key_of(tensor) for tensor in inputs}
     answers = []
     for tensor in results:
         if type(tensor) is not Tensor or tensor.storage_offset() or key_of(tensor) in given:
-            return
+            return False
         entry = trace.entries.get(key_of(tensor))
         if entry is None:
-            return
+            return False
         kind = entry[1]
         if isinstance(kind, Stored):
             if kind.ids is not None or kind.end or is_doubtful(kind):
-                return
+                return False
         elif not isinstance(kind, Constant) or kind not in _CONSTANTS:
-            return
+            return False
         answers.append(_Answer(tensor.shape, tensor.stride(), kind, tensor.dtype in COARSE_DTYPES))
     if len(_answers) >= KEPT:
         _answers.clear()
     _answers[key] = tuple(answers)
+    return True

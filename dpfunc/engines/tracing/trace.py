@@ -75,6 +75,8 @@ class Trace(DispatchMode):
         constants: numbers of a constant before values of the batch were written into it.
         meshes: meshes of the split layers that were computed. marks: notes of families about tensors.
         numbers_read: the type of the last result depends on the numbers of a constant.
+        heard: names of operations, if somebody asks: empty for those with several results, or whose types do not follow
+            from a key (`repeated`).
         clean: no number that can carry a gradient depends on several samples so far, for certain.
         settled: the backward pass is proven by the forward pass.
     """
@@ -95,6 +97,7 @@ class Trace(DispatchMode):
     meshes: list[Any] = field(default_factory=list)
     marks: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
     numbers_read: bool = False
+    heard: list[str] | None = None
     clean: bool = True
     settled: bool = False
 
@@ -378,9 +381,8 @@ class Trace(DispatchMode):
             type_copies(self, known, args, kwargs, result)
             return
         key = None if split else key_of_call(self, known, args, kwargs)
-        coarse = None if key is None else recall(self, key, result)
-        if coarse is not None:
-            self.coarse = self.coarse or coarse
+        if key is not None and self.recalls(key, result):
+            self._hear(known, result)
             return
         self.numbers_read = False
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
@@ -390,10 +392,26 @@ class Trace(DispatchMode):
             write(self, known, call, args)
         else:
             type_results(self, known, call)
-            if key is not None and not self.numbers_read:
-                keep(self, key, call.inputs, result)
+            if key is not None and not self.numbers_read and keep(self, key, call.inputs, result):
+                self._hear(known, result)
+                return
+        self._hear(None, result)
         if split and not self.alone:
             check_complete(self, known, call)
+
+    def recalls(self, key: object, result: Any) -> bool:
+        """Note the types of the results of a call that was typed before; False if it was not."""
+        coarse = recall(self, key, result)
+        self.coarse = self.coarse or bool(coarse)
+        return coarse is not None
+
+    def hear(self, names: list[str] | None) -> None:
+        """Collect the names of operations from here on; None: no longer."""
+        self.heard = names
+
+    def _hear(self, known: Known | None, result: object) -> None:
+        if self.heard is not None:
+            self.heard.append(known.name if known is not None and type(result) is Tensor else "")
 
     def store(self, result: Tensor, kind: Type, constant: Constant) -> None:
         """Store the type of a result; `constant` is the kind of constant if it depends on no sample."""

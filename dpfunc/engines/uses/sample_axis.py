@@ -31,6 +31,10 @@ class SampleAxis:
         """True if all of the tensor belongs to one sample."""
         return self.axis < 0
 
+    def is_plain(self) -> bool:
+        """True if row r of axis 0 is sample r."""
+        return self.axis == 0 and self.pre == self.post == 1 and self.ids is None
+
     def with_zeros_for_others(self, grad: Tensor, num_samples: int) -> Tensor:
         """The gradient of one sample, and zeros for the others, (B, ...)."""
         grads_B = grad.new_zeros(num_samples, *grad.shape)
@@ -43,7 +47,7 @@ class SampleAxis:
         A view, unless rows are permuted. Where samples have different numbers of rows, the shorter ones are filled up
         with zeros.
         """
-        if self.axis == 0 and self.pre == self.post == 1 and self.ids is None:
+        if self.is_plain():
             return tensor.unsqueeze(1)
         count = tensor.shape[self.axis] // (self.pre * self.post)
         rows = torch.unflatten(tensor, self.axis, (self.pre, count, self.post)).movedim(self.axis + 1, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -31,12 +32,21 @@ class Tracked:
     used: list[int] = field(default_factory=list)
     """Version of the tensor at each use: what is written into after it was used gives other gradients."""
 
+    @cached_property
+    def plain(self) -> Tensor:
+        """The value without its graph."""
+        return self.tensor.detach()
+
 
 class Recorder(Protocol):
     """Receiver of the uses of parameters: the part of an engine that a tracker calls."""
 
-    def use(self, use: Use, output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """Note a use by a rule; return the output that the model goes on with."""
+    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
+        """Note a use by a rule; return the output that the model goes on with.
+
+        Args:
+            targets: argument -> identity of the tracked tensor there. needed: tensors that the rule needs, by argument.
+        """
         ...
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:

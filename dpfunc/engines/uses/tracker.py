@@ -24,8 +24,10 @@ from dpfunc.engines.rules.pointwise import copies_for, is_pointwise
 from dpfunc.engines.rules.recurrent import PADDING
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.tracing.python_values import SIZES
-from dpfunc.engines.tracing.sample_axis_discovery import Key, NoSampleAxis, SampleAxes
+from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key, NoSampleAxis, SampleAxes
+from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.gradient_taps import catch_any, leaf, watched
+from dpfunc.engines.uses.repeated_uses import hearing, key_of_use, remember, repeat
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tensor_parallel import check_use, unsupported
 from dpfunc.engines.uses.torch_functions import (
@@ -64,9 +66,13 @@ class Tracker(TorchFunctionMode):
     sentinels: dict[str, Tensor] = field(default_factory=dict)
     hidden: bool = False
     hooked: bool = False
+    _trace: Trace | None = None
+    _key: object = None
 
     def __post_init__(self) -> None:
         super().__init__()
+        if isinstance(self.sample_axes, DiscoveryRecorder) and type(self.sample_axes.trace) is Trace:
+            self._trace = self.sample_axes.trace  # uses that occur again are known; not where any values must do
         for name, param in self.params.items():
             self.tracked[id(param)] = Tracked(name, param)
 
@@ -78,6 +84,16 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if func in RULES and self._trace is not None:
+            key = self._key = key_of_use(self._trace, self.tracked, func, args, kwargs)
+            if key is not None:
+                result = repeat(self._trace, self.tracked, self.recorder, key, func, args, kwargs)
+                if result is not None:
+                    return result
+        return self._called(func, args, kwargs)
+
+    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of any function, which may take a parameter."""
         if func is Tensor.__getitem__ and isinstance(args[1], tuple) and len(args[1]) == 1:
             args = (args[0], args[1][0])
         if func is Tensor.unflatten:  # a method in Python, which dynamo cannot trace inside of a mode
@@ -99,6 +115,10 @@ class Tracker(TorchFunctionMode):
             self._track_untracked(args)
         if not self._has_tracked(args) and not (kwargs and self._has_tracked(kwargs.values())):
             return func(*args, **kwargs)
+        return self._with_parameters(func, args, kwargs)
+
+    def _with_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a function that takes a parameter, or a value computed from parameters alone."""
         tensors = tensors_in((*args, *kwargs.values()))
         found = [self.tracked[id(tensor)] for tensor in tensors if id(tensor) in self.tracked]
         if func in HOOKS and id(args[0]) in self.tracked:
@@ -109,12 +129,7 @@ class Tracker(TorchFunctionMode):
         if func is Tensor.__setitem__ and len(found) == 1 and id(args[2]) in self.tracked and _fills(*args):
             with self:  # the values are the same wherever the mask is true
                 return args[0].copy_(torch.where(_expanded_mask(*args[:2]), args[2], args[0]))
-        if (
-            writes(func, kwargs)
-            and args
-            and id(args[0]) in self.tracked
-            and not self._may_write(func, args[0], tensors, found)
-        ):
+        if self._writes(func, args, kwargs) and not self._may_write(args[0], tensors, found):
             raise no_rule(func, tensors, found)
         if not torch.is_grad_enabled():  # then ordinary autograd takes no gradient either
             self.hidden = True
@@ -164,9 +179,11 @@ class Tracker(TorchFunctionMode):
             self.sample_axes.note_read(name_of(func), args[0], result)
         return result
 
-    def _may_write(
-        self, func: Callable[..., Any], target: Tensor, tensors: Sequence[Tensor], found: Sequence[Tracked]
-    ) -> bool:
+    def _writes(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """True if a function writes into a parameter, or into a value computed from parameters alone."""
+        return bool(writes(func, kwargs) and args and id(args[0]) in self.tracked)
+
+    def _may_write(self, target: Tensor, tensors: Sequence[Tensor], found: Sequence[Tracked]) -> bool:
         """True if the target was computed from parameters alone, as the other tensors, and was not used yet."""
         own = self.tracked[id(target)]
         return target.requires_grad and not target.is_leaf and not own.used and len(found) == len(tensors)
@@ -386,17 +403,18 @@ class Tracker(TorchFunctionMode):
         usable = all(isinstance(bound[name], Tensor) or bound[name] is None for name in needed)
         if not usable or len(wanted) < len(found) or not wanted.keys() <= rule.needs.keys() or needed & wanted.keys():
             raise no_rule(func, tensors_in((*args, *kwargs.values())), found)
-        output = self._run_detached(func, args, kwargs)
+        with hearing(self._trace) as heard:
+            output = self._run_detached(func, args, kwargs)
         check_use(func, name_of(func), bound, wanted, output)
         shapes = {argument: local(bound[argument]).shape for argument in wanted}
         targets = {argument: id(bound[argument]) for argument in wanted}
         options = {name: None if isinstance(value, Tensor) else value for name, value in bound.items()}
         sample_axis = guess or self.sample_axes.of(key, output)
-        use = Use(
-            rule, name_of(func), self.num_samples, wanted, targets, shapes, sample_axis, options, local(output).shape
-        )
+        use = Use(rule, name_of(func), self.num_samples, wanted, shapes, sample_axis, options, local(output).shape)
         tensors = {name: bound[name] if bound[name] is None else local(bound[name]) for name in sorted(needed)}
-        return self.recorder.use(use, output, tensors)
+        if self._trace is not None and self._key is not None:
+            remember(self._trace, self._key, heard, use, output, args, kwargs, tensors)
+        return self.recorder.use(use, targets, output, tensors)
 
 
 def _fills(target: Tensor, index: Any, value: Tensor) -> bool:
