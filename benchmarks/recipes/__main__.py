@@ -114,12 +114,12 @@ def plan_of(n: int, q: float) -> dpfunc.Plan:
     )  # fmt: skip
 
 
-def recipe_of(strategy: str, data: Data) -> Recipe:
+def recipe_of(strategy: str, data: Data, epsilon: float = EPSILON) -> Recipe:
     """The recipe for a data set: n, the number of parameters and of classes, and the budget."""
     n = len(data.train.y)
     d = sum(p.numel() for p in network(strategy, data, 0).parameters())
     classes = data.classes if strategy == "head" else None
-    return recipe(strategy, dataset_size=n, num_parameters=d, epsilon=EPSILON, delta=delta_of(n), num_classes=classes)
+    return recipe(strategy, dataset_size=n, num_parameters=d, epsilon=epsilon, delta=delta_of(n), num_classes=classes)
 
 
 def references(data: Data, strategy: str) -> dict[str, Any]:

@@ -141,14 +141,14 @@ def texts(name: str, pairs: list[tuple[str, str]], max_length: int) -> tuple[Ten
     return unit(x), torch.tensor([labels.index(label) for _, label in pairs])
 
 
-def fashion() -> tuple[Tensor, Tensor]:
-    """Fashion-MNIST: pixels of clothes, the first 5,000 images of its training file."""
+def images(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Fashion-MNIST: pixels of clothes, some images of its training file."""
     folder = FOLDER / "fashion-mnist"
     with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
         x = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).view(-1, 784)
     with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
         y = torch.frombuffer(bytearray(file.read()[8:]), dtype=torch.uint8)
-    return unit(x[:5000].float()), y[:5000].long()
+    return unit(x[start:stop].float()), y[start:stop].long()
 
 
 def table(path: Path) -> tuple[list[list[float]], list[str]]:
@@ -196,7 +196,7 @@ def keel(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Te
 
 SETS: dict[str, tuple[str, bool, Callable[[], tuple[Tensor, Tensor]]]] = {
     "bbc": ("text", True, bbc),
-    "fashion-5k": ("images", True, fashion),
+    "fashion-5k": ("images", True, lambda: images(0, 5000)),
     "digits": ("images", True, digits),
     "letter": ("tabular", True, keel("letter", lambda x: x / 7.5 - 1)),  # integers 0..15
     "spambase": ("tabular", True, keel("spambase", lambda x: unit(torch.log1p(x)))),  # percentages and lengths

@@ -59,7 +59,7 @@ def write_tables(pairs: list[tuple[str, str]], folder: Path) -> list[str]:
     return sorted({label for _, label in pairs})
 
 
-def trainer_of(prepared: Prepared, way: str, folder: Path) -> Any:  # noqa: ANN401  (a DPTrainer)
+def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSILON) -> Any:  # noqa: ANN401  (a DPTrainer)
     """The trainer of a job; or one that is told the recipe's name, the budget and what fits into memory."""
     model = copy.deepcopy(prepared.model)
     if way == "dpfunc train":
@@ -70,11 +70,11 @@ def trainer_of(prepared: Prepared, way: str, folder: Path) -> Any:  # noqa: ANN4
         model=model,
         args=TrainingArguments(output_dir=str(folder), report_to="none", remove_unused_columns=False),
         privacy=PrivacyArguments(
-            dp_epsilon=EPSILON, dp_delta=job.privacy.dp_delta, dp_recipe=job.strategy,
+            dp_epsilon=epsilon, dp_delta=job.privacy.dp_delta, dp_recipe=job.strategy,
             dp_physical_batch_size=job.training.physical_batch_size,
         ),
         train_dataset=records.train,
-        eval_dataset=records.evaluation,
+        eval_dataset=records.evaluation or None,
         data_collator=CollateFrozen(job.data.max_length),
         compute_metrics=classification,
     )  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 
 import dpfunc
 from benchmarks.recipes import closed
-from benchmarks.recipes.__main__ import RESULT, line, network
-from benchmarks.recipes.data import split
+from benchmarks.recipes.__main__ import RESULT, accuracy, line, network, train_readme
+from benchmarks.recipes.data import Part, split
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
 
@@ -30,6 +30,16 @@ def test_the_closed_form_is_the_clipped_sum(strategy):
     clipped, _ = dpfunc.clipped_grad(loss_fn, params, (x, y), dpfunc.clipping.Automatic())
     for ours, theirs in zip(closed.summed(module, x, y), clipped.sums.values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_loop_of_the_readme_is_run_word_for_word():
+    source = torch.Generator().manual_seed(1)
+    x = torch.randn(400, 7, generator=source)
+    part = Part(x, (x[:, 0] > 0).long())
+    start = network("full", split("drawn", "tabular", True, x, part.y), seed=2)
+    before = accuracy(start, part, 1.0)
+    assert accuracy(train_readme(start, part, 1.0), part, 1.0) > 0.8 > before
+    assert accuracy(start, part, 1.0) == before  # a copy is trained
 
 
 def test_the_table_is_the_committed_result():
