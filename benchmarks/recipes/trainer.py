@@ -30,7 +30,7 @@ from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.frozen import CollateFrozen, compute_frozen
 from dpfunc.train.metrics import classification
-from dpfunc.train.run import Prepared, make_trainer, prepare
+from dpfunc.train.run import LOSSES, Prepared, make_trainer, prepare
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_trainer.json"
 STRATEGIES = ("head", "lora")
@@ -73,6 +73,7 @@ def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSI
             dp_epsilon=epsilon, dp_delta=job.privacy.dp_delta, dp_recipe=job.strategy,
             dp_physical_batch_size=job.training.physical_batch_size,
         ),
+        loss=LOSSES[job.task],
         train_dataset=records.train,
         eval_dataset=records.evaluation or None,
         data_collator=CollateFrozen(job.data.max_length),
@@ -130,11 +131,12 @@ def result_of(name: str, way: str, prepared: Prepared, trainer: Any, runs: list[
 def line(result: dict[str, Any]) -> str:
     """One row of the table in docs/recipes.md."""
     found = result["accuracy"]
-    length = str(result["settings"]["max_length"])
+    settings = result["settings"]
+    rate = settings["head_rate"] or settings["learning_rate"]
     cells = [
-        result["data"], result["strategy"], result["way"], length, str(result["n"]), str(result["parameters"]),
-        f"{result['majority']:.3f}", f"{statistics.mean(found):.3f} ({min(found):.3f} - {max(found):.3f})",
-        str(len(found)),
+        result["data"], result["strategy"], result["way"], str(settings["max_length"]), str(result["n"]),
+        str(result["parameters"]), f"{rate:.3g}", f"{result['majority']:.3f}",
+        f"{statistics.mean(found):.3f} ({min(found):.3f} - {max(found):.3f})", str(len(found)),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
@@ -161,10 +163,10 @@ def main(
 
 
 def keep(result: dict[str, Any], out: Path) -> None:
-    """Write a result in the place of the earlier one of the same data, strategy and way."""
+    """Write a result in the place of the earlier one of the same data, strategy, way and number of tokens."""
 
     def place(each: dict[str, Any]) -> tuple[str, ...]:
-        return each["data"], each["strategy"], each["way"]
+        return each["data"], each["strategy"], each["way"], str(each["settings"]["max_length"])
 
     kept = json.loads(out.read_text("utf-8")) if out.exists() else []
     kept = [old for old in kept if place(old) != place(result)]
