@@ -35,6 +35,11 @@ def one_release(epsilon, delta):
     return brentq(excess, 0.05, 1000, xtol=1e-12)
 
 
+def way(inputs, r):
+    """How far a step of a head can move a logit."""
+    return min(18.0, max(2.0, 0.5 * inputs**0.25 * r**-0.5))
+
+
 @given(
     n=st.integers(500, 50_000), k=st.integers(2, 2000), classes=st.integers(2, 100),
     epsilon=st.floats(0.3, 8.0), length=st.floats(0.1, 30.0),
@@ -44,9 +49,16 @@ def test_the_rate_of_a_head(n, k, classes, epsilon, length):
     d = (k + 1) * classes
     found = head(dataset_size=n, num_parameters=d, num_classes=classes, epsilon=epsilon, feature_norm=length)
     r = math.sqrt(d) * one_release(epsilon, 1e-5) / n
-    scale = min(25.0, max(2.0, 1.2 / math.sqrt(r)))
     assert found.noise_to_signal == pytest.approx(r, rel=1e-4)
-    assert found.learning_rate == pytest.approx(scale / (length * math.sqrt(k + 1)), rel=1e-4)
+    assert found.learning_rate == pytest.approx(way(k + 1, r) / (length * math.sqrt(k + 1)), rel=1e-4)
+
+
+@pytest.mark.parametrize(("d", "rate"), [(100, 0.2), (1600, 0.1), (40_000, 0.02), (10**7, 0.004)])
+def test_the_rate_of_a_whole_network(d, rate):
+    """4 / sqrt(d) within what was measured, at any number of records and any budget."""
+    for n, epsilon in ((500, 0.5), (50_000, 8.0)):
+        found = recipe("full", dataset_size=n, num_parameters=d, epsilon=epsilon, delta=1e-6)
+        assert found.learning_rate == pytest.approx(rate)
 
 
 def test_features_behind_a_layer_norm_are_the_default():
@@ -72,8 +84,8 @@ def test_a_recipe_is_a_pure_function(strategy):
 def test_a_new_head_beside_adapters_has_the_rate_of_a_head_with_that_much_noise():
     arguments = {"dataset_size": 2000, "num_classes": 2, "feature_norm": 3.0, **BUDGET}
     found = recipe("lora", num_parameters=7000, num_head_parameters=770, **arguments)
-    noisier = 1.2 / math.sqrt(found.noise_to_signal)  # all 7000 parameters get noise
-    assert found.head_rate == pytest.approx(min(25.0, max(2.0, noisier)) / (3.0 * math.sqrt(385)))
+    distance = way(385, found.noise_to_signal)  # all 7000 parameters get noise
+    assert found.head_rate == pytest.approx(distance / (3.0 * math.sqrt(385)))
     assert found.learning_rate == recipe("lora", dataset_size=2000, num_parameters=7000, **BUDGET).learning_rate
     adapter, weight = (torch.zeros(size, requires_grad=True) for size in (7000 - 770, 770))
     groups = found.optimizer([adapter, weight], head=[weight]).param_groups

@@ -7,7 +7,8 @@ For each data set and strategy, accuracies on the test part:
 - tuned: the best private run of a grid (`RATES` x `PROBS`), chosen on validation data, which epsilon does not count.
   It is run in closed form (closed.py), which tests/benchmarks/test_recipes_benchmark.py compares with the library;
 - plain: batch 256, 100 steps, Adam at 1e-2 on rows of norm 1: what the README said before there were recipes;
-- recipe: `dpfunc.recipes.recipe`, with `SEEDS` seeds, and nothing chosen.
+- recipe: `dpfunc.recipes.recipe`, with `SEEDS` seeds, and nothing chosen. With `full` it is the loop of the README,
+  word for word: its code is read from there and executed.
 
 The rules were chosen on the validation parts of some data sets (`chosen_on` in data.py). The test parts are read here,
 at the end of each run, and nowhere else.
@@ -15,7 +16,10 @@ at the end of each run, and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,10 +30,11 @@ import click
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import dpfunc
 from benchmarks.recipes import closed
-from benchmarks.recipes.data import SETS, Data, Part, load
+from benchmarks.recipes.data import ROOT, SETS, Data, Part, load
 from dpfunc.recipes import Recipe, recipe
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes.json"
@@ -37,9 +42,10 @@ EPSILON = 3.0
 SEEDS = 5
 STEPS = 100
 PROBS = (0.1, 0.5)
-RATES = {"head": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), "full": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)}
+RATES = dict.fromkeys(("head", "full"), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1))
+REFERENCES = ("majority", "non_private", "tuned", "tuned_settings", "plain")
 HIDDEN = 64
-FULL = ("fashion-5k", "mnist-5k", "penbased")
+FULL = ("fashion-5k", "mnist-5k", "penbased", "optdigits", "texture", "segment")
 
 
 def network(strategy: str, data: Data, seed: int) -> nn.Module:
@@ -62,7 +68,7 @@ def accuracy(module: nn.Module, part: Part, scale: float) -> float:
 
 
 def train_private(module: nn.Module, part: Part, scale: float, plan: dpfunc.Plan, lr: float) -> nn.Module:
-    """The loop of the README: Adam, a rate that falls linearly."""
+    """A plain loop: Adam, a rate that falls linearly."""
     forward, params = dpfunc.functionalize(module)
 
     def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -83,6 +89,18 @@ def train_private(module: nn.Module, part: Part, scale: float, plan: dpfunc.Plan
     return dpfunc.with_params(module, params)
 
 
+def train_readme(module: nn.Module, part: Part, scale: float) -> nn.Module:
+    """The loop of the README, word for word, with names for a model and a data set, as it wants them."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    if code is None:
+        raise LookupError("Expected a loop in README.md, found none.")
+    names: dict[str, Any] = {"model": module, "dataset": TensorDataset(part.x * scale, part.y)}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code[1], "README.md", "exec"), names)
+    trained: nn.Module = names["model"]
+    return trained
+
+
 def delta_of(n: int) -> float:
     """1e-5, or less where the data set is large."""
     return min(1e-5, n**-1.1)
@@ -96,17 +114,16 @@ def plan_of(n: int, q: float) -> dpfunc.Plan:
     )  # fmt: skip
 
 
-def recipe_of(strategy: str, data: Data) -> Recipe:
+def recipe_of(strategy: str, data: Data, epsilon: float = EPSILON) -> Recipe:
     """The recipe for a data set: n, the number of parameters and of classes, and the budget."""
     n = len(data.train.y)
     d = sum(p.numel() for p in network(strategy, data, 0).parameters())
     classes = data.classes if strategy == "head" else None
-    return recipe(strategy, dataset_size=n, num_parameters=d, epsilon=EPSILON, delta=delta_of(n), num_classes=classes)
+    return recipe(strategy, dataset_size=n, num_parameters=d, epsilon=epsilon, delta=delta_of(n), num_classes=classes)
 
 
-def measure(name: str, strategy: str, console: Console) -> dict[str, Any]:
-    """All lines of one data set and strategy."""
-    data, started = load(name), time.perf_counter()
+def references(data: Data, strategy: str) -> dict[str, Any]:
+    """What a recipe is compared with: runs without privacy, runs of a grid, and one as the README was before."""
     n, width = data.train.x.shape
     scale = width**0.5  # unit variance: what a layer norm gives
     train = Part(data.train.x * scale, data.train.y)
@@ -120,22 +137,35 @@ def measure(name: str, strategy: str, console: Console) -> dict[str, Any]:
             model = closed.train(network(strategy, data, 0), train, q, STEPS, lr, float(plan.noise_multiplier))
             tuned.append((accuracy(model, data.validation, scale), lr, q, model))
     reference, best = max(plain, key=lambda run: run[0]), max(tuned, key=lambda run: run[0])
-    found = recipe_of(strategy, data)
-    plan = found.plan()
-    models = [
-        train_private(network(strategy, data, seed), data.train, scale, plan, found.learning_rate)
-        for seed in range(100, 100 + SEEDS)
-    ]
     before = train_private(network(strategy, data, 0), data.train, 1.0, plan_of(n, min(1.0, 256 / n)), 1e-2)
-    tests = [accuracy(model, data.test, scale) for model in models]
-    result = {
-        "data": name, "kind": data.kind, "chosen_on": data.chosen_on, "strategy": strategy, "n": n,
-        "parameters": found.num_parameters, "classes": data.classes, "epsilon": EPSILON, "delta": found.delta,
-        "noise_to_signal": found.noise_to_signal,
+    return {
         "majority": data.majority,
         "non_private": accuracy(reference[2], data.test, scale),
         "tuned": accuracy(best[3], data.test, scale), "tuned_settings": {"lr": best[1], "q": best[2]},
         "plain": accuracy(before, data.test, 1.0),
+    }  # fmt: skip
+
+
+def measure(name: str, strategy: str, known: dict[str, Any] | None) -> dict[str, Any]:
+    """All lines of one data set and strategy; with known references, the recipe's alone."""
+    data, started = load(name), time.perf_counter()
+    n, width = data.train.x.shape
+    scale, found = width**0.5, recipe_of(strategy, data)
+    plan = found.plan()
+    compared = references(data, strategy) if known is None else {key: known[key] for key in REFERENCES}
+    starts = [network(strategy, data, seed) for seed in range(100, 100 + SEEDS)]
+    models = [
+        train_readme(start, data.train, scale)
+        if strategy == "full"
+        else train_private(start, data.train, scale, plan, found.learning_rate)
+        for start in starts
+    ]
+    tests = [accuracy(model, data.test, scale) for model in models]
+    return {
+        "data": name, "kind": data.kind, "chosen_on": data.chosen_on, "strategy": strategy, "n": n,
+        "parameters": found.num_parameters, "classes": data.classes, "epsilon": EPSILON, "delta": found.delta,
+        "noise_to_signal": found.noise_to_signal,
+        **compared,
         "recipe": tests, "recipe_mean": statistics.mean(tests), "recipe_std": statistics.stdev(tests),
         "recipe_settings": {
             "lr": found.learning_rate, "expected_batch_size": found.expected_batch_size, "steps": found.num_steps,
@@ -143,8 +173,6 @@ def measure(name: str, strategy: str, console: Console) -> dict[str, Any]:
         "spent": plan.guarantee().epsilon,
         "seconds": time.perf_counter() - started,
     }  # fmt: skip
-    console.print(line(result))
-    return result
 
 
 def line(result: dict[str, Any]) -> str:
@@ -166,17 +194,25 @@ def jobs(names: Sequence[str]) -> list[tuple[str, str]]:
 
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
+@click.option("--strategy", type=click.Choice(list(RATES)), multiple=True, help="All by default.")
+@click.option(
+    "--keep-references", is_flag=True, help="Measure the recipe alone: the others do not depend on its rules."
+)
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
-def main(names: tuple[str, ...], out: Path) -> None:
+def main(names: tuple[str, ...], strategy: tuple[str, ...], keep_references: bool, out: Path) -> None:
     """Measure, print, and keep the results; those of other data sets in the file stay."""
     console = Console(width=200)
     torch.set_num_threads(1)
-    for name, strategy in jobs(names or tuple(SETS)):
-        result = measure(name, strategy, console)
+    for name, each in jobs(names or tuple(SETS)):
+        if each not in (strategy or RATES):
+            continue
         kept = json.loads(out.read_text("utf-8")) if out.exists() else []
-        kept = [old for old in kept if (old["data"], old["strategy"]) != (name, strategy)]
-        kept = sorted([*kept, result], key=lambda r: (r["strategy"] != "head", r["chosen_on"] is False, r["data"]))
-        out.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        known = {(old["data"], old["strategy"]): old for old in kept}
+        result = measure(name, each, known[name, each] if keep_references else None)
+        console.print(line(result))
+        known[name, each] = result
+        ordered = sorted(known.values(), key=lambda r: (r["strategy"] != "head", r["chosen_on"] is False, r["data"]))
+        out.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What `dpfunc train` reaches with a job that gives the budget alone: `python -m benchmarks.recipes.trainer`.
+"""What `dpfunc train` and `DPTrainer` reach with the budget alone: `python -m benchmarks.recipes.trainer`.
 
-For each data set and strategy: accuracy on the test part after runs whose batch size, steps and rates come from the
-recipe. Nothing is chosen here, and the test part is read once, at the end of each run. Data and parts are those of
+For each data set, strategy and way: accuracy on the test part after runs whose batch size, steps and rates come from
+the recipe. The ways: a job of `dpfunc train`, and `DPTrainer` with `PrivacyArguments(dp_recipe=...)` on the same model
+and records. Nothing is chosen here, and the test part is read once, at the end of each run. Data and parts are those of
 data.py. Each run has its own secret noise; frozen layers are computed once for all runs, which does not change them.
+Results are kept after each run: one that is stopped leaves those that ended.
 """
 
 from __future__ import annotations
@@ -13,21 +15,27 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.console import Console
+from transformers import TrainingArguments
 
 from benchmarks.recipes.__main__ import EPSILON, delta_of
 from benchmarks.recipes.data import ROOT, SHARES, examples, reviews
+from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train.config import job_from_dict
-from dpfunc.train.frozen import compute_frozen
-from dpfunc.train.run import Prepared, make_trainer, prepare
+from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.metrics import classification
+from dpfunc.train.run import LOSSES, Prepared, make_trainer, prepare
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_trainer.json"
-SEEDS = {"head": 5, "lora": 2}
+STRATEGIES = ("head", "lora")
+WAYS = ("dpfunc train", "DPTrainer")
+SEEDS = 5
 LENGTH = {"rotten": 64, "bbc": 96}  # tokens
 
 
@@ -51,22 +59,30 @@ def write_tables(pairs: list[tuple[str, str]], folder: Path) -> list[str]:
     return sorted({label for _, label in pairs})
 
 
-def run(prepared: Prepared, folder: Path) -> dict[str, float]:
-    """Train from the start with fresh noise, and evaluate."""
-    started = time.perf_counter()
-    job = dataclasses.replace(prepared.job, output_dir=str(folder))
-    fresh = dataclasses.replace(prepared, job=job, model=copy.deepcopy(prepared.model))
-    trainer = make_trainer(fresh, None)
-    trainer.train()
-    measured = trainer.evaluate()
-    return {
-        "accuracy": measured["eval_accuracy"], "majority": measured["eval_majority"],
-        "epsilon": trainer.plan.guarantee().epsilon, "seconds": time.perf_counter() - started,
-    }  # fmt: skip
+def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSILON) -> Any:  # noqa: ANN401  (a DPTrainer)
+    """The trainer of a job; or one that is told the recipe's name, the budget and what fits into memory."""
+    model = copy.deepcopy(prepared.model)
+    if way == "dpfunc train":
+        job = dataclasses.replace(prepared.job, output_dir=str(folder))
+        return make_trainer(dataclasses.replace(prepared, job=job, model=model), None)
+    job, records = prepared.job, prepared.records
+    return DPTrainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(folder), report_to="none", remove_unused_columns=False),
+        privacy=PrivacyArguments(
+            dp_epsilon=epsilon, dp_delta=job.privacy.dp_delta, dp_recipe=job.strategy,
+            dp_physical_batch_size=job.training.physical_batch_size,
+        ),
+        loss=LOSSES[job.task],
+        train_dataset=records.train,
+        eval_dataset=records.evaluation or None,
+        data_collator=CollateFrozen(job.data.max_length),
+        compute_metrics=classification,
+    )  # fmt: skip
 
 
-def measure(name: str, strategy: str, seeds: int, max_length: int, console: Console) -> dict[str, Any]:
-    """All runs of one data set and strategy."""
+def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_length: int) -> Iterator[dict[str, Any]]:
+    """The result of each way after each run: with one run, with two, ..."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         pairs = pairs_of(name)
@@ -82,28 +98,44 @@ def measure(name: str, strategy: str, seeds: int, max_length: int, console: Cons
             "privacy": {"dp_epsilon": EPSILON, "dp_delta": delta},
         })  # fmt: skip
         prepared = prepare(job)
-        records, told = compute_frozen(prepared.job, prepared.model, prepared.records, shows=True)
-        console.print(told)
+        records, _ = compute_frozen(prepared.job, prepared.model, prepared.records, shows=True)
         prepared = dataclasses.replace(prepared, records=records)
-        runs = [run(prepared, folder / str(seed)) for seed in range(seeds)]
-    training, found = prepared.job.training, prepared.recipe
+        runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for seed in range(seeds):
+            for way in ways:
+                started = time.perf_counter()
+                trainer = trainer_of(prepared, way, folder / f"{way} {seed}")
+                trainer.train()
+                found = {"seconds": time.perf_counter() - started, **trainer.evaluate()}
+                runs[way].append({**found, "spent": trainer.plan.guarantee().epsilon})
+                yield result_of(name, way, prepared, trainer, runs[way])
+
+
+def result_of(name: str, way: str, prepared: Prepared, trainer: Any, runs: list[dict[str, float]]) -> dict[str, Any]:  # noqa: ANN401
+    """One entry of the file."""
+    job, plan, groups = prepared.job, trainer.plan, trainer.optimizer.param_groups
     return {
-        "data": name, "strategy": strategy, "n": len(records.train), "epsilon": EPSILON, "delta": delta,
-        "parameters": prepared.num_trained, "noise_to_signal": None if found is None else found.noise_to_signal,
+        "data": name, "strategy": job.strategy, "way": way, "n": len(prepared.records.train), "epsilon": EPSILON,
+        "delta": plan.delta, "parameters": prepared.num_trained,
+        "noise_to_signal": None if prepared.recipe is None else prepared.recipe.noise_to_signal,
         "settings": {
-            "learning_rate": training.learning_rate, "head_rate": training.head_rate, "steps": training.steps,
-            "batch_size": training.batch_size, "top_layers": prepared.job.lora.top_layers, "max_length": max_length,
+            "learning_rate": groups[0]["initial_lr"], "head_rate": groups[1]["initial_lr"] if groups[1:] else None,
+            "steps": plan.num_steps, "batch_size": plan.sampler.expected_batch_size(0),
+            "top_layers": job.lora.top_layers, "max_length": job.data.max_length,
         },
-        "majority": runs[0]["majority"], "accuracy": [each["accuracy"] for each in runs],
-        "spent": runs[0]["epsilon"], "seconds": statistics.median(each["seconds"] for each in runs),
+        "majority": runs[0]["eval_majority"], "accuracy": [each["eval_accuracy"] for each in runs],
+        "spent": runs[0]["spent"], "seconds": statistics.median(each["seconds"] for each in runs),
     }  # fmt: skip
 
 
 def line(result: dict[str, Any]) -> str:
     """One row of the table in docs/recipes.md."""
     found = result["accuracy"]
+    settings = result["settings"]
+    rate = settings["head_rate"] or settings["learning_rate"]
     cells = [
-        result["data"], result["strategy"], str(result["n"]), str(result["parameters"]), f"{result['majority']:.3f}",
+        result["data"], result["strategy"], result["way"], str(settings["max_length"]), str(result["n"]),
+        str(result["parameters"]), f"{rate:.3g}", f"{result['majority']:.3f}",
         f"{statistics.mean(found):.3f} ({min(found):.3f} - {max(found):.3f})", str(len(found)),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
@@ -111,24 +143,34 @@ def line(result: dict[str, Any]) -> str:
 
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
-@click.option("--strategy", type=click.Choice(list(SEEDS)), multiple=True, help="All by default.")
-@click.option("--seeds", type=int, help="Runs of each.")
+@click.option("--strategy", type=click.Choice(STRATEGIES), multiple=True, help="All by default.")
+@click.option("--way", type=click.Choice(WAYS), multiple=True, help="All by default.")
+@click.option("--seeds", type=int, default=SEEDS, help="Runs of each.")
 @click.option("--max-length", type=int, help="Tokens of a text that are used.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
 def main(
-    names: tuple[str, ...], strategy: tuple[str, ...], seeds: int | None, max_length: int | None, out: Path
-) -> None:
+    names: tuple[str, ...], strategy: tuple[str, ...], way: tuple[str, ...], seeds: int, max_length: int | None,
+    out: Path,
+) -> None:  # fmt: skip
     """Measure, print, and keep the results; others in the file stay."""
     console = Console(width=200)
     torch.set_num_threads(1)
     for name in names or tuple(LENGTH):
-        for each in strategy or tuple(SEEDS):
-            result = measure(name, each, seeds or SEEDS[each], max_length or LENGTH[name], console)
-            console.print(line(result))
-            kept = json.loads(out.read_text("utf-8")) if out.exists() else []
-            kept = [old for old in kept if (old["data"], old["strategy"]) != (name, each)]
-            kept = sorted([*kept, result], key=lambda r: (r["data"], r["strategy"]))
-            out.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        for each in strategy or STRATEGIES:
+            for result in measure(name, each, way or WAYS, seeds, max_length or LENGTH[name]):
+                console.print(line(result))
+                keep(result, out)
+
+
+def keep(result: dict[str, Any], out: Path) -> None:
+    """Write a result in the place of the earlier one of the same data, strategy, way and number of tokens."""
+
+    def place(each: dict[str, Any]) -> tuple[str, ...]:
+        return each["data"], each["strategy"], each["way"], str(each["settings"]["max_length"])
+
+    kept = json.loads(out.read_text("utf-8")) if out.exists() else []
+    kept = [old for old in kept if place(old) != place(result)]
+    out.write_text(json.dumps(sorted([*kept, result], key=place), indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

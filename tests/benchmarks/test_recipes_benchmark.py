@@ -10,8 +10,9 @@ import torch
 
 import dpfunc
 from benchmarks.recipes import closed
-from benchmarks.recipes.__main__ import RESULT, line, network
-from benchmarks.recipes.data import split
+from benchmarks.recipes.__main__ import RESULT, accuracy, line, network, train_readme
+from benchmarks.recipes.data import SETS, Part, split
+from dpfunc.recipes import recipe
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
 
@@ -32,9 +33,30 @@ def test_the_closed_form_is_the_clipped_sum(strategy):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_the_loop_of_the_readme_is_run_word_for_word():
+    source = torch.Generator().manual_seed(1)
+    x = torch.randn(400, 7, generator=source)
+    part = Part(x, (x[:, 0] > 0).long())
+    start = network("full", split("drawn", "tabular", True, x, part.y), seed=2)
+    before = accuracy(start, part, 1.0)
+    assert accuracy(train_readme(start, part, 1.0), part, 1.0) > 0.8 > before
+    assert accuracy(start, part, 1.0) == before  # a copy is trained
+
+
 def test_the_table_is_the_committed_result():
     text = DOCUMENT.read_text("utf-8")
     results = json.loads(RESULT.read_text("utf-8"))
-    assert {result["chosen_on"] for result in results} == {True, False}
     for result in results:
         assert line(result) in text
+        assert result["chosen_on"] == SETS[result["data"]][1]
+    kinds = {result["kind"] for result in results if not result["chosen_on"]}
+    assert kinds == {"text", "images", "tabular"}  # kept apart
+
+
+def test_the_table_has_the_rates_of_the_rules():
+    """A rule that is changed must be measured again."""
+    for result in json.loads(RESULT.read_text("utf-8")):
+        facts = {"dataset_size": result["n"], "num_parameters": result["parameters"], "epsilon": result["epsilon"]}
+        classes = result["classes"] if result["strategy"] == "head" else None
+        found = recipe(result["strategy"], **facts, delta=result["delta"], num_classes=classes)
+        assert result["recipe_settings"]["lr"] == pytest.approx(found.learning_rate)

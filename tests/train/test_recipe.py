@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from text_job import write_job
 from transformers import TrainerCallback
 
+from benchmarks.recipes import trainer as benchmark
 from dpfunc import recipes
 from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
@@ -102,6 +103,23 @@ def test_adapters_in_the_highest_layer_and_a_rate_for_the_head(here):
     assert rates == {found.learning_rate: len(trained) - 2, found.head_rate: 2}
     own = prepare(read_job("job.yaml", ["--strategy", "lora", "--learning_rate", "0.1", "--top_layers", "2"])).job
     assert (own.lora.top_layers, own.training.head_rate) == (2, None)
+
+
+@pytest.mark.parametrize("strategy", ["head", "lora"])
+def test_the_trainer_with_the_recipe_is_the_run_of_the_command(here, strategy):
+    """The benchmark of first results compares these two; here: the same plan, rates and schedule."""
+    prepared = prepare(read_job("job.yaml", ["--strategy", strategy]))
+    found = []
+    for way in benchmark.WAYS:
+        trainer = benchmark.trainer_of(prepared, way, here / way, prepared.job.privacy.dp_epsilon)
+        trainer.create_optimizer_and_scheduler(trainer.plan.num_steps)
+        settings = {
+            tuple(p.shape): [group[name] for name in ("initial_lr", "weight_decay", "betas", "eps")]
+            for group in trainer.optimizer.param_groups
+            for p in group["params"]
+        }
+        found.append((trainer.plan, trainer.args.lr_scheduler_type, trainer.args.warmup_steps, settings))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
