@@ -102,6 +102,12 @@ def read_records(job: Job, processing: Any) -> Records:  # noqa: ANN401  (tokeni
     )
 
 
+def count_records(job: Job) -> int:
+    """Number of records that a job trains on; nothing else of its table is looked at."""
+    table = read_table(job.data.train, _columns_of(job), deduplicate=job.data.deduplicate)
+    return len(split(table.rows, job.data.eval_fraction, job.training.seed)[0])
+
+
 def _checked(job: Job, table: Table, file: str) -> Table:
     """The table, if its labels are known and its images are there."""
     path, labels = Path(file), job.data.labels or ()
