@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -152,7 +153,7 @@ def _search_public(
     scores: list[float] = []
     if not dry_run:
         found = run_public(search, insecure_seed)
-        scores = [*track(found, "public search", total=len(rows), console=Console(stderr=True))]
+        scores = [*track(found, "public search", total=len(rows), console=Console(file=sys.stderr))]
         rows = [{**row, "score": score} for row, score in zip(rows, scores, strict=True)]
     header = [*names, "noise_multiplier", *(["score"] if scores else [])]
     print_rows("Candidates", header, [tuple(f"{row[name]:.4g}" for name in header) for row in rows])
@@ -198,7 +199,7 @@ def _run(
     from dpfunc.train.private_search import NOT_COVERED_BY_A_SEARCH, run_search
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
         # No total: it would tell the number of runs, which is secret.
         progress.add_task(f"private search, {search.runs.mean:g} runs on average", total=None)
         outcome = run_search(search, resume=resume, insecure_seed=insecure_seed)

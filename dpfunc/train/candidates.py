@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
     job = dataclasses.replace(prepared.job, output_dir=str(folder))
     records = dataclasses.replace(prepared.records, evaluation=())
     fresh = dataclasses.replace(prepared, job=job, records=records, model=copy.deepcopy(prepared.model))
-    with quiet():
+    with _quiet():
         trainer = make_trainer(fresh, key)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
@@ -135,12 +136,17 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No warning and no message of a logger inside: how many there are would tell the number of runs."""
+def _quiet() -> Iterator[None]:
+    """No warning, log, progress bar or other output inside: how many there are would tell the number of runs."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
