@@ -8,7 +8,6 @@ noise. The commands are those of `dpfunc tune`; frozen layers are computed once 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import statistics
@@ -105,8 +104,7 @@ def measure(seeds: int, console: Console) -> dict[str, Any]:
             job = dataclasses.replace(search.job, output_dir=str(folder / f"search-{number}"))
             record = run_search(dataclasses.replace(search, job=job)).record
             chosen.append(FACTORS[record.chosen] if record.chosen is not None else None)
-            with contextlib.redirect_stderr(None):
-                model = load_mean_pooled(str(folder / f"search-{number}" / "model"))
+            model = load_mean_pooled(str(folder / f"search-{number}" / "model"))
             accuracy.append(tested(alone[0], model))
             console.print("private", chosen[-1], accuracy[-1])
         seconds = (time.perf_counter() - started) / seeds

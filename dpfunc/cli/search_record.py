@@ -111,9 +111,9 @@ def _sampling(record: SelectionRecord) -> Row:
     wrong = []
     for values, ledger in zip(record.candidates, record.ledgers, strict=True):
         q, steps = values.get("batch_size", math.nan) / record.dataset_size, values.get("steps")
-        counted = any(
-            event.sampling_prob == 1 or (math.isclose(event.sampling_prob, q, rel_tol=1e-9) and event.num_steps == steps)
-            for event in ledger.events
+        counted = (
+            each.sampling_prob == 1 or (math.isclose(each.sampling_prob, q, rel_tol=1e-9) and each.num_steps == steps)
+            for each in ledger.events
         )
-        wrong += [] if counted else [_values(values)]
+        wrong += [] if any(counted) else [_values(values)]
     return "sampling", not wrong, f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"

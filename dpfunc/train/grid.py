@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfunc._utils.validation import fail, one_of, suggestion
+from dpfunc._utils.validation import fail, suggestion
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.config import Job, job_from_dict
 from dpfunc.train.config_file import override
@@ -97,13 +97,11 @@ def trials(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str], grid
         values: of the file of the job. flags: over them, see `parse_flags`. grid: over both.
 
     Raises:
-        InvalidArgument: a value of the grid is not one that the job can have, or a rank where nothing has a rank.
+        InvalidArgument: a value of the grid is not one that the job can have.
     """
     found = []
     for combination in itertools.product(*grid.values.values()):
         chosen = {KEYS[key]: text for key, text in zip(grid.values, combination, strict=True)}
         job = job_from_dict(override(values, {**flags, **chosen}))
         found += [Trial(job, factor) for factor in grid.factors]
-    if "rank" in grid.values:
-        one_of("strategy", found[0].job.strategy, ("lora",), "A rank is one of adapters.")
     return tuple(found)

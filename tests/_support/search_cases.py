@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from types import SimpleNamespace
 
 from dpfunc.accounting import Ledger, RunCount
 from dpfunc.accounting.record import NOT_COVERED, SECRET, SIZES
 from dpfunc.accounting.selection_record import SelectionRecord, search_cost
 from dpfunc.rng import stream
-from dpfunc.train import private_search
 from dpfunc.types import Event
 
 RUNS, LEDGERS, SPENT = RunCount(8.0, 1.0), (Ledger((Event(1.0, 20.0, 10),)),) * 2, Ledger()
@@ -20,7 +20,10 @@ RECORD = SelectionRecord(
     delta=1e-5,
     target_epsilon=3.0,
     runs=RUNS,
-    candidates=({"learning_rate": 0.1, "batch_size": 100, "steps": 10}, {"learning_rate": 0.3, "batch_size": 100, "steps": 10}),
+    candidates=(
+        {"learning_rate": 0.1, "batch_size": 100, "steps": 10},
+        {"learning_rate": 0.3, "batch_size": 100, "steps": 10},
+    ),
     ledgers=LEDGERS,
     score="number of right answers",
     score_noise=6.0,
@@ -48,6 +51,8 @@ class MadeUpRuns:
     """
 
     def __init__(self, monkeypatch, interrupted=None, failing=()):
+        from dpfunc.train import private_search  # which imports torch
+
         self.scores, self.keys, self.interrupted, self.failing = [], [], interrupted, failing
         monkeypatch.setattr(private_search, "train_candidate", self.train)
         monkeypatch.setattr(private_search, "score", lambda prepared, model, records: model.value)
@@ -58,6 +63,8 @@ class MadeUpRuns:
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "weights").write_text(self.keys[-1].hex())
         (folder / "privacy_journal.jsonl").write_text("one line")
+        os.utime(folder / "model" / "weights", (1e9, 1e9))  # as if it were long ago
+        os.utime(folder / "model", (1e9, 1e9))
         if number == self.interrupted:
             raise KeyboardInterrupt
         if number in self.failing:
