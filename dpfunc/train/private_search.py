@@ -235,6 +235,9 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
         about = {**_about(search), "insecure_seed": insecure_seed}
         if resume:
             state = _resumed(secret, about)
+            if (folder / RECORD_FILE).is_file():  # it is written last: only the secret folder is left to be deleted
+                record = SelectionRecord.from_json((folder / RECORD_FILE).read_bytes())
+                return _finished(secret, state, record)
         else:
             check_folder(job, False, None)  # again: another process may have ended there
             state = _State(secure_key() if insecure_seed is None else insecure_key(insecure_seed))
@@ -245,10 +248,7 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
         while state.done < search.runs.quantile(uniform):
             state = _after_a_run(search, secret, state)
             _write(secret, state, about)
-        record = _release(search, state, folder, insecure_seed)
-        remove(secret)
-    nothing = None if state.candidate is not None else state.failure or "no run was drawn"
-    return Outcome(record, nothing)
+        return _finished(secret, state, _release(search, state, folder, insecure_seed))
 
 
 def interrupted_search(job: Job) -> str:
@@ -313,6 +313,19 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
         write_job(search.job, filled, {}, folder, insecure_seed)
     replace_file(folder / RECORD_FILE, record.to_json() + "\n")
     return record
+
+
+def _finished(secret: Path, state: _State, record: SelectionRecord) -> Outcome:
+    """Delete the other runs and the key; last what a search that is killed here is resumed from."""
+    for path in secret.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _STATE:
+            path.unlink()
+    (secret / _STATE).unlink()
+    secret.rmdir()
+    nothing = None if state.candidate is not None else state.failure or "no run was drawn"
+    return Outcome(record, nothing)
 
 
 def _copy_contents(source: Path, target: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import re
+import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from dpfunc.accounting import RunCount, selection_epsilon
 from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
 from dpfunc.rng import fold_in, insecure_key, stream
+from dpfunc.train import candidates
 from dpfunc.train.candidates import noise_of
 from dpfunc.train.config_file import parse_flags, read_yaml
 from dpfunc.train.grid import parse_grid, trials
@@ -152,6 +156,24 @@ def test_nothing_tells_how_many_runs_there_were(search, monkeypatch, capfd):
     assert seen[0] == seen[1]
 
 
+def test_a_run_says_nothing(search, monkeypatch, tmp_path, caplog, capfd, recwarn):
+    """Whatever libraries print, log or warn of in a run: a line for each would be the number of runs."""
+
+    def loud(prepared, key):
+        logging.getLogger("transformers").error("trained")
+        warnings.warn("trained", stacklevel=1)
+        print("trained")
+        print("trained", file=sys.stderr)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(candidates, "make_trainer", loud)
+    with pytest.raises(KeyboardInterrupt):
+        candidates.train_candidate(search.candidates[0], tmp_path / "run", None)
+    assert (caplog.records, recwarn.list, capfd.readouterr()) == ([], [], ("", ""))
+    logging.getLogger("dpfunc").error("after it")
+    assert [each.message for each in caplog.records] == ["after it"]
+
+
 @pytest.mark.parametrize("failing", [range(0, 1), range(1, 100)], ids=["first", "all but the first"])
 def test_a_run_that_fails_is_a_run(search, monkeypatch, failing):
     made = MadeUpRuns(monkeypatch, failing=failing)
@@ -213,6 +235,12 @@ def test_a_kill_while_the_best_run_is_released(search, monkeypatch):
         run_search(search, insecure_seed=2106)
     assert "the whole budget counts as spent" in interrupted_search(search.job)
     monkeypatch.setattr(private_search, "write_job", write)
+    delete = private_search.shutil.rmtree
+    monkeypatch.setattr(private_search.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_search(search, resume=True, insecure_seed=2106)
+    assert "search/state.json" in files(search)
+    monkeypatch.setattr(private_search.shutil, "rmtree", delete)
     assert run_search(search, resume=True, insecure_seed=2106).nothing is None
     assert files(search) == ["job.json", "model", "model/weights", "privacy_accounting.json"]
 
