@@ -16,6 +16,7 @@ from dpfunc import accounting
 from dpfunc._utils.validation import open_unit, unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_old_record, is_record
+from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.cli.search_record import Row, note_search, read_search, refuse_method, search_rows, show_search
@@ -232,11 +233,7 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     search = read_search(path)
     if search is not None:
         refuse_method(method)
-        note_search(search)
-        claim = search.epsilon if epsilon is None else epsilon
-        at = search.delta if delta is None else delta
-        found = search.guarantee(at)
-        _print_checks(claim, found, [_compare(claim, found), *search_rows(search, claim, at, _ROUNDING)], as_json)
+        _check_search(search, search.epsilon if epsilon is None else epsilon, delta or search.delta, as_json)
         return
     source = _read_source(path)
     _note(source)
@@ -250,6 +247,13 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     at = _required_delta(source) if delta is None else delta
     found = accounting.epsilon(source.ledger, at, method or (record.accountant if record is not None else "auto"))
     _print_checks(claim, found, [_compare(claim, found), *_consistent(source, claim, at)], as_json)
+
+
+def _check_search(search: SelectionRecord, claim: float, delta: float, as_json: bool) -> None:
+    """Compute the epsilon of a search again, and compare it with what is claimed."""
+    note_search(search)
+    found = search.guarantee(delta)
+    _print_checks(claim, found, [_compare(claim, found), *search_rows(search, claim, delta, _ROUNDING)], as_json)
 
 
 def _print_checks(claim: float, found: accounting.Guarantee, rows: list[Row], as_json: bool) -> None:

@@ -19,6 +19,7 @@ from dpfunc.cli.train import FILE, keys_of_the_file, report, say, without_noise
 from dpfunc.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from dpfunc.train.candidates import Candidate
     from dpfunc.train.grid import Trial
     from dpfunc.train.private_search import Search
 
@@ -133,7 +134,7 @@ def _search_public(
     from rich.console import Console
     from rich.progress import track
 
-    from dpfunc.train.candidates import noise_of
+    from dpfunc.train.candidates import shown
     from dpfunc.train.public_search import prepare_public, run_public, tuned
     from dpfunc.train.score import MEANING
 
@@ -143,29 +144,34 @@ def _search_public(
     there, held_out = len(search.records.train), len(search.records.evaluation)
     tell(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")
     if there < search.size:
-        tell("Fewer public records than private ones: batches and noise are those of the private run, but records are "
-             "seen more often, so the best values for few steps may be missed.")  # fmt: skip
-    names = [*search.candidates[0].values]
-    rows: list[dict[str, Any]] = [
-        {**each.values, "noise_multiplier": noise_of(plan)}
-        for each in search.candidates if (plan := each.prepared.plan) is not None
-    ]  # fmt: skip
+        tell(
+            "Fewer public records than private ones: batches and noise are those of the private run, but records are "
+            "seen more often, so the best values for few steps may be missed."
+        )
     scores: list[float] = []
     if not dry_run:
-        found = run_public(search, insecure_seed)
-        scores = [*track(found, "public search", total=len(rows), console=Console(file=sys.stderr))]
-        rows = [{**row, "score": score} for row, score in zip(rows, scores, strict=True)]
-    header = [*names, "noise_multiplier", *(["score"] if scores else [])]
-    print_rows("Candidates", header, [tuple(f"{row[name]:.4g}" for name in header) for row in rows])
-    if not scores:
+        found, count = run_public(search, insecure_seed), len(search.candidates)
+        scores = [*track(found, "public search", total=count, console=Console(file=sys.stderr))]
+    rows = _rows(search.candidates, scores)
+    print_rows("Candidates", [*rows[0]], [tuple(f"{value:.4g}" for value in row.values()) for row in rows])
+    if dry_run:
         tell("Nothing was trained, written or spent.")
         return {"candidates": rows, "best": None, "out": None}
     best = max(range(len(scores)), key=scores.__getitem__)
-    job = search.candidates[best].prepared.job
+    chosen = search.candidates[best]
+    job = chosen.prepared.job
     out.write_text(yaml.safe_dump(tuned(values, job), sort_keys=False, allow_unicode=True), "utf-8")
     tell(f"score: {MEANING[job.task]}, divided by their number; one run each, on public records: nothing was spent.")
-    tell(f"Best: {', '.join(f'{name}={rows[best][name]:.4g}' for name in names)}. Train with: dpfunc train {out}")
+    tell(f"Best: {shown(chosen)}. Train with: dpfunc train {out}")
     return {"candidates": rows, "best": best, "out": str(out)}
+
+
+def _rows(candidates: Sequence[Candidate], scores: Sequence[float]) -> list[dict[str, float]]:
+    """Values, noise and, after training, score of each candidate."""
+    rows = [
+        {**each.values, "noise_multiplier": each.prepared.job.privacy.dp_noise_multiplier or 0.0} for each in candidates
+    ]
+    return [{**row, "score": score} for row, score in zip(rows, scores, strict=True)] if scores else rows
 
 
 def _search_private(

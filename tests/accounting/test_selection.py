@@ -108,6 +108,26 @@ def test_no_term_can_be_left_out(name):
         assert (exact > found).any()
 
 
+@pytest.mark.parametrize("shape", [-0.5, 0.0, 1.0, 3.0, math.inf])
+def test_the_curve_is_the_formula(shape):
+    """Term by term, from one order to the next: the one of which no term can be left out."""
+    for pair in (RARE, COMMON, RESPONSE):
+        curve, runs = both_ways(*pair), RunCount(6.0, shape)
+        if shape < math.inf:
+            wanted = np.minimum(
+                without("nothing", curve, curve, runs),
+                curve - (1 + shape) * math.log(runs.gamma) + math.log(6.0) / (A - 1),
+            )
+        else:
+            wanted = []
+            for a, renyi in zip(A, curve, strict=True):
+                level = math.log(a / (a - 1))
+                logs = ((b - 1) * (r - level + math.log1p(-1 / b)) - math.log(b) for b, r in zip(A, curve, strict=True))
+                d = math.exp(min(0.0, *logs))
+                wanted.append(np.logaddexp(-6.0, math.log(6.0) + (a - 1) * (renyi + 6.0 * d)) / (a - 1))
+        assert np.allclose(selection_curve(curve, ORDERS, runs), wanted, rtol=1e-9)
+
+
 @pytest.mark.parametrize("shape", [-0.5, 0.0, 0.3, 1.0, 2.0, math.inf])
 @pytest.mark.parametrize("mean", [1.0, 1.5, 8.0, 40.0])
 def test_the_number_of_runs_has_its_law(mean, shape):
