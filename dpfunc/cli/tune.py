@@ -78,6 +78,7 @@ def tune(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
     values, trials = _read(config, flags, grid, factors)
+    dry_run = dry_run or trials[0].job.privacy.dp_dry_run
     with keys_of_the_file(), without_noise(), report(as_json, None) as shown:
         tell = partial(say, shown)
         if public is not None:

@@ -97,7 +97,7 @@ def test_a_public_search_writes_a_job_that_trains(here):
 @pytest.mark.parametrize("mode", [PRIVATE, ("--public", "public.jsonl")], ids=["private", "public"])
 def test_dry_run_writes_nothing(here, mode):
     before = files()
-    result = tune(*mode, "--dry-run")
+    result = tune(*mode, "--dp-dry-run" if mode == PRIVATE else "--dry-run")
     assert result.exit_code == 0, result.output
     assert "Nothing was trained, written or spent." in result.stdout
     assert files() == before
