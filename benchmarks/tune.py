@@ -12,8 +12,7 @@ import dataclasses
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,8 @@ def summary(found: Sequence[float]) -> dict[str, Any]:
     return {"accuracy": list(found), "mean": statistics.mean(found), "low": min(found), "high": max(found)}
 
 
-def measure(seeds: int, console: Console) -> dict[str, Any]:
-    """All runs."""
+def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]) -> None:
+    """All runs; what was measured is kept after each part."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         labels = write_tables(folder)
@@ -93,41 +92,39 @@ def measure(seeds: int, console: Console) -> dict[str, Any]:
         processing = load_processing(tested_trials[0].job)
         records = read_records(tested_trials[0].job, processing)
         alone = load(tested_trials, processing, records, len(records.train), list, shows=True)
+        split = trials(values_of(folder, labels, HELD_OUT), {}, grid)
+        search = prepare_search(split, RunCount(MEAN_RUNS, SHAPE), SCORE_NOISE, shows=True)
+        run = search.candidates[0].prepared.plan
+        keep({
+            "n": len(records.train), "test": len(records.evaluation), "epsilon": EPSILON, "delta": DELTA,
+            "mean_runs": MEAN_RUNS, "most_runs_99": search.runs.quantile(0.99), "score_noise": SCORE_NOISE,
+            "held_out": HELD_OUT, "factors": list(FACTORS), "noise_alone": search.alone[0],
+            "noise_in_search": None if run is None else noise_of(run),
+            "epsilon_of_one_run_in_search": None if run is None else run.guarantee().epsilon,
+            "epsilon_of_search": search.cost.epsilon,
+        })  # fmt: skip
         fixed = {}
         for candidate, factor in zip(alone, FACTORS, strict=True):
             fixed[f"{factor:g}"] = summary([one_run(candidate) for _ in range(seeds)])
             console.print(factor, fixed[f"{factor:g}"])
-        split = trials(values_of(folder, labels, HELD_OUT), {}, grid)
-        search = prepare_search(split, RunCount(MEAN_RUNS, SHAPE), SCORE_NOISE, shows=True)
-        chosen, accuracy, started = [], [], time.perf_counter()
+        keep({"without_search": fixed})
+        chosen, accuracy = [], []
         for number in range(seeds):
             job = dataclasses.replace(search.job, output_dir=str(folder / f"search-{number}"))
             record = run_search(dataclasses.replace(search, job=job)).record
             chosen.append(FACTORS[record.chosen] if record.chosen is not None else None)
-            model = load_mean_pooled(str(folder / f"search-{number}" / "model"))
-            accuracy.append(tested(alone[0], model))
+            accuracy.append(tested(alone[0], load_mean_pooled(str(folder / f"search-{number}" / "model"))))
             console.print("private", chosen[-1], accuracy[-1])
-        seconds = (time.perf_counter() - started) / seeds
+        keep({"private_search": {"chosen": chosen, **summary(accuracy)}})
         public = prepare_public(trials(whole, {}, grid), folder / "public.jsonl", shows=True)
-        picked, public_accuracy = [], []
+        chosen, accuracy = [], []
         for _ in range(seeds):
             scores = list(run_public(public))
             best = max(range(len(scores)), key=scores.__getitem__)
-            picked.append(FACTORS[best])
-            public_accuracy.append(one_run(alone[best]))
-            console.print("public", picked[-1], public_accuracy[-1])
-    plan, run = alone[0].prepared.plan, search.candidates[0].prepared.plan
-    if plan is None or run is None:
-        raise click.ClickException("Expected private candidates.")
-    return {
-        "n": len(records.train), "test": len(records.evaluation), "epsilon": EPSILON, "delta": DELTA, "seeds": seeds,
-        "noise_alone": noise_of(plan), "noise_in_search": noise_of(run),
-        "epsilon_of_one_run_in_search": run.guarantee().epsilon, "epsilon_of_search": search.cost.epsilon,
-        "mean_runs": MEAN_RUNS, "most_runs_99": search.runs.quantile(0.99), "score_noise": SCORE_NOISE,
-        "held_out": HELD_OUT, "factors": list(FACTORS), "without_search": fixed,
-        "private_search": {"chosen": chosen, **summary(accuracy), "seconds": seconds},
-        "public_search": {"chosen": picked, **summary(public_accuracy)},
-    }  # fmt: skip
+            chosen.append(FACTORS[best])
+            accuracy.append(one_run(alone[best]))
+            console.print("public", chosen[-1], accuracy[-1])
+            keep({"public_search": {"chosen": chosen, **summary(accuracy)}})
 
 
 @click.command(help=__doc__)
@@ -135,11 +132,14 @@ def measure(seeds: int, console: Console) -> dict[str, Any]:
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
 def main(seeds: int, out: Path) -> None:
     """Measure, print, and keep the results."""
-    console = Console(width=200)
     torch.set_num_threads(1)
-    result = measure(seeds, console)
-    console.print(result)
-    out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    result: dict[str, Any] = {}
+
+    def keep(part: dict[str, Any]) -> None:
+        result.update(part)
+        out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+    measure(seeds, Console(width=200), keep)
 
 
 if __name__ == "__main__":
