@@ -59,7 +59,7 @@ def write_tables(pairs: list[tuple[str, str]], folder: Path) -> list[str]:
     return sorted({label for _, label in pairs})
 
 
-def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSILON) -> Any:  # noqa: ANN401  (a DPTrainer)
+def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSILON) -> Any:
     """The trainer of a job; or one that is told the recipe's name, the budget and what fits into memory."""
     model = copy.deepcopy(prepared.model)
     if way == "dpfunc train":
@@ -111,7 +111,7 @@ def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_len
                 yield result_of(name, way, prepared, trainer, runs[way])
 
 
-def result_of(name: str, way: str, prepared: Prepared, trainer: Any, runs: list[dict[str, float]]) -> dict[str, Any]:  # noqa: ANN401
+def result_of(name: str, way: str, prepared: Prepared, trainer: Any, runs: list[dict[str, float]]) -> dict[str, Any]:
     """One entry of the file."""
     job, plan, groups = prepared.job, trainer.plan, trainer.optimizer.param_groups
     return {

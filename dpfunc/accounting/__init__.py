@@ -15,6 +15,7 @@ from dpfunc.accounting.meaning import (
 )
 from dpfunc.accounting.requirements import BatchChoice, Requirements, privacy_requirements
 from dpfunc.accounting.schedules import schedule_ledger
+from dpfunc.accounting.selection import RunCount, calibrate_search, selection_epsilon
 from dpfunc.accounting.steps import Remaining, affordable_steps, calibrate_steps, remaining
 
 __all__ = [
@@ -27,10 +28,12 @@ __all__ = [
     "Ledger",
     "Remaining",
     "Requirements",
+    "RunCount",
     "affordable_steps",
     "calibrate",
     "calibrate_batch_size",
     "calibrate_noise",
+    "calibrate_search",
     "calibrate_steps",
     "compose",
     "epsilon",
@@ -39,5 +42,6 @@ __all__ = [
     "privacy_requirements",
     "remaining",
     "schedule_ledger",
+    "selection_epsilon",
     "suggest_delta",
 ]

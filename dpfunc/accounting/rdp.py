@@ -31,10 +31,13 @@ def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few
     Gaussian for Differential Privacy, Proposition 12. With `few` it uses few orders: looser, and faster.
     """
     orders = FEW_ORDERS if few else ORDERS
+    return converted(composed_curve(tuple(events), adjacency, orders), orders, delta)
+
+
+def converted(curve: Array, orders: tuple[float, ...], delta: float) -> float:
+    """The epsilon of a Renyi curve, >= 0; see `rdp_epsilon`."""
     a = np.array(orders)
-    bounds = (
-        _composed_curve(tuple(events), adjacency, orders) + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
-    )
+    bounds = curve + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
     return max(0.0, float(np.min(bounds)))
 
 
@@ -42,10 +45,10 @@ def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, few: b
     """A level that the privacy loss exceeds with probability at most `prob`: `min_a R(a) + log(1/prob) / (a - 1)`."""
     orders = FEW_ORDERS if few else ORDERS
     a = np.array(orders)
-    return float(np.min(_composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
+    return float(np.min(composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
 
 
-def _composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
+def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
     """The Renyi divergences R(a) of all events together, inf where not finite."""
     total = np.zeros(len(orders))
     for event in events:

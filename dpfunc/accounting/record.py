@@ -26,6 +26,7 @@ from dpfunc.types import ADJACENCIES, Adjacency
 
 RECORD_FILE = "privacy_accounting.json"
 _SCHEMA = "dpfunc.accounting/1"
+SELECTION = "dpfunc.selection/"  # the schema of the record of a search, see selection_record.py
 
 NEIGHBOURS: dict[Adjacency, str] = {
     "add_remove": "data sets that differ by one unit, which is in one of them and not in the other",
@@ -198,6 +199,12 @@ def read_ledger(text: str | bytes) -> Ledger:
         raise InvalidArgument("Expected a ledger or the record of a run, got other JSON.")
     if "schema" not in values and "ledger" in values:
         return Ledger.from_json(json.dumps(values["ledger"]))
+    if str(values.get("schema")).startswith(SELECTION):
+        raise InvalidArgument(
+            "Expected a ledger or the record of a run, got the record of a search: its cost is no sum over steps. Its "
+            "epsilon and delta add to those of other runs on the same records: leave them out of the budget of this "
+            "one, and publish the sums."
+        )
     return Record.from_json(text).ledger if is_record(values) else Ledger.from_json(text)
 
 
@@ -208,7 +215,7 @@ def _finite(value: float) -> float | None:
     return None if math.isinf(value) else value
 
 
-def _text(name: str, value: object) -> None:
+def check_text(name: str, value: object) -> None:
     """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
     if not isinstance(value, str) or not value.isprintable():
         raise fail("a line of printable text", name, value)
@@ -219,17 +226,17 @@ def _bound(name: str, value: object) -> None:
         non_negative(name, value)
 
 
-def _texts(name: str, value: object) -> None:
+def check_texts(name: str, value: object) -> None:
     if not isinstance(value, tuple):
         raise fail("a list of lines of text", name, value)
     for line in value:
-        _text(name, line)
+        check_text(name, line)
 
 
-def _versions(name: str, value: object) -> None:
+def check_versions(name: str, value: object) -> None:
     if not isinstance(value, dict) or not value:
         raise fail("versions by name", name, value)
-    _texts(name, (*value, *value.values()))
+    check_texts(name, (*value, *value.values()))
 
 
 def _ledger(name: str, value: object) -> None:
@@ -238,7 +245,7 @@ def _ledger(name: str, value: object) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("date", "unit", "accountant", "note", "mechanism", "noise_source", "clip", "sampler"), _text),
+    **dict.fromkeys(("date", "unit", "accountant", "note", "mechanism", "noise_source", "clip", "sampler"), check_text),
     "adjacency": lambda name, value: one_of(name, value, ADJACENCIES),
     "epsilon": _bound,
     "epsilon_rdp": _bound,
@@ -255,6 +262,6 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "global_step": integer,
     "num_steps": integer,
     "epoch": non_negative,
-    "versions": _versions,
-    "not_covered": _texts,
+    "versions": check_versions,
+    "not_covered": check_texts,
 }

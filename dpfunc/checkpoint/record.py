@@ -94,7 +94,7 @@ def make_record(
         global_step=state.step,
         num_steps=state.limit,
         epoch=state.step * size / n if epoch is None else epoch,
-        versions={"dpfunc": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        versions=versions(),
         not_covered=(*((EXACT_SIZE,) if publishes_size else ()), *not_covered, *NOT_COVERED),
     )
 
@@ -102,6 +102,11 @@ def make_record(
 def _total(clip_norm: float | Mapping[str, float]) -> float:
     """Bound on the whole gradient, from one number or from the bounds of groups."""
     return math.hypot(*clip_norm.values()) if isinstance(clip_norm, Mapping) else clip_norm
+
+
+def versions() -> dict[str, str]:
+    """Versions of this library, of torch and of Python."""
+    return {"dpfunc": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _own_version() -> str:

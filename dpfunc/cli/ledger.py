@@ -16,8 +16,10 @@ from dpfunc import accounting
 from dpfunc._utils.validation import open_unit, unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_old_record, is_record
+from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
+from dpfunc.cli.search_record import Row, note_search, read_search, refuse_method, search_rows, show_search
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
@@ -130,6 +132,12 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
 
     Example: dpfunc ledger show runs/mails
     """
+    search = read_search(path)
+    if search is not None:
+        refuse_method(method)
+        note_search(search)
+        show_search(search, delta, as_json)
+        return
     source = _read_source(path)
     _note(source)
     if source.record is not None and delta is None and method is None:
@@ -222,6 +230,11 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
 
     Example: dpfunc ledger check runs/mails
     """
+    search = read_search(path)
+    if search is not None:
+        refuse_method(method)
+        _check_search(search, search.epsilon if epsilon is None else epsilon, delta or search.delta, as_json)
+        return
     source = _read_source(path)
     _note(source)
     record = source.record
@@ -233,7 +246,18 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     claim = record.epsilon if epsilon is None and record is not None else float(epsilon or 0)
     at = _required_delta(source) if delta is None else delta
     found = accounting.epsilon(source.ledger, at, method or (record.accountant if record is not None else "auto"))
-    rows = [_compare(claim, found), *_consistent(source, claim, at)]
+    _print_checks(claim, found, [_compare(claim, found), *_consistent(source, claim, at)], as_json)
+
+
+def _check_search(search: SelectionRecord, claim: float, delta: float, as_json: bool) -> None:
+    """Compute the epsilon of a search again, and compare it with what is claimed."""
+    note_search(search)
+    found = search.guarantee(delta)
+    _print_checks(claim, found, [_compare(claim, found), *search_rows(search, claim, delta, _ROUNDING)], as_json)
+
+
+def _print_checks(claim: float, found: accounting.Guarantee, rows: list[Row], as_json: bool) -> None:
+    """Print what agrees and what does not; end with exit code 1 if something does not."""
     agrees = all(fine for _, fine, _ in rows)
     if as_json:
         checks = [{"check": name, "agrees": fine, "found": text} for name, fine, text in rows]
@@ -246,11 +270,7 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
         sys.exit(1)
 
 
-_Row = tuple[str, bool, str]
-"""Name of a check, True if it agrees, and what was found."""
-
-
-def _compare(claim: float, found: accounting.Guarantee) -> _Row:
+def _compare(claim: float, found: accounting.Guarantee) -> Row:
     """Compare a claimed epsilon with the one that the counted steps cost."""
     computed = f"claimed {claim:.6g}, computed {found.epsilon:.6g} by {found.method} at delta {found.delta:g}"
     if claim < found.epsilon * (1 - _ROUNDING):
@@ -260,9 +280,9 @@ def _compare(claim: float, found: accounting.Guarantee) -> _Row:
     return "epsilon", True, computed
 
 
-def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
+def _consistent(source: _Source, claim: float, delta: float) -> list[Row]:
     """Compare the facts of a record with each other, and with the journal beside it."""
-    rows: list[_Row] = []
+    rows: list[Row] = []
     if source.uncounted is not None:
         found = f"{source.uncounted} of its steps are not counted" if source.uncounted else "all its steps are counted"
         rows.append(("journal", source.uncounted == 0, found))
@@ -280,7 +300,7 @@ def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
     return rows
 
 
-def _sampling(record: Record) -> _Row:
+def _sampling(record: Record) -> Row:
     """Compare the settings of the last step with the steps that were counted."""
     size, n, q, sigma = record.expected_batch_size, record.dataset_size, record.sampling_prob, record.noise_multiplier
     events = record.ledger.events

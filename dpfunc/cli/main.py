@@ -14,6 +14,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.cli.ledger import ledger
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.cli.train import generate, train
+from dpfunc.cli.tune import tune
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
@@ -201,7 +202,7 @@ def requirements(
     print_list("To keep in mind:", need.guidance)
 
 
-for command in (ledger, train, generate):
+for command in (ledger, train, tune, generate):
     main.add_command(command)
 
 

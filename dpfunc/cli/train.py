@@ -28,11 +28,11 @@ _KEYS = {
     "allow_large_delta=True": "dp_allow_large_delta: true",
     "delta=": "dp_delta=",
 }
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @contextmanager
-def _without_noise() -> Iterator[None]:
+def without_noise() -> Iterator[None]:
     """Suppress a warning that the user can do nothing about: peft calls a name that transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -40,13 +40,13 @@ def _without_noise() -> Iterator[None]:
 
 
 @contextmanager
-def _keys_of_the_file() -> Iterator[None]:
+def keys_of_the_file() -> Iterator[None]:
     """Report errors with the keys that the user has written, instead of the names of the library.
 
     Raises:
         ClickException: for every error of dpfunc.
 
-    >>> with _keys_of_the_file():
+    >>> with keys_of_the_file():
     ...     raise InvalidArgument("got expected_batch_size=3.0 (dp_delta=1)")
     Traceback (most recent call last):
     click.exceptions.ClickException: got batch_size=3.0 (dp_delta=1)
@@ -122,7 +122,7 @@ def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
-@click.argument("config", type=_FILE)
+@click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
 @click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
@@ -147,19 +147,19 @@ def train(
     Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
     """
     job = _read_job(config, flags, no_dp)
-    with _keys_of_the_file(), _without_noise(), _processes() as ranks, _report(as_json, ranks) as values:
-        say = partial(_say, values)
+    with keys_of_the_file(), without_noise(), _processes() as ranks, report(as_json, ranks) as values:
+        tell = partial(say, values)
         if dry_run or job.privacy.dp_dry_run:
             if ranks is None or ranks.writes:
-                _print_plan(job, resume, insecure_seed, say)
+                _print_plan(job, resume, insecure_seed, tell)
             return
         from dpfunc.train.run import run_job
 
         with _interruptible(job, ranks):
-            values["record"] = run_job(job, resume=resume, insecure_seed=insecure_seed, say=say) or None
+            values["record"] = run_job(job, resume=resume, insecure_seed=insecure_seed, say=tell) or None
 
 
-def _print_plan(job: Job, resume: bool, insecure_seed: int | None, say: Callable[[str], None]) -> None:
+def _print_plan(job: Job, resume: bool, insecure_seed: int | None, tell: Callable[[str], None]) -> None:
     """Print the dry run, after the checks that training begins with."""
     from dpfunc.train.dry_run import dry_run
     from dpfunc.train.run import check_job
@@ -167,11 +167,11 @@ def _print_plan(job: Job, resume: bool, insecure_seed: int | None, say: Callable
 
     check_job(job, resume, insecure_seed)
     for line in dry_run(recorded_job(job) if resume else job):
-        say(line)
+        tell(line)
 
 
 @contextmanager
-def _report(as_json: bool, ranks: Ranks | None) -> Iterator[dict[str, Any]]:
+def report(as_json: bool, ranks: Ranks | None) -> Iterator[dict[str, Any]]:
     """Yield the values to print as JSON: lines of a report, and the record of a run. Stdout has nothing else then."""
     values: dict[str, Any] = {"report": [], "record": None}
     if not as_json:
@@ -183,7 +183,7 @@ def _report(as_json: bool, ranks: Ranks | None) -> Iterator[dict[str, Any]]:
         print_json(values)
 
 
-def _say(values: dict[str, Any], line: str) -> None:
+def say(values: dict[str, Any], line: str) -> None:
     """Print a line of a report, on stderr where stdout is kept for JSON, and keep it."""
     values["report"].append(line)
     click.echo(line)
@@ -193,7 +193,7 @@ def _say(values: dict[str, Any], line: str) -> None:
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
 @click.option("--prompt", help="What each text continues; nothing by default.")
-@click.option("--prompts", type=_FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
+@click.option("--prompts", type=FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
 @click.option("--max-new-tokens", default=128, show_default=True, help="Longest text.")
 @click.option("--temperature", default=1.0, show_default=True, help="Below 1: likelier words.")
@@ -220,7 +220,7 @@ def generate(
     if out.exists():
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
     with _processes() as ranks:
-        with _without_noise():
+        with without_noise():
             read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private)
             writer = all_or_none(read, ranks, "Nothing was drawn")
         from rich.console import Console

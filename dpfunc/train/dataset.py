@@ -120,6 +120,12 @@ def read_records(job: Job, processing: Any) -> Records:
     )
 
 
+def count_records(job: Job) -> int:
+    """Number of records that a job trains on; nothing else of its table is looked at."""
+    table = read_table(job.data.train, columns_of(job), deduplicate=job.data.deduplicate, lists=lists_of(job))
+    return len(split(table.rows, job.data.eval_fraction, job.training.seed)[0])
+
+
 def _table(job: Job, file: str, unit: str | None, deduplicate: bool = True) -> Table:
     """A table of the job, if its labels are known and its images are there."""
     columns = columns_of(job) if unit is None else tuple(dict.fromkeys((*columns_of(job), unit)))

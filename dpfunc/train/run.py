@@ -32,7 +32,7 @@ from dpfunc.hf.trainer.recipes import new_head
 from dpfunc.hf.trainer.run import Loss, trainable
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
-from dpfunc.rng import insecure_key
+from dpfunc.rng import Key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.dataset import Records, by_person, collator, read_records
@@ -179,14 +179,14 @@ def _run(
         if writes:
             say(line)
     prepared = dataclasses.replace(prepared, records=records)
-    trainer = make_trainer(prepared, insecure_seed)
+    trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
     if not resume:
         reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
         distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
     trainer.train(resume_from_checkpoint=True if resume else None)
     if job.privacy.dp_enabled:
         distributed.once(ranks, lambda: check_accounting(folder, prepared.spent))
-    distributed.once(ranks, lambda: _save_model(folder / MODEL, trainer.model, prepared.processing))
+    distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))
     measured = trainer.evaluate() if prepared.records.evaluation else {}  # all processes, each some of the records
     accounting: dict[str, Any] = {}
 
@@ -200,7 +200,7 @@ def _run(
     return accounting
 
 
-def _save_model(folder: Path, model: Any, processing: Any) -> None:
+def save_model(folder: Path, model: Any, processing: Any) -> None:
     """Save the model with its tokenizer or processor, for from_pretrained."""
     model.save_pretrained(folder)
     processing.save_pretrained(folder)
@@ -253,8 +253,8 @@ def loss_of_job(job: Job) -> Loss:
     return name if job.data.unit_column is None else mean_over_texts(TASKS[name])
 
 
-def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:
-    """Build the DPTrainer that runs a job."""
+def make_trainer(prepared: Prepared, key: Key | None) -> Any:
+    """Build the DPTrainer that runs a job; without a key it takes a secret one."""
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
@@ -267,7 +267,7 @@ def make_trainer(prepared: Prepared, insecure_seed: int | None) -> Any:
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
         loss=loss_of_job(job),
         unit=unit_of(job),
-        key=None if insecure_seed is None else insecure_key(insecure_seed),
+        key=key,
         ledger=prepared.spent,
         train_dataset=records.units,
         eval_dataset=records.evaluation or None,

@@ -1,0 +1,250 @@
+"""Cost of a private search: the best of a random number of private runs, by Renyi differential privacy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpfunc._utils.validation import fail, open_unit, positive, real
+from dpfunc.accounting.accountant import merge_gaussians
+from dpfunc.accounting.fewer_kinds import fewer_kinds
+from dpfunc.accounting.guarantee import Guarantee
+from dpfunc.accounting.ledger import Ledger, compose
+from dpfunc.accounting.losses import Array
+from dpfunc.accounting.rdp import ORDERS, composed_curve, converted
+from dpfunc.accounting.search import smallest_real
+from dpfunc.errors import InvalidArgument, UnreachableBudget
+
+SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
+"""Names of distributions of the number of runs, and their shapes."""
+
+_RTOL = 1e-4
+_MOST_NOISE = 2.0**30
+_LEAST_NOISE = 2.0**-10
+_MOST_RUNS = 1e4  # on average
+_TAIL = 1e-18  # runs less likely than this are never drawn
+
+
+@dataclass(frozen=True)
+class RunCount:
+    """Distribution of the number of runs K of a search; it must not depend on the data.
+
+    `P[K = k] ~ (1 - gamma)^k prod_{0 <= j < k} (j + shape) / (j + 1)` for k >= 1, the truncated negative binomial
+    distribution, with the gamma in (0, 1] that has the mean. Shape 0 is the logarithmic distribution, shape 1 the
+    geometric one. Shape inf is the Poisson distribution, of which k = 0 is possible: then nothing is released.
+
+    Args:
+        mean: expected number of runs, 1 <= mean <= 10,000.
+        shape: -1 < shape <= inf. The smaller it is, the more K varies, and the less a run of the search costs.
+
+    Raises:
+        InvalidArgument: a value outside its domain.
+
+    >>> RunCount(mean=8.0, shape=1.0).gamma
+    0.125
+    >>> RunCount(mean=8.0, shape=1.0).quantile(0.99)
+    35
+    """
+
+    mean: float
+    shape: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= positive("mean", self.mean) <= _MOST_RUNS:
+            raise fail(f"1 <= mean <= {_MOST_RUNS:g}", "mean", self.mean, "It is the expected number of runs.")
+        if self.shape != math.inf and real("shape", self.shape, "-1 < shape <= inf") <= -1:
+            raise fail("-1 < shape <= inf", "shape", self.shape)
+
+    @property
+    def gamma(self) -> float:
+        """Parameter of the truncated negative binomial distribution; NaN for the Poisson distribution."""
+        return math.nan if self.shape == math.inf else _gamma(self.mean, self.shape)
+
+    def quantile(self, probability: float) -> int:
+        """The smallest k with `P[K <= k] > probability`; of a uniform random number it is a draw of K.
+
+        Args:
+            probability: 0 <= probability < 1. Rounding, and the end of the tail, move the distribution by less than
+                1e-12 in total variation, which adds at most `1e-12 (1 + e^epsilon)` to delta.
+
+        >>> [RunCount(mean=2.0, shape=math.inf).quantile(u) for u in (0.0, 0.5, 0.999)]
+        [0, 2, 8]
+        """
+        if not 0 <= real("probability", probability, "0 <= probability < 1") < 1:
+            raise fail("0 <= probability < 1", "probability", probability)
+        k, mass = (0, math.exp(-self.mean)) if self.shape == math.inf else (1, self._first())
+        left = probability - mass
+        while left >= 0 and (mass > _TAIL or k < self.mean):
+            mass *= self.mean / (k + 1) if self.shape == math.inf else (1 - self.gamma) * (k + self.shape) / (k + 1)
+            k, left = k + 1, left - mass
+        return k
+
+    def _first(self) -> float:
+        """Probability of one run, with a truncated negative binomial distribution."""
+        if self.gamma == 1:
+            return 1.0
+        log_gamma = math.log(self.gamma)
+        if self.shape == 0:
+            return (self.gamma - 1) / log_gamma
+        return (1 - self.gamma) * self.shape / math.expm1(-self.shape * log_gamma)
+
+
+def selection_epsilon(
+    runs: RunCount, one_run: Sequence[Ledger], delta: float, *, spent: Ledger | None = None
+) -> Guarantee:
+    """The epsilon of a search that releases the best of K runs alone: an upper bound.
+
+    The search draws K, and then does K times the same: draw a candidate from a public grid, train, give the result a
+    score. Released is the run with the highest score: its candidate, its model, its score, and nothing of the others,
+    nor K. One run is a mechanism Q with the Renyi curve `R(a)`, for both orders of two neighbours; the search has
+
+        shape < inf:  R(a) + (1 + shape) min_b ((1 - 1/b) R(b) + log(1/gamma) / b) + log(mean) / (a - 1),  b >= 1
+        Poisson:      log(e^-mean + mean e^((a - 1) (R(a) + mean d))) / (a - 1)
+
+    where `d` is the delta of Q at epsilon `log(1 + 1 / (a - 1))`. Papernot and Steinke 2022, Hyperparameter Tuning with
+    Renyi Differential Privacy, Theorems 2 and 6; the term `e^-mean`, of a search with no run, makes the latter an upper
+    bound for every mean. The proof is in docs/accounting.md.
+
+    Args:
+        runs: distribution of K. Nothing that depends on the data may change K: a run that fails has a score, too.
+        one_run: ledgers such that for any two neighbours one of them bounds Q: one for each candidate, with all that a
+            run releases about one record, the score included. What is used is their maximum at each order: a mixture is
+            no further apart than its parts, since `e^((a - 1) D_a)` is jointly convex.
+        delta: 0 < delta < 1.
+        spent: earlier releases on the same data.
+
+    Returns:
+        A `Guarantee` for `spent` and the search together. Not covered: the time that a search takes, from which K can
+        be guessed; a search that is stopped because of what was seen; files of the other runs; a score that is not
+        private, or not in `one_run`.
+
+    Raises:
+        InvalidArgument: no ledger, or a value outside its domain. LedgerConflict: ledgers of different adjacency.
+
+    Guarantees:
+        tests/accounting/test_selection.py: not below the exact divergences of finite mechanisms
+        (test_the_curve_bounds_the_exact_divergence) and of Gaussian ones (test_epsilon_bounds_a_search_exactly).
+
+    >>> from dpfunc.types import Event
+    >>> run = Ledger((Event(0.01, 2.0, 1000),))
+    >>> search = selection_epsilon(RunCount(mean=8.0, shape=1.0), [run], 1e-5)
+    >>> print(f"one run {run.epsilon(1e-5).epsilon:.2f}, a search {search.epsilon:.2f}")
+    one run 0.62, a search 1.44
+    """
+    if not one_run:
+        raise InvalidArgument("Expected at least one ledger of a run, got none.")
+    before = Ledger(adjacency=one_run[0].adjacency) if spent is None else spent
+    compose(before, *one_run)  # all of one adjacency
+    open_unit("delta", delta)
+    curve = selection_curve(np.max([_curve(each) for each in one_run], axis=0), ORDERS, runs)
+    note = f"best of K private runs, mean of K {runs.mean:g}, shape {runs.shape:g}"
+    found = converted(curve + _curve(before), ORDERS, delta)
+    return Guarantee(found, delta, "rdp", before.adjacency, note)
+
+
+def calibrate_search(
+    runs: RunCount,
+    one_run: Callable[[float], Sequence[Ledger]],
+    *,
+    epsilon: float,
+    delta: float,
+    spent: Ledger | None = None,
+) -> float:
+    """The smallest scale of the noise of a run with which a whole search costs at most (epsilon, delta).
+
+    Args:
+        runs, delta, spent: see `selection_epsilon`.
+        one_run: scale -> ledgers, as for `selection_epsilon`; the cost must not rise with the scale.
+        epsilon: target, > 0, for `spent` and the search together.
+
+    Returns:
+        A scale whose epsilon is <= the target, at most 1e-4 (relative) above one whose epsilon is not, or 2**-10.
+
+    Raises:
+        UnreachableBudget: even a scale of 2**30 costs more, because of what was spent or of the score.
+        InvalidArgument: an argument outside its domain.
+
+    Guarantees:
+        tests/accounting/test_selection.py::test_a_search_is_calibrated.
+
+    >>> from dpfunc.types import Event
+    >>> one_run = lambda scale: [Ledger((Event(0.1, scale, 100),))]
+    >>> sigma = calibrate_search(RunCount(mean=8.0, shape=1.0), one_run, epsilon=3.0, delta=1e-5)
+    >>> print(f"{sigma:.2f}")
+    3.01
+    """
+    target = positive("epsilon", epsilon)
+
+    def cost(scale: float) -> float:
+        return selection_epsilon(runs, one_run(scale), delta, spent=spent).epsilon
+
+    least = cost(_MOST_NOISE)
+    if least > target:
+        raise UnreachableBudget(
+            f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: for {runs.mean:g} "
+            f"runs on average what was spent before and the score alone cost {least:.4g}, even if training costs "
+            "nothing. Add more noise to the score, take fewer runs, or raise epsilon."
+        )
+    passes = 1.0
+    while cost(passes) > target:
+        passes *= 2
+    fails = passes / 2
+    while cost(fails) <= target:
+        passes, fails = fails, fails / 2
+        if passes <= _LEAST_NOISE:
+            return passes
+    return smallest_real(cost, target, fails, passes, _RTOL)
+
+
+def selection_curve(curve: Array, orders: tuple[float, ...], runs: RunCount) -> Array:
+    """Renyi divergences of a search, from those of one run at the same orders, all > 1; see `selection_epsilon`."""
+    a = np.array(orders)
+    if runs.shape == math.inf:
+        with np.errstate(over="ignore", invalid="ignore"):
+            many = math.log(runs.mean) + (a - 1) * (curve + runs.mean * _deltas(curve, a))
+            return np.asarray(np.logaddexp(-runs.mean, many) / (a - 1))
+    log_gamma = math.log(runs.gamma)
+    other_order = min(float(np.min((1 - 1 / a) * curve - log_gamma / a)), -log_gamma)  # the latter: b = 1
+    return curve + (1 + runs.shape) * other_order + math.log(runs.mean) / (a - 1)
+
+
+def _deltas(curve: Array, a: Array) -> Array:
+    """Upper bounds on the delta of one run at epsilon `log(1 + 1 / (a - 1))`, for each a."""
+    epsilons = np.log1p(1 / (a - 1))
+    with np.errstate(invalid="ignore"):
+        logs = (a - 1) * (curve + np.log1p(-1 / a) - epsilons[:, None]) - np.log(a)
+    return np.asarray(np.exp(np.minimum(0.0, logs.min(axis=1))))
+
+
+def _curve(ledger: Ledger) -> Array:
+    events, _ = fewer_kinds(merge_gaussians(ledger.events))
+    return composed_curve(events, ledger.adjacency, ORDERS)
+
+
+def _mean(gamma: float, shape: float) -> float:
+    """Mean of a truncated negative binomial distribution."""
+    if gamma == 1:
+        return 1.0
+    log_gamma = math.log(gamma)
+    below = -log_gamma if shape == 0 else -math.expm1(shape * log_gamma) / shape
+    return (1 - gamma) / (gamma * below)
+
+
+@functools.lru_cache(maxsize=256)
+def _gamma(mean: float, shape: float) -> float:
+    """The gamma of a mean."""
+    if shape == 1 or mean == 1:
+        return 1 / mean
+    low, high = 0.0, 1.0  # in logarithms: gamma = e^-x
+    while _mean(math.exp(-high), shape) < mean:
+        low, high = high, 2 * high
+        if high > 700:
+            raise fail("a mean that this shape can have", "mean", mean, f"The shape is {shape:g}: take a larger one.")
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _mean(math.exp(-middle), shape) < mean else (low, middle)
+    return math.exp(-high)

@@ -1,0 +1,214 @@
+"""Record of a private search and of its cost: the content of `privacy_accounting.json` after `dpfunc tune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpfunc._utils.validation import apart, fail, integer, one_of, open_unit, positive, real, unique_json
+from dpfunc.accounting.guarantee import Guarantee
+from dpfunc.accounting.ledger import Ledger
+from dpfunc.accounting.record import (
+    GUESSABLE,
+    NEIGHBOURS,
+    SECRET,
+    SELECTION,
+    SIZES,
+    check_text,
+    check_texts,
+    check_versions,
+)
+from dpfunc.accounting.selection import RunCount, selection_epsilon
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Event
+
+_SCHEMA = f"{SELECTION}1"
+
+
+@dataclass(frozen=True)
+class SelectionRecord:
+    """Record of a search that released the best of a random number of runs; it holds public facts only.
+
+    Args:
+        date: when it was written, UTC, as ISO 8601. unit: what one record is: what is protected.
+        epsilon, delta: upper bound for the whole search, and for `spent`. target_epsilon: the budget.
+        runs: distribution of the number of runs. How many there were is secret.
+        candidates: the values of each. ledgers: what one run of each costs without its score.
+        score: what is compared. score_noise: standard deviation of its noise; one record changes it by at most 1.
+        chosen: number of the candidate that was released, from 0; None if nothing was. chosen_score: with its noise.
+        spent: earlier runs on the same records.
+        noise_key: `secret`, or `guessable`: then nothing is protected.
+        dataset_size: number of records that was used for sampling. dataset_size_is: one of `SIZES`.
+        versions: of dpfunc, torch and python. not_covered: sentences on what epsilon and delta do not cover.
+
+    Raises:
+        InvalidArgument: a value outside its domain, or values that contradict each other.
+
+    Guarantees:
+        tests/accounting/test_selection_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
+    """
+
+    date: str
+    unit: str
+    epsilon: float
+    delta: float
+    target_epsilon: float
+    runs: RunCount
+    candidates: tuple[dict[str, float], ...]
+    ledgers: tuple[Ledger, ...]
+    score: str
+    score_noise: float
+    chosen: int | None
+    chosen_score: float | None
+    spent: Ledger
+    noise_key: str
+    dataset_size: int
+    dataset_size_is: str
+    versions: dict[str, str]
+    not_covered: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
+        if not self.ledgers or len(self.ledgers) != len(self.candidates):
+            raise fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
+        if self.spent.adjacency not in ("add_remove", "zero_out"):
+            raise fail("adjacency add_remove or zero_out", "adjacency", self.spent.adjacency, _NOT_REPLACED)
+        if self.chosen is not None and integer("chosen", self.chosen) >= len(self.candidates):
+            raise fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
+        if (self.chosen is None) != (self.chosen_score is None):
+            raise fail("chosen together with its score", "chosen_score", self.chosen_score)
+
+    def guarantee(self, delta: float) -> Guarantee:
+        """The cost of `spent` and of the search, computed again from what was counted."""
+        return search_cost(self.runs, self.ledgers, self.score_noise, delta, self.spent)
+
+    def to_json(self) -> str:
+        """The record as JSON, with its schema; a shape of null is that of the Poisson distribution."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {
+            "runs": {"mean": self.runs.mean, "shape": None if self.runs.shape == math.inf else self.runs.shape},
+            "ledgers": [json.loads(each.to_json()) for each in self.ledgers],
+            "spent": json.loads(self.spent.to_json()),
+        }
+        neighbours = NEIGHBOURS[self.spent.adjacency]
+        return json.dumps({"schema": _SCHEMA, **values, "neighbours": neighbours}, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> SelectionRecord:
+        """Read a record that `to_json` wrote.
+
+        Raises:
+            InvalidArgument: not JSON, another schema, or a field that is missing, unknown, there twice or outside its
+                domain.
+        """
+        try:
+            values = unique_json(text)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"Expected the record of a search as JSON: {error}.") from error
+        if not isinstance(values, dict) or values.pop("schema", None) != _SCHEMA:
+            raise InvalidArgument(
+                f"Expected a record with schema {_SCHEMA!r}, got another: use the version that wrote it."
+            )
+        expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
+        if set(values) != expected:
+            raise InvalidArgument(
+                f"Expected the fields of the schema {_SCHEMA!r}, got a record "
+                f"{apart(expected - set(values), set(values) - expected)}. The file was changed: restore it."
+            )
+        neighbours = values.pop("neighbours")
+        record = cls(**{name: _READ.get(name, _same)(value) for name, value in values.items()})
+        if neighbours != NEIGHBOURS[record.spent.adjacency]:
+            raise fail(
+                f"the neighbours of {record.spent.adjacency!r}", "neighbours", neighbours, "The file was changed."
+            )
+        return record
+
+
+def search_cost(
+    runs: RunCount, ledgers: Sequence[Ledger], score_noise: float, delta: float, spent: Ledger
+) -> Guarantee:
+    """Cost of a search whose runs are scored on records on which none is trained; see docs/accounting.md.
+
+    Args:
+        runs: distribution of the number of runs. ledgers: training of each candidate.
+        score_noise: standard deviation of the noise of a score, which one record changes by at most 1.
+        delta: 0 < delta < 1. spent: earlier runs, and the adjacency: add_remove or zero_out.
+    """
+    if spent.adjacency == "replace_one":
+        raise fail("adjacency add_remove or zero_out", "adjacency", spent.adjacency, _NOT_REPLACED)
+    score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
+    return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
+
+
+_NOT_REPLACED = "A record that is replaced may go from those that are trained on to those that are scored."
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _read_ledger(value: object) -> Ledger:
+    return Ledger.from_json(json.dumps(value))
+
+
+def _read_ledgers(value: object) -> tuple[Ledger, ...]:
+    if not isinstance(value, list):
+        raise fail("a list of ledgers", "ledgers", value)
+    return tuple(map(_read_ledger, value))
+
+
+def _read_runs(value: object) -> RunCount:
+    if not isinstance(value, dict) or set(value) != {"mean", "shape"}:
+        raise fail("mean and shape", "runs", value)
+    return RunCount(value["mean"], math.inf if value["shape"] is None else value["shape"])
+
+
+def _check_candidates(name: str, value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(each, dict) for each in value):
+        raise fail("a list of values by name", name, value)
+    for each in value:
+        for key, number in each.items():
+            check_text(name, key)
+            positive(name, number)
+
+
+def _check_ledgers(name: str, value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(each, Ledger) for each in value):
+        raise fail("ledgers", name, value)
+
+
+def _check_kind(kind: type) -> Callable[[str, object], None]:
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, kind):
+            raise fail(f"a {kind.__name__}", name, value)
+
+    return check
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "runs": _read_runs, "ledgers": _read_ledgers, "spent": _read_ledger, "candidates": _tuple, "not_covered": _tuple,
+}  # fmt: skip
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("date", "unit", "score"), check_text),
+    **dict.fromkeys(("epsilon", "target_epsilon", "score_noise"), positive),
+    "delta": open_unit,
+    "runs": _check_kind(RunCount),
+    "candidates": _check_candidates,
+    "ledgers": _check_ledgers,
+    "spent": _check_kind(Ledger),
+    "chosen_score": lambda name, value: None if value is None else real(name, value, f"a finite {name}"),
+    "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
+    "dataset_size": lambda name, value: integer(name, value, minimum=1),
+    "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
+    "versions": check_versions,
+    "not_covered": check_texts,
+}

@@ -1,0 +1,73 @@
+"""The record of a search, and searches whose runs are made up: a key decides the score, and a file is the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from types import SimpleNamespace
+
+from dpfunc.accounting import Ledger, RunCount
+from dpfunc.accounting.record import NOT_COVERED, SECRET, SIZES
+from dpfunc.accounting.selection_record import SelectionRecord, search_cost
+from dpfunc.rng import stream
+from dpfunc.types import Event
+
+RUNS, LEDGERS, SPENT = RunCount(8.0, 1.0), (Ledger((Event(1.0, 20.0, 10),)),) * 2, Ledger()
+RECORD = SelectionRecord(
+    date="2026-01-02T03:04:05+00:00",
+    unit="one patient",
+    epsilon=search_cost(RUNS, LEDGERS, 6.0, 1e-5, SPENT).epsilon,
+    delta=1e-5,
+    target_epsilon=3.0,
+    runs=RUNS,
+    candidates=(
+        {"learning_rate": 0.1, "batch_size": 100, "steps": 10},
+        {"learning_rate": 0.3, "batch_size": 100, "steps": 10},
+    ),
+    ledgers=LEDGERS,
+    score="number of right answers",
+    score_noise=6.0,
+    chosen=1,
+    chosen_score=88.5,
+    spent=SPENT,
+    noise_key=SECRET,
+    dataset_size=100,
+    dataset_size_is=SIZES[0],
+    versions={"dpfunc": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+    not_covered=NOT_COVERED,
+)
+
+
+def search_record(**changes):
+    """`RECORD` with other values."""
+    return dataclasses.replace(RECORD, **changes)
+
+
+class MadeUpRuns:
+    """Runs without training, in the place of `train_candidate` and `score`.
+
+    Args:
+        interrupted: number of the run in which Ctrl-C comes. failing: numbers of runs that fail.
+    """
+
+    def __init__(self, monkeypatch, interrupted=None, failing=()):
+        from dpfunc.train import private_search  # which imports torch
+
+        self.scores, self.keys, self.interrupted, self.failing = [], [], interrupted, failing
+        monkeypatch.setattr(private_search, "train_candidate", self.train)
+        monkeypatch.setattr(private_search, "score", lambda prepared, model, records: model.value)
+
+    def train(self, candidate, folder, key):
+        number = len(self.keys)
+        self.keys.append(bytes(key.secret))
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "weights").write_text(self.keys[-1].hex())
+        (folder / "privacy_journal.jsonl").write_text("one line")
+        os.utime(folder / "model" / "weights", (1e9, 1e9))  # as if it were long ago
+        os.utime(folder / "model", (1e9, 1e9))
+        if number == self.interrupted:
+            raise KeyboardInterrupt
+        if number in self.failing:
+            raise FloatingPointError("no number")
+        self.scores.append(100 * float(stream(key).random()))
+        return SimpleNamespace(value=self.scores[-1])
