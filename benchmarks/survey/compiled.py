@@ -29,9 +29,9 @@ from dpfunc.clipped import make_clipped_grad
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "gpt2", "gpt_neox", "opt", "bloom",
-    "falcon", "mixtral", "bert", "roberta", "distilbert", "deberta-v2", "albert", "electra", "mpnet", "t5", "bart", "marian",
-    "vit", "swin", "deit", "convnext", "beit", "dinov2", "resnet", "wav2vec2 ctc", "whisper", "clip",
-    "llava", "siglip",
+    "falcon", "mixtral", "bert", "roberta", "distilbert", "deberta-v2", "albert", "electra", "mpnet", "t5", "bart",
+    "marian", "vit", "swin", "deit", "convnext", "beit", "dinov2", "resnet", "wav2vec2 ctc", "whisper",
+    "clip", "llava", "siglip",
 )  # fmt: skip
 TRAINED = ("full", "LoRA")
 OUT = ROOT / "benchmarks/results/survey_compiled.json"

@@ -32,7 +32,7 @@ from dpfunc.hf.trainer.recipes import new_head
 from dpfunc.hf.trainer.run import Loss, trainable
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
-from dpfunc.rng import Key
+from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.dataset import Records, by_person, collator, read_records
