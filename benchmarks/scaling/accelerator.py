@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -30,6 +31,7 @@ from benchmarks.engines.transformer_nets import decoder
 from benchmarks.pages import filled, markdown
 from benchmarks.scaling.page import amount, in_bytes, in_seconds
 from dpfunc.distributed.agreement import checksum_and_marks
+from dpfunc.engines import per_sample
 from dpfunc.engines.guards.parameters import suspicious
 
 RESULT = Path(__file__).parents[1] / "results" / "accelerator.json"
@@ -172,7 +174,7 @@ def _scaled(number: int, small: Sizes, large: Sizes) -> float:
 def counted(step: Callable[[], object], small: Sizes, large: Sizes) -> Counts:
     """Amounts of a step of a small model, as they would be with other sizes but its layers."""
     record = _Record()
-    with _Counter(record):
+    with mock.patch.object(per_sample, "_SMALL", 0), _Counter(record):  # gradients of large models are not stacked
         step()
     return Counts(
         record.launches,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -449,20 +450,18 @@ class PerSample:
     alone: bool = False
     untraced: bool = False
     coarse: bool = False
-    _stacks: list[Stack] = field(default_factory=list, repr=False, compare=False)
+
+    @cached_property
+    def _stacks(self) -> list[Stack]:
+        return stacked(self.grads)
 
     def sq_norms(self) -> dict[str, Tensor]:
         with exact(self.losses_B.device):
-            found = {name: norms_B for stack in self._stacked() for name, norms_B in stack.sq_norms().items()}
+            found = {name: norms_B for stack in self._stacks for name, norms_B in stack.sq_norms().items()}
         return {name: found[name] for name in self.grads}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weighted sums over the samples: name -> parameter shape."""
         with exact(self.losses_B.device):
-            found = {name: total for stack in self._stacked() for name, total in stack.weighted_sums(factors).items()}
+            found = {name: total for stack in self._stacks for name, total in stack.weighted_sums(factors).items()}
         return {name: found[name] for name in self.grads}
-
-    def _stacked(self) -> list[Stack]:
-        if not self._stacks:
-            self._stacks.extend(stacked(self.grads))
-        return self._stacks

@@ -212,6 +212,7 @@ _ENDINGS = {
     "ForMaskedLM": "masked_lm",
     "ForQuestionAnswering": "question_answering",
     "ForCTC": "ctc",
+    "MeanPooledClassifier": "sequence_classification",
     **dict.fromkeys(
         ("ForAudioClassification", "ForVideoClassification", "ForMultipleChoice", "ForNextSentencePrediction"),
         "sequence_classification",

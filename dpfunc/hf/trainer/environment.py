@@ -31,7 +31,10 @@ _SHARDED = (
     "ranks=dpfunc.distributed.sharded(mesh)) with fully_shard or parallelize_module."
 )
 _ENGINE = f"Its engine owns the backward pass, and sums gradients before they are clipped. {_SHARDED}"
-_SCRIPT = "Only scripts with DPTrainer follow it. Leave it out, or write one: see docs/guides/trainer.md."
+_SCRIPT = (
+    "Only scripts with DPTrainer follow it: see docs/guides/trainer.md. Leave it out and start the command with "
+    "`torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml`: each process has the whole model."
+)
 _FP16 = (
     "fp16 scales the loss, and skips steps, by what the data are; fp8 scales by their largest values. Use bf16: "
     "TrainingArguments(bf16=True), or `accelerate launch --mixed_precision bf16`."
