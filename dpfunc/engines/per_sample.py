@@ -452,8 +452,12 @@ class PerSample:
     coarse: bool = False
 
     @cached_property
-    def _stacks(self) -> list[Stack]:
+    def _kept_stacks(self) -> list[Stack]:
         return stacked(self.grads)
+
+    @property
+    def _stacks(self) -> list[Stack]:  # the compiler cannot enter the lock of a cached property, and stacks nothing
+        return stacked(self.grads) if torch.compiler.is_compiling() else self._kept_stacks
 
     def sq_norms(self) -> dict[str, Tensor]:
         with exact(self.losses_B.device):
