@@ -107,7 +107,7 @@ def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def shard_dims(tensor: Tensor) -> dict[int, int]:
-    """Mesh dimension -> the dimension of the tensor that it cuts. Empty for tensors that are whole.
+    """Mesh dimension -> the dimension of the tensor that it divides. Empty for tensors that are whole.
 
     >>> import torch
     >>> shard_dims(torch.zeros(2))

@@ -53,7 +53,7 @@ class Automatic:
         object.__setattr__(self, "gamma", non_negative("gamma", self.gamma))
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
-        """`C / (norm + gamma)`; the infinity of 0 / 0 is cut by the ceiling that holds for every rule."""
+        """`C / (norm + gamma)`; the infinity of 0 / 0 is limited by the ceiling that holds for every rule."""
         return bounds_G / (norms_BG + self.gamma)
 
 

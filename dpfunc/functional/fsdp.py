@@ -20,7 +20,7 @@ from dpfunc.errors import UnsupportedModel
 
 _WAY_OUT = (
     "Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, trainable=...), or "
-    "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then cuts them, their "
+    "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then divides them, their "
     "gradients and the optimizer's state over the processes. Call functionalize after fully_shard. To train what it "
     "manages: dpfunc.distributed.functionalize_managed(module, ranks)."
 )

@@ -160,7 +160,7 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
 
 
 def _changes(job: Job, processing: Any) -> dict[str, Any]:
-    """What the job changes in the configuration of the model."""
+    """Changes that the job makes to the configuration of the model."""
     labels = job.data.labels or ()
     changes: dict[str, Any] = {}
     if job.task in CLASSIFIES:

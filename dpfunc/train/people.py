@@ -16,7 +16,7 @@ _PERSON = "one person: all records with the same value of the unit column"
 
 
 def unit_of(job: Job) -> str:
-    """What the job protects, in the words of its accounting."""
+    """The unit that the job protects, in the words of its accounting."""
     return _RECORD if job.data.unit_column is None else _PERSON
 
 

@@ -72,7 +72,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search has released: its record, and why there is no model, if there is none."""
+    """Result of a search, released: its record, and why there is no model, if there is none."""
 
     record: SelectionRecord
     nothing: str | None
@@ -340,7 +340,7 @@ def _copy_contents(source: Path, target: Path) -> None:
 
 
 def _about(search: Search) -> dict[str, Any]:
-    """What an interrupted search must have in common with the one that goes on, as JSON values."""
+    """Facts that an interrupted search must have in common with the one that goes on, as JSON values."""
     return {
         "candidates": [job_to_dict(candidate.prepared.job) for candidate in search.candidates],
         "mean_runs": search.runs.mean, "shape": str(search.runs.shape), "score_noise": search.score_noise,

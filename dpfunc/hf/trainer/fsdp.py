@@ -1,4 +1,4 @@
-"""What `TrainingArguments` and the environment say about FSDP: followed, named as useless, or refused by name."""
+"""Settings of FSDP in `TrainingArguments` and the environment: followed, named as useless, or refused by name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _REFUSED = {
     "activation_checkpointing_offload": _Refused(OFF, "Leave it out: activation_checkpointing=True saves most memory."),
     "sharding_strategy": _Refused(
         (*OFF, "full_shard", "1"),
-        "FSDP2 cuts everything over all processes. Leave it out; to keep layers whole until their backward pass set "
+        "FSDP2 divides everything over all processes. Leave it out; to keep layers whole until their backward pass set "
         "reshard_after_forward=False. For replicas of parts (HSDP) write a loop, see docs/guides/sharded.md.",
     ),
     "xla": _Refused(OFF, _XLA),
@@ -67,13 +67,13 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is cut over the processes, and which parts are put together at a time.
+    """Division of a model over the processes, and the parts that are put together at a time.
 
     Args:
         policy: layers by their class, every module of some size, or the model as a whole.
         layers: names of classes; None takes the model's own `_no_split_modules`.
         min_num_params: of modules that are a part, for SIZE_BASED_WRAP.
-        reshard: layers are cut again after their forward pass; False keeps them until the backward pass.
+        reshard: layers are divided again after their forward pass; False keeps them until the backward pass.
         checkpointing: activations of layers are computed again in the backward pass.
         without_effect: settings that were made and change nothing.
     """
@@ -146,7 +146,7 @@ def refuse_with_sharding(args: Any, privacy: PrivacyArguments, optimizers: Seque
     refusals = (
         (
             int(args.world_size) < 2, f"world_size={args.world_size}",
-            "FSDP cuts a model over several processes. Start them, `torchrun --nproc-per-node N`, or leave fsdp out.",
+            "FSDP divides a model over several processes. Start `torchrun --nproc-per-node N`, or leave fsdp out.",
         ),
         (
             privacy.dp_engine not in ("auto", "ghost"), f"dp_engine={privacy.dp_engine!r}",

@@ -103,7 +103,7 @@ def begin(
 
     On several processes all start with the model of the first one: a new head was drawn differently on each.
     """
-    if not fsdp_parts(model):  # parts differ, and were cut from the same
+    if not fsdp_parts(model):  # parts differ, and are of the same values
         distributed.replicate((*model.parameters(), *model.buffers()), ranks)
     params = trainable(model)
     if start.resumed is not None:

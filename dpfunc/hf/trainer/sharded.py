@@ -1,4 +1,4 @@
-"""A model of the Trainer that `fully_shard` manages: how it is cut, put together to be written, and remembered."""
+"""A model of the Trainer that `fully_shard` manages: its parts, put together to be written."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _FROZEN = "frozen parameters"
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A model that was cut: the processes that hold its parts, and a digest of the parameters that are not trained."""
+class Division:
+    """A model that is divided: the processes that hold its parts, and a digest of what is not trained."""
 
     ranks: Ranks
     frozen: str
 
 
-def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Cut:
+def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
     """Shard a model in place with `fully_shard`, after all processes got the values of the first one.
 
     Args:
@@ -65,7 +65,7 @@ def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device:
     for name in names:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=sharding.reshard)
     fully_shard(model, mesh=mesh)
-    return Cut(distributed.sharded(mesh, data=(_AXIS,)), in_hex(frozen))
+    return Division(distributed.sharded(mesh, data=(_AXIS,)), in_hex(frozen))
 
 
 def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
@@ -190,9 +190,9 @@ def _optimizer_state(optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, 
     return {**state, "param_groups": groups}
 
 
-def parts_of_run(cut: Cut, optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a checkpoint of a sharded run has besides: the state of the optimizer, and a digest of what is frozen."""
-    return {"optimizer_state": _optimizer_state(optimizer, params), "extra": {_FROZEN: cut.frozen}}
+def parts_of_run(division: Division, optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Further parts of a checkpoint of a sharded run: the state of the optimizer, and a digest of what is frozen."""
+    return {"optimizer_state": _optimizer_state(optimizer, params), "extra": {_FROZEN: division.frozen}}
 
 
 def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
@@ -202,7 +202,7 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
     optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
-def check_frozen(cut: Cut, saved: object) -> None:
+def check_frozen(division: Division, saved: object) -> None:
     """Check that a run that is resumed has the frozen parameters with which it was saved.
 
     Raises:
@@ -213,8 +213,8 @@ def check_frozen(cut: Cut, saved: object) -> None:
             "Expected a checkpoint of a run with fsdp, got one of a run without: its optimizer is not in parts. Go on "
             "without fsdp."
         )
-    if saved[_FROZEN] != cut.frozen:
+    if saved[_FROZEN] != division.frozen:
         raise CheckpointError(
             f"Expected the frozen parameters with which this run was saved ({saved[_FROZEN]}), got others "
-            f"({cut.frozen}). Load the same pretrained model."
+            f"({division.frozen}). Load the same pretrained model."
         )

@@ -77,7 +77,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     gradient_accumulation_steps, clips the gradient of each sample, adds noise, and gives the mean to any optimizer and
     scheduler. Evaluation is the Trainer's own: metrics on private records are not covered by epsilon. Processes that
     torchrun starts share each draw: plan, epsilon and result are those of one process. With `args.fsdp` each of them
-    holds a part of the model, which is cut here.
+    holds a part of the model, which is divided here.
 
     Args:
         model: a model of Transformers or PEFT; the parameters that require gradients are trained.
@@ -148,7 +148,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
-        self._cut: sharded.Cut | None = None
+        self._division: sharded.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
             refuse_arguments(args)
@@ -156,10 +156,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             for setting in without_effect(args):
                 logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             args = changed(args, one_draw_a_step(self.logical_batch_size))
-            self._cut, args = _shard(model, args, privacy, optimizers)
+            self._division, args = _shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
-        self._ranks = processes.ranks_of(args) if self._cut is None else self._cut.ranks
+        self._ranks = processes.ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
@@ -170,7 +170,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own; of a private run on several processes one that wraps no model."""
-        with nullcontext() if self._cut is None else processes.without_fsdp():
+        with nullcontext() if self._division is None else processes.without_fsdp():
             super().create_accelerator_and_postprocess()
         if self.privacy.dp_enabled:
             refuse_accelerator(self.accelerator)
@@ -179,7 +179,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The Trainer's own; a sharded model is where it was sharded."""
-        if self._cut is None:
+        if self._division is None:
             super()._move_model_to_device(model, device)
 
     # What a run is
@@ -345,8 +345,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder)).encode()
 
         def check() -> None:
-            if self._cut is not None:
-                sharded.check_frozen(self._cut, saved.extra)
+            if self._division is not None:
+                sharded.check_frozen(self._division, saved.extra)
             trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
@@ -377,7 +377,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
         args, (rank, size) = self.args, processes.place(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
-        read, deal = ((rank, size), (0, 1)) if self._cut is None else ((0, 1), (rank, size))
+        read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
         return data_loader(
             self.train_dataset,
             Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records()),
@@ -511,7 +511,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             trainer_state.save_run(
                 folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
                 ranks=self._ranks,
-                **({} if self._cut is None else sharded.parts_of_run(self._cut, self.optimizer, run.params)),
+                **({} if self._division is None else sharded.parts_of_run(self._division, self.optimizer, run.params)),
             )  # fmt: skip
         distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
         self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
@@ -523,7 +523,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's own. All processes call it for a sharded model, which the writing one puts together."""
-        if self._cut is not None:
+        if self._division is not None:
             self._whole = sharded.whole_state(self.model, self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
@@ -531,12 +531,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if self._cut is None or self.args.should_save:
+        if self._division is None or self.args.should_save:
             super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The Trainer's own; the optimizer of a sharded model is in the part of the checkpoint that is ours."""
-        if self._cut is None:
+        if self._division is None:
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
@@ -551,7 +551,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The Trainer's own; a sharded model gets its parts from our part of the checkpoint when the run begins."""
-        if self._cut is None:
+        if self._division is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
@@ -576,7 +576,7 @@ def _shard(
     args: Any,
     privacy: PrivacyArguments,
     optimizers: tuple[Any, Any],
-) -> tuple[sharded.Cut | None, Any]:
+) -> tuple[sharded.Division | None, Any]:
     """Shard the model, if the script asks for it; arguments with which nobody does so once more."""
     sharding = sharding_of(args, os.environ)
     if sharding is None:

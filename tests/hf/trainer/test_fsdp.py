@@ -249,4 +249,4 @@ def test_a_tied_tensor_is_in_one_part():
 
 def test_a_checkpoint_of_whole_models_has_no_parts():
     with pytest.raises(CheckpointError, match="a run without"):
-        sharded.check_frozen(sharded.Cut(None, "00"), None)
+        sharded.check_frozen(sharded.Division(None, "00"), None)
