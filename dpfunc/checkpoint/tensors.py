@@ -150,6 +150,7 @@ def _translated(done: str, path: Path) -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
+            # torch warns of what is meant: one process alone, and names that it deprecates in itself.
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             warnings.filterwarnings("ignore", ".*_state_dict. is deprecated", FutureWarning)
             yield
