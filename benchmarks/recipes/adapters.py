@@ -21,6 +21,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.pages import row
 from benchmarks.recipes.__main__ import EPSILON
 from benchmarks.recipes.data import ROOT, SHARES, reviews
 from dpfunc.accounting import calibrate_noise
@@ -162,7 +163,7 @@ def line(result: dict[str, Any]) -> str:
         str(result["rank"]), result["train"], f"{result['rate']:g}", f"{result['head_rate']:.3g}", bound,
         str(result["parameters"]), f"{result['validation']:.3f}",
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return row(cells)
 
 
 @click.command(help=__doc__)
