@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from workers import caught
 
 import dpfunc
 from dpfunc import clipping, distributed, sampling
@@ -256,14 +257,6 @@ def noise_of_parts(hsdp):
         assert released.placements == tuple(placements)
         found[shape] = tuple(local(released).shape), torch.equal(local(released), local(expected)), local(released)
     return found
-
-
-def caught(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (dpfunc.DPFuncError, ValueError, RuntimeError) as error:
-        return type(error).__name__, str(error)
-    return "ok", ""
 
 
 def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1):
