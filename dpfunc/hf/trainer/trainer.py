@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import Record
+from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
@@ -123,7 +123,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         key: Key | None = None,
         ledger: Ledger | None = None,
         data_name: str | None = None,
-        unit: str = "one record of the training data set",
+        unit: str = ONE_RECORD,
     ) -> None:
         refuse_values(model, privacy, key, model_init, compute_loss_func)
         refuse_unit(unit)
