@@ -30,5 +30,5 @@ def filled(text: str, tables: Mapping[str, str]) -> str:
         if not place.search(text):
             raise ValueError(f"Expected {begin} in the document.")
         block = f"{begin}\n{table}\n{END}"
-        text = place.sub(lambda match, block=block: block, text)  # type: ignore[misc]
+        text = place.sub(block.replace("\\", r"\\"), text)  # a backslash would name a group
     return text

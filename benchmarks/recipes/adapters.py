@@ -53,7 +53,7 @@ def layer(module: Any, x_BTd: Tensor, bias_B11T: Tensor, adapters: dict[str, Ten
     weights = ((split(q) @ split(k).transpose(-1, -2)) / math.sqrt(width // heads) + bias_B11T).softmax(-1)
     context = (weights @ split(v)).transpose(1, 2).reshape(rows, length, width)
     x_BTd = module.attention.output(context, x_BTd)
-    return module.output(module.intermediate(x_BTd), x_BTd)  # type: ignore[no-any-return]
+    return module.output(module.intermediate(x_BTd), x_BTd)  # type: ignore[no-any-return]  # of Transformers
 
 
 def logits(top: nn.Module, params: dict[str, Tensor], hidden: Tensor, mask: Tensor) -> Tensor:

@@ -333,7 +333,7 @@ def what_is_held():
         loss_fn = classes(forward)
         engine(loss_fn, params, batch)
         original = groups.foreach_all_gather
-        groups.foreach_all_gather = lambda *args: calls.append(1) or original(*args)  # noqa: B023
+        groups.foreach_all_gather = lambda *args: calls.append(1) or original(*args)  # noqa: B023  (called in this turn)
         engine(loss_fn, params, batch)
         groups.foreach_all_gather = original
         after = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
@@ -458,7 +458,7 @@ def hugging_face(shard):
         distributed.shard_frozen(model, mesh)
     forward, params = adapters.functionalize(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers has renamed
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     records = {"input_ids": data()["ids"], "labels": data()["ids"], "attention_mask": torch.ones_like(data()["ids"])}
