@@ -239,8 +239,8 @@ def engine_rows(report: dict[str, Any]) -> list[list[str]]:
     found = []
     for name, case in report.get("cases", {}).items():
         timed = {who: one for who, one in case["contestants"].items() if "time" in one}
-        opacus = [who for who in timed if who.startswith("opacus")]
-        best = min(opacus, key=lambda who, timed=timed: timed[who]["time"]["ratio"], default=None)  # type: ignore[misc]
+        opacus = {who: one["time"]["ratio"] for who, one in timed.items() if who.startswith("opacus")}
+        best = min(opacus, key=opacus.__getitem__, default=None)
         cells = [f"{case['title']} ({name})", f"{1e3 * timed['plain']['time']['median_seconds']:.0f}"]
         for who in ("auto", "vmap", best):
             one = timed.get(who or "")

@@ -419,7 +419,7 @@ class _Flops(DispatchMode):
     """Counts the operations of matrix products, attention and convolutions."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = self.convolutions = 0
 
     def __torch_dispatch__(
