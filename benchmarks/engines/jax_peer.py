@@ -49,9 +49,7 @@ def interpreter() -> str:
         return named
     if INSTALLED.exists():
         return str(INSTALLED)
-    raise NotInstalled(
-        f"{NOT_INSTALLED}. Install it with `make jax`, or name an interpreter that has it in {VARIABLE}."
-    )
+    raise NotInstalled(f"{NOT_INSTALLED}. Run `make jax`, or name an interpreter that has JAX Privacy in {VARIABLE}.")
 
 
 def arrays(problem: Problem) -> dict[str, np.ndarray]:
@@ -74,7 +72,8 @@ class Peer:
     """A process that takes steps when it is told to.
 
     Args:
-        problem: its tensors are copied into the process. mode: "plain", "clipped", or "whole" with noise and SGD. microbatch: of JAX Privacy.
+        problem: its tensors are copied into the process. mode: "plain", "clipped", or "whole" with noise and SGD.
+        microbatch: of JAX Privacy.
 
     Raises:
         NotInstalled: there is no JAX. NotImplementedError: the model is not written in jax.numpy, or is not on a CPU.
