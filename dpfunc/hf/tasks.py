@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -291,14 +290,13 @@ def infer_task(model: nn.Module) -> str:
             if name.endswith(ending):
                 _refuse_encoder(base, task)
                 return task
+    writes = getattr(base, "can_generate", lambda: False)
     config = getattr(base, "config", None)
     reads_images = getattr(config, "vision_config", None) is not None
-    writes: Any = getattr(base, "can_generate", None)
-    if writes is not None and writes():
-        writes_apart = bool(getattr(config, "is_encoder_decoder", False))
-        if reads_images != writes_apart:
-            return "vqa" if reads_images else "seq2seq"
-    raise _unknown(base)
+    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
+    if not writes() or reads_images == writes_apart:
+        raise _unknown(base)
+    return "vqa" if reads_images else "seq2seq"
 
 
 def _refuse_encoder(base: nn.Module, task: str) -> None:
