@@ -42,7 +42,7 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     kind = "features" if job.strategy == "head" else "hidden"
     if not isinstance(base, MeanPooledClassifier) or not job.training.cache_mib:
         return records, None
-    if kind == "hidden" and not _cuts(base, job.lora.top_layers, model):
+    if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
         return records, None
     vectors = sum(1 if kind == "features" else len(record["input_ids"]) for record in _all(records))
     needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
@@ -61,9 +61,9 @@ def _all(records: Records) -> list[Mapping[str, Any]]:
     return [*records.train, *records.evaluation]
 
 
-def _cuts(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
-    """True if the layers below the adapters could be cut off, and nothing in them is trained."""
-    if top_layers is None or not base.cut_at(base.config.num_hidden_layers - top_layers):
+def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
+    """True if the layers below the adapters could be divided from the rest, and nothing in them is trained."""
+    if top_layers is None or not base.split_at(base.config.num_hidden_layers - top_layers):
         return False
     upper = [*base.backbone.encoder.layer[base.first_layer :], base.classifier]
     known = {id(p) for module in upper for p in module.parameters()}

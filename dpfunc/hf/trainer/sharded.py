@@ -23,7 +23,7 @@ from dpfunc.functional.fsdp import fsdp_parts
 from dpfunc.hf.trainer.fsdp import Sharding
 
 _AXIS = "dp"
-_UNCUT = "The model was not sharded"
+_NOT_SHARDED = "The model was not sharded"
 _FROZEN = "frozen parameters"
 
 
@@ -35,7 +35,7 @@ class Division:
     frozen: str
 
 
-def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
+def shard_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
     """Shard a model in place with `fully_shard`, after all processes got the values of the first one.
 
     Args:
@@ -56,8 +56,8 @@ def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device:
 
     if ranks is None:
         raise InvalidArgument("Expected several processes to hold the parts of a model, got one.")
-    all_or_none(partial(_refuse_parameters, model), ranks, _UNCUT)
-    names = all_or_none(partial(part_names, model, sharding), ranks, _UNCUT)
+    all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
+    names = all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
     distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")
     mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=(_AXIS,))
     distributed.replicate((*model.parameters(), *model.buffers()), ranks)

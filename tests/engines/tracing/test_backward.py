@@ -22,7 +22,6 @@ from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel
 
 
-
 def gradients(program, batch):
     """Gradients of all values by the loss of a program, with the types of the values; None where it proves nothing."""
     batch = leaves(batch)

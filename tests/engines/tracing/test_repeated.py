@@ -20,7 +20,6 @@ from dpfunc.engines.tracing import repeated, trace
 from dpfunc.errors import UnsupportedModel
 
 
-
 @dataclass
 class Compared:
     """Calls that were answered from memory and typed anew, and the keys of those whose answers differ."""
