@@ -39,7 +39,7 @@ def layer_of(path):
 
 SILENCED = ("# type: ignore", "# noqa", 'filterwarnings("ignore', 'simplefilter("ignore', "mark.skipif(")
 REASON = re.compile(
-    r"# type: ignore\[[a-z, -]+\]  # [\w`]|# noqa: [A-Z0-9, ]+  \(\w|(warnings|simplefilter)\(.*\)  # \w|reason=\"\w"
+    r"# type: ignore\[[a-z, -]+\]  # [\w`]|# noqa: [A-Z0-9, ]+  \(\w|(warnings|simplefilter)\(.*\),?  # \w|reason=\"\w"
 )
 
 
