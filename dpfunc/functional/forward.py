@@ -138,30 +138,25 @@ def _put_back(module: nn.Module) -> Iterator[None]:
     leave them elsewhere.
     """
     places = [
-        (
-            part._parameters,
-            dict(part._parameters),
-            part._buffers,
-            dict(part._buffers),
-            part.__dict__,
-            set(part.__dict__),
-        )
-        for part in module.modules()
-    ]
+        (part, dict(part._parameters), dict(part._buffers), set(part.__dict__)) for part in module.modules()
+    ]  # fmt: skip
     done = False
     try:
         yield
         done = True
     finally:
-        for parameters, own, buffers, held, attributes, names in () if done else places:
-            for name in set(attributes) - names:
-                if name in own or name in held:
-                    del attributes[name]
-            tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ((parameters, own), (buffers, held))
-            for place, before in tables:
-                if place.keys() != before.keys() or any(place[name] is not value for name, value in before.items()):
-                    place.clear()
-                    place.update(before)
+        for part, parameters, buffers, names in () if done else places:
+            for name in (set(part.__dict__) - names) & (parameters.keys() | buffers.keys()):
+                del part.__dict__[name]
+            _restore(part._parameters, parameters)
+            _restore(part._buffers, buffers)
+
+
+def _restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Put into a table of a module what was there before; one that is as it was is not written into."""
+    if table.keys() != before.keys() or any(table[name] is not value for name, value in before.items()):
+        table.clear()
+        table.update(before)
 
 
 def _written(names: Sequence[str]) -> UnsupportedModel:
@@ -217,10 +212,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     refuse_unsupported(module)
     chosen = select(module, trainable)
     refuse_managed(module, chosen)
-    stay = constant(module)
-    others = {
-        name: p for name, p in module.named_parameters() if name not in chosen and p.requires_grad and name not in stay
-    }
+    stay = {*chosen, *constant(module)}
+    others = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in stay}
     buffers = dict(module.named_buffers())
     places = storage_places(module)
     params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}

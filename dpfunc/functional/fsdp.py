@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,19 +51,25 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
     parts = fsdp_parts(module)
     if not parts:
         return {}
-    known: set[int] = set()
-    for part in parts.values():
-        groups = _groups(part)
-        if groups is None:
-            return {
-                name: param
-                for name, param in module.named_parameters()
-                if is_dtensor(param) and any(not prefix or name.startswith(f"{prefix}.") for prefix in parts)
-            }
-        for group in groups:
-            for held in group.fsdp_params:
-                known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
+    groups = [_groups(part) for part in parts.values()]
+    if None in groups:
+        return _split_below(module, parts)
+    known = {id(param) for group in chain.from_iterable(filter(None, groups)) for param in _held(group)}
     return {name: param for name, param in module.named_parameters() if id(param) in known}
+
+
+def _split_below(module: nn.Module, parts: Collection[str]) -> dict[str, Tensor]:
+    """The DTensors of a module below some of its parts, by name."""
+    prefixes = tuple(f"{name}." if name else "" for name in parts)
+    split = {name: param for name, param in module.named_parameters() if is_dtensor(param)}
+    return {name: param for name, param in split.items() if name.startswith(prefixes)}
+
+
+def _held(group: Any) -> Iterator[object]:
+    """The parameters that a group swaps, sharded and whole."""
+    for held in group.fsdp_params:
+        yield held.sharded_param
+        yield getattr(held, "_unsharded_param", None)
 
 
 def _groups(part: Any) -> list[Any] | None:
