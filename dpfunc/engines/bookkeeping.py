@@ -335,13 +335,17 @@ def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: 
     if own is not None:
         check_depends(has_parameter_source() or any((found, uses, own.sums)))
     for reader, grad in found:
-        for target, rep in reader(grad).items():
-            uses.setdefault(target, []).append(rep)
+        _add(uses, reader(grad))
     losses_B = arrived(losses_B.detach())
     collected = collect(tracker, params, uses)
     if own is None or recorder.weights is None:
         return PerSample(losses_B, collected)
     return _with_closed(losses_B, collected, own, recorder.weights)
+
+
+def _add(uses: dict[int, list[PerSampleGrad]], grads: Mapping[int, PerSampleGrad]) -> None:
+    for target, grad in grads.items():
+        uses.setdefault(target, []).append(grad)
 
 
 def _with_closed(
