@@ -112,7 +112,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
     New parameters are drawn from the job's seed, which is public.
 
     Raises:
-        InvalidArgument: no such model, or one of another kind.
+        InvalidArgument: no such model, one of another kind, or one that takes fewer tokens than data.max_length.
         UnsupportedModel: 4 bits without bitsandbytes, or for another strategy.
 
     Guarantees:
@@ -133,6 +133,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
         torch_seed(key_of(job, "model")),
     ):
         config = transformers.AutoConfig.from_pretrained(path, **options, **_changes(job, processing))
+        _check_length(job, config, processing)
         if getattr(config, "quantization_config", None) is not None:
             packed = {}  # the weights in the folder are packed already
         model = _read(job, config, {**options, **packed})
@@ -143,6 +144,23 @@ def load_base(job: Job, processing: Any) -> nn.Module:
             f"{f'quantised weights in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}."
         )
     return model if quantised else model.float()
+
+
+def _check_length(job: Job, config: Any, processing: Any) -> None:
+    """Check that the model has a position for each token: a long record would end the run in the midst of it.
+
+    Raises:
+        InvalidArgument: it has fewer than data.max_length.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if job.task == "vqa" or not isinstance(positions, int) or positions < 1:
+        return
+    most = min(positions, getattr(processing, "model_max_length", positions))
+    if job.data.max_length > most:
+        raise InvalidArgument(
+            f"Expected data.max_length <= {most}, the tokens that the model in {job.model.path!r} takes, got "
+            f"{job.data.max_length}. Longer texts are cut."
+        )
 
 
 def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
