@@ -93,7 +93,11 @@ BAD = {
         r"column 'text' in row 2 of t.jsonl, got none. None of its 1 columns has this name",
     ),
     "no header": ("t.csv", "my secret,spam\nanother secret,ham\n", "a .csv needs a first line with the names"),
-    "a long row": ("t.csv", "label\nham,my secret,secret\n", "at most 1 values in row 1 of t.csv, as its first line has names"),
+    "a long row": (
+        "t.csv",
+        "label\nham,my secret,secret\n",
+        "at most 1 values in row 1 of t.csv, as its first line has names",
+    ),
     "another case": ("t.csv", "secret, Text\nham,my secret\n", "There is ' Text': name it in the section data"),
     "an empty value": ("t.jsonl", '{"text": null, "secret": "a"}', "It is empty, or a list or an object"),
     "deep JSON": ("t.jsonl", '{"text": ' + "[" * 100_000, "another line 1: its values are nested too deeply"),

@@ -178,8 +178,8 @@ def refuse_model(model: nn.Module) -> None:
     if half:
         raise UnsupportedModel(
             f"Expected trained parameters in float32 or bfloat16, got {half[0]!r} in float16, where the squares that "
-            "Adam keeps round to 0 and parameters become infinite. Load it with from_pretrained(..., dtype=torch.float32): "
-            "Transformers takes the type that the folder was saved in."
+            "Adam keeps round to 0 and parameters become infinite. Load it with from_pretrained(..., "
+            "dtype=torch.float32): Transformers takes the type that the folder was saved in."
         )
     refuse_unsupported(model, checkpointing=True)
 
