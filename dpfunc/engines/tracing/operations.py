@@ -79,6 +79,8 @@ ORDERED = frozenset((
     "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy",
     "index_select", "sort", "_pack_padded_sequence", "_pack_padded_sequence_backward",
 ))  # fmt: skip
+# Numbers that follow from Python numbers.
+_COUNTING = frozenset(("arange", "linspace"))
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 
 # By identity: torch hashes operations in Python. The operation is kept, so that its identity is its own.
@@ -108,7 +110,9 @@ def _look_up(func: Any) -> Known:
     shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
     random = draws_numbers(func)
     pure = not (found.written or random or exchange or name in WRITING_STATISTICS) and (
-        found.kind in (Kind.POINTWISE, Kind.FILLED) or (found.kind is Kind.FAMILY and name in PURE)
+        found.kind in (Kind.POINTWISE, Kind.FILLED)
+        or (found.kind is Kind.FAMILY and name in PURE)
+        or (name in _COUNTING and func.namespace == "aten")
     )
     return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)
 

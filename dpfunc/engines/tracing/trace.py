@@ -24,7 +24,7 @@ from dpfunc.engines.guards.draws import Draw, drawn
 from dpfunc.engines.guards.modes import DispatchMode, unseen
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
-from dpfunc.engines.tracing.backward import is_plain, saving_hooked
+from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
 from dpfunc.engines.tracing.credit import WrongGuess, check_credited
 from dpfunc.engines.tracing.entries import (
@@ -45,7 +45,7 @@ from dpfunc.engines.tracing.entries import (
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
-from dpfunc.engines.tracing.repeated import keep, key_of_call, recall
+from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
@@ -57,6 +57,8 @@ from dpfunc.types import Batch
 __all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
 
 _KEPT_INTEGERS = 8
+SEVERAL = "several results"
+"""What is heard of an operation with several results."""
 
 
 @dataclass(eq=False)
@@ -75,10 +77,12 @@ class Trace(DispatchMode):
         constants: numbers of a constant before values of the batch were written into it.
         meshes: meshes of the split layers that were computed. marks: notes of families about tensors.
         numbers_read: the type of the last result depends on the numbers of a constant.
-        heard: names of operations, if somebody asks: empty for those with several results, or whose types do not follow
-            from a key (`repeated`).
+        heard: names of operations, if somebody asks: empty for those whose types do not follow from a key (`repeated`),
+            `SEVERAL` for those with several results.
         clean: no number that can carry a gradient depends on several samples so far, for certain.
         settled: the backward pass is proven by the forward pass.
+        whole: functions of several operations that occur again may run as a whole: the operations inside of them are
+            not followed, which is right only if the step is settled. skipped: one did.
     """
 
     num_samples: int
@@ -100,6 +104,8 @@ class Trace(DispatchMode):
     heard: list[str] | None = None
     clean: bool = True
     settled: bool = False
+    whole: bool = False
+    skipped: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -389,7 +395,12 @@ class Trace(DispatchMode):
         if known.exchange and known.kind is Kind.UNKNOWN:
             type_exchanged(self, known, call)
         elif known.written:
+            heard = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
             write(self, known, call, args)
+            entry = self.entries.get(key_of(args[0])) if heard and not self.numbers_read else None
+            if entry is not None and not is_doubtful(entry[1]):
+                self._hear(known, result)
+                return
         else:
             type_results(self, known, call)
             if key is not None and not self.numbers_read and keep(self, key, call.inputs, result):
@@ -411,7 +422,7 @@ class Trace(DispatchMode):
 
     def _hear(self, known: Known | None, result: object) -> None:
         if self.heard is not None:
-            self.heard.append(known.name if known is not None and type(result) is Tensor else "")
+            self.heard.append("" if known is None else known.name if type(result) is Tensor else SEVERAL)
 
     def store(self, result: Tensor, kind: Type, constant: Constant) -> None:
         """Store the type of a result; `constant` is the kind of constant if it depends on no sample."""
@@ -450,8 +461,15 @@ def following(trace: Trace, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def backward_pass(trace: Trace, losses_B: Tensor, *, hooked: bool) -> Iterator[None]:
-    """Inside of `following`, follow the backward pass of these losses, unless the forward pass proves it."""
-    with _pop_mode_temporarily() if trace.settle(losses_B, hooked) else nullcontext():
+    """Inside of `following`, follow the backward pass of these losses, unless the forward pass proves it.
+
+    Raises:
+        Unsettled: it does not, and operations of the forward pass were not followed.
+    """
+    settled = trace.settle(losses_B, hooked)
+    if trace.skipped and not settled:
+        raise Unsettled
+    with _pop_mode_temporarily() if settled else nullcontext():
         yield
 
 
