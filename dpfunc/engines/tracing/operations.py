@@ -79,6 +79,8 @@ ORDERED = frozenset((
     "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy",
     "index_select", "sort", "_pack_padded_sequence", "_pack_padded_sequence_backward",
 ))  # fmt: skip
+# Numbers that follow from Python numbers.
+_COUNTING = frozenset(("arange", "linspace"))
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 
 _OWN = ("aten", "prims")
@@ -110,7 +112,7 @@ def _look_up(func: Any) -> Known:
     found = _kind_of(func, name, _written_arguments(func._schema.arguments))
     random, exchange = draws_numbers(func), communicates(func)
     shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
-    pure = not random and not exchange and _follows_from_types(found)
+    pure = not random and not exchange and _follows_from_types(found, func.namespace)
     return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)
 
 
@@ -123,11 +125,13 @@ def _written_arguments(arguments: Sequence[Any]) -> tuple[int | str, ...]:
     )
 
 
-def _follows_from_types(known: Known) -> bool:
+def _follows_from_types(known: Known, namespace: str) -> bool:
     """True if the type of the result follows from shapes, types and Python numbers, whatever the numbers are."""
     if known.written or known.name in WRITING_STATISTICS:
         return False
-    return known.kind in (Kind.POINTWISE, Kind.FILLED) or (known.kind is Kind.FAMILY and known.name in PURE)
+    if known.kind is Kind.FAMILY:
+        return known.name in PURE
+    return known.kind in (Kind.POINTWISE, Kind.FILLED) or (known.name in _COUNTING and namespace == "aten")
 
 
 def _composite(func: Any) -> bool:

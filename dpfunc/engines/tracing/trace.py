@@ -24,7 +24,7 @@ from dpfunc.engines.guards.draws import Draw, drawn
 from dpfunc.engines.guards.modes import DispatchMode, unseen
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
-from dpfunc.engines.tracing.backward import is_plain, saving_hooked
+from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
 from dpfunc.engines.tracing.credit import WrongGuess, check_credited
 from dpfunc.engines.tracing.entries import (
@@ -45,7 +45,7 @@ from dpfunc.engines.tracing.entries import (
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
-from dpfunc.engines.tracing.repeated import keep, key_of_call, recall
+from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
@@ -57,6 +57,8 @@ from dpfunc.types import Batch
 __all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
 
 _KEPT_INTEGERS = 8
+SEVERAL = "several results"
+"""What is heard of an operation with several results."""
 
 
 @dataclass(eq=False)
@@ -74,10 +76,12 @@ class Trace(DispatchMode):
         shuffled: rows are in an order that depends on several samples.
         meshes: meshes of the split layers that were computed. marks: notes of families about tensors.
         numbers_read: the type of the last result depends on the numbers of a constant.
-        heard: names of operations, if somebody asks: empty for those with several results, or whose types do not follow
-            from a key (`repeated`).
+        heard: names of operations, if somebody asks: empty for those whose types do not follow from a key (`repeated`),
+            `SEVERAL` for those with several results.
         clean: no number that can carry a gradient depends on several samples so far, for certain.
         settled: the backward pass is proven by the forward pass.
+        whole: functions of several operations that occur again may run as a whole: the operations inside of them are
+            not followed, which is right only if the step is settled. skipped: one did.
     """
 
     num_samples: int
@@ -98,6 +102,8 @@ class Trace(DispatchMode):
     heard: list[str] | None = None
     clean: bool = True
     settled: bool = False
+    whole: bool = False
+    skipped: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -402,11 +408,17 @@ class Trace(DispatchMode):
             self._hear(known, result)
             return
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
+        written = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
         self._type_by_rule(known, call, args, constants)
-        kept = key is not None and not self.numbers_read and keep(self, key, call.inputs, result)
-        self._hear(known if kept else None, result)
+        kept = self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
+        self._hear(known if kept and not self.numbers_read else None, result)
         if split:
             check_complete(self, known, call)
+
+    def _is_certain(self, tensor: Tensor) -> bool:
+        """True if the memory of a tensor has an entry without a doubt."""
+        entry = self.entry_of(tensor)
+        return entry is not None and not is_doubtful(entry)
 
     def _type_by_rule(self, known: Known, call: Call, args: tuple[Any, ...], constants: Tensor | None) -> None:
         """Type all that an operation made or wrote into; `call` has `constants` in place of what was written into."""
@@ -430,7 +442,7 @@ class Trace(DispatchMode):
 
     def _hear(self, known: Known | None, result: object) -> None:
         if self.heard is not None:
-            self.heard.append(known.name if known is not None and type(result) is Tensor else "")
+            self.heard.append("" if known is None else known.name if type(result) is Tensor else SEVERAL)
 
     def store(self, result: Tensor, kind: Type, constant: Constant) -> None:
         """Store the type of a result; `constant` is the kind of constant if it depends on no sample."""
@@ -470,8 +482,15 @@ def following(trace: Trace, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def backward_pass(trace: Trace, losses_B: Tensor, *, hooked: bool) -> Iterator[None]:
-    """Inside of `following`, follow the backward pass of these losses, unless the forward pass proves it."""
-    with _pop_mode_temporarily() if trace.settle(losses_B, hooked) else nullcontext():
+    """Inside of `following`, follow the backward pass of these losses, unless the forward pass proves it.
+
+    Raises:
+        Unsettled: it does not, and operations of the forward pass were not followed.
+    """
+    settled = trace.settle(losses_B, hooked)
+    if trace.skipped and not settled:
+        raise Unsettled
+    with _pop_mode_temporarily() if settled else nullcontext():
         yield
 
 
