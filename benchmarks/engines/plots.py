@@ -11,6 +11,7 @@ import click
 
 from benchmarks.engines.contestants import JAX_PLAIN, NO_SUM, PLAIN
 from benchmarks.engines.report import problems
+from benchmarks.pages import markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,8 +73,7 @@ def picture(report: Record, cases: Sequence[str], kind: str, path: Path) -> None
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], side: str = "---:") -> list[str]:
     """Lines of a Markdown table."""
-    lines = [heads, ["---"] + [side] * (len(heads) - 1), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines] + [""]
+    return [*markdown(heads, rows, side).splitlines(), ""]
 
 
 def cell(result: Record | None, kind: str, best: float | None) -> str:

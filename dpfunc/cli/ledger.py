@@ -15,6 +15,7 @@ import click
 from dpfunc import accounting
 from dpfunc._utils.validation import open_unit, unique_json
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_old_record, is_record
 from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.checkpoint.journal import journal_ledger
@@ -23,7 +24,7 @@ from dpfunc.cli.search_record import Row, note_search, read_search, refuse_metho
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
-_METHODS = click.Choice(["auto", "tilted", "prv", "rdp"])
+_METHODS = click.Choice(ACCOUNTANTS)
 _path_argument = click.argument("path", type=click.Path(exists=True, path_type=Path))
 
 

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
+from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.engines.by_name import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
-from dpfunc.plan import ACCOUNTANTS, Plan
+from dpfunc.plan import Plan
 from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
