@@ -363,9 +363,8 @@ def test_the_lists_of_accountants_agree():
     assert {*accountant.ACCOUNTANTS, "gaussian"} == set(accountant.BOUNDS) < set(accountant.METHODS)
 
 
-@pytest.mark.parametrize(
-    "method", [each for each in accountant.METHODS if each not in ("auto", "prv")]
-)  # that imports opacus, for seconds
+# prv imports opacus, for seconds
+@pytest.mark.parametrize("method", [each for each in accountant.METHODS if each not in ("auto", "prv")])
 def test_each_accountant_answers_itself(method):
     """A name in `Method` without a branch would be answered by another accountant."""
     ledger = Ledger((Event(1.0 if method == "gaussian" else 0.5, 2.0, 3),))

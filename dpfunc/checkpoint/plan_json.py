@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from dpfunc import clipping, sampling
@@ -71,7 +72,7 @@ def _encode(value: object) -> Any:
         return {"kind": "mapping", "items": {str(name): _encode(item) for name, item in value.items()}}
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str, NoneType)):
         return value
     raise _not_ours(type(value).__name__)
 
@@ -102,7 +103,7 @@ def _decode(value: object) -> Any:
             f"Expected the fields {', '.join(sorted(fields))} of {kind}, got it "
             f"{apart(fields - given, given - fields)}."
         )
-    return cls(**{name: _decode(item) for name, item in value.items() if name != "kind"})
+    return cls(**{name: _decode(value[name]) for name in sorted(given)})
 
 
 def _leaves(value: object, path: str = "plan") -> dict[str, Any]:

@@ -164,6 +164,14 @@ def _required_delta(source: _Source) -> float:
     )
 
 
+def _claimed(source: _Source) -> float:
+    if source.record is not None:
+        return source.record.epsilon
+    raise click.UsageError(
+        f"Missing option '--epsilon' / '-e'. {str(source.path)!r} claims no epsilon of its own: name the one to check."
+    )
+
+
 def _note(source: _Source) -> None:
     """Say on stderr what a reader of the numbers must know first."""
     if source.record is not None and source.record.noise_key == GUESSABLE:
@@ -238,15 +246,10 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
         return
     source = _read_source(path)
     _note(source)
-    record = source.record
-    if epsilon is None and record is None:
-        raise click.UsageError(
-            f"Missing option '--epsilon' / '-e'. {str(source.path)!r} claims no epsilon of its own: name the "
-            "one to check."
-        )
-    claim = record.epsilon if epsilon is None and record is not None else float(epsilon or 0)
+    claim = _claimed(source) if epsilon is None else epsilon
     at = _required_delta(source) if delta is None else delta
-    found = accounting.epsilon(source.ledger, at, method or (record.accountant if record is not None else "auto"))
+    recorded = "auto" if source.record is None else source.record.accountant
+    found = accounting.epsilon(source.ledger, at, method or recorded)
     _print_checks(claim, found, [_compare(claim, found), *_consistent(source, claim, at)], as_json)
 
 

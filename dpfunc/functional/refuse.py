@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
@@ -69,9 +69,12 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
     on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
     if on and not checkpointing:
         raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
-    bounded = [
-        name for name, part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
-    ]
+    _refuse_renormalised(parts)
+
+
+def _refuse_renormalised(parts: Sequence[tuple[str, nn.Module]]) -> None:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    bounded = [name for name, part in parts if isinstance(part, kinds) and part.max_norm is not None]
     if bounded:
         raise UnsupportedModel(
             f"The embeddings {shorten(bounded)} have max_norm, which overwrites their weights in each forward pass. "

@@ -104,27 +104,34 @@ def _object(line: str, number: int, path: Path) -> Any:
 def _row(
     row: object, *, columns: Sequence[str], unit: str | None, lists: Sequence[str], number: int, path: Path
 ) -> Row:
+    where = f"in row {number} of {path.name}"
     if not isinstance(row, dict):
-        raise InvalidArgument(f"Expected an object with names in row {number} of {path.name}.")
+        raise InvalidArgument(f"Expected an object with names {where}.")
     values: Row = {}
     for column in columns:
-        value = row.get(column)
-        texts = column in lists and isinstance(value, list) and all(_is_value(each) for each in value)
-        if not texts and not _is_value(value):
-            raise InvalidArgument(
-                f"Expected a text in the column {column!r} in row {number} of {path.name}, got none. "
-                f"{_hint(row, column)}"
-            )
+        value = _value(row, column, column in lists, where)
         if column == unit:
-            _check_unit(value, column, number, path)
-        text = [_text(each) for each in value or ()] if texts else _text(value)
+            _check_unit(value, column, where)
+        text = [_text(each) for each in value] if isinstance(value, list) else _text(value)
         values[column] = json.dumps(text, ensure_ascii=False) if column in lists else str(text)
-        if not values[column].isascii() and any("\ud800" <= sign <= "\udfff" for sign in values[column]):
-            raise InvalidArgument(
-                f"Expected a text in the column {column!r} in row {number} of {path.name}, got half of a surrogate "
-                "pair, which no text has. Write the table as UTF-8 again, or leave the row out."
-            )
+        _check_unicode(values[column], column, where)
     return values
+
+
+def _value(row: dict[str, Any], column: str, several: bool, where: str) -> object:
+    """What a row has in a column: a value, or with `several` also a list of values."""
+    value = row.get(column)
+    if _is_value(value) or (several and isinstance(value, list) and all(map(_is_value, value))):
+        return value
+    raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
+
+
+def _check_unicode(text: str, column: str, where: str) -> None:
+    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise InvalidArgument(
+            f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. Write "
+            "the table as UTF-8 again, or leave the row out."
+        )
 
 
 def _is_value(value: object) -> bool:
@@ -135,17 +142,17 @@ def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
-def _check_unit(value: object, column: str, number: int, path: Path) -> None:
+def _check_unit(value: object, column: str, where: str) -> None:
     """Check the value that says whose record a row is: what two spellings hide would be protected as two people."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).strip():
         raise InvalidArgument(
-            f"Expected a person in the column {column!r} in row {number} of {path.name}: a text that is not empty, or "
-            "a whole number. Leave the row out, or give it a name of its own if it is nobody else's."
+            f"Expected a person in the column {column!r} {where}: a text that is not empty, or a whole number. "
+            " Leave the row out, or give it a name of its own if it is nobody else's."
         )
     if str(value) != str(value).strip():
         raise InvalidArgument(
-            f"Expected a person without spaces around in the column {column!r} in row {number} of {path.name}: with "
-            "and without them a name would be two people."
+            f"Expected a person without spaces around in the column {column!r} {where}: with and "
+            "without them a name would be two people."
         )
 
 

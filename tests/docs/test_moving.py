@@ -12,6 +12,11 @@ from torch import nn
 import dpfunc
 from dpfunc import clipping
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),  # Opacus, in each run
+    pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),  # Opacus, in short runs
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),  # hooks of Opacus on first layers
+]
 PAGES = Path(__file__).parents[2] / "docs" / "moving"
 
 

@@ -58,7 +58,7 @@ def reviewed(function: type[torch.autograd.Function]) -> type[torch.autograd.Fun
 
 def is_plain(losses_B: Tensor) -> bool:
     """True if there is a graph behind the losses, and it has only nodes of `_DERIVATIVES`, and those of engines."""
-    return losses_B.grad_fn is not None and all(_is_plain(type(node)) for node in nodes_behind(losses_B))
+    return losses_B.grad_fn is not None and all(map(_is_plain, map(type, nodes_behind(losses_B))))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from dpfunc.engines.tracing.entries import COARSE_DTYPES, Constant, is_doubtful, key_of
 from dpfunc.engines.tracing.operations import Known
-from dpfunc.engines.tracing.rows import Stored
+from dpfunc.engines.tracing.rows import Mixed, Stored
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
@@ -69,29 +69,10 @@ def key_of_values(trace: Trace, names: tuple[object, ...], values: tuple[Any, ..
 
 
 def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
-    entries = trace.entries
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            if value.layout is not torch.strided:
-                raise _Unkeyed
-            key = value.untyped_storage()._cdata
-            entry = entries.get(key)
-            if entry is None:
-                if key not in trace.untraced_memory:
-                    trace.type_of(value)
-                found.append(0)
-            else:
-                stored = entry[1]
-                if type(stored) is Stored:
-                    if stored.ids is not None or is_doubtful(stored):
-                        raise _Unkeyed
-                    found += (stored.base, stored.step, stored.count, stored.end, value.storage_offset())
-                elif type(stored) is Constant and stored in _CONSTANTS:
-                    found.append(_CONSTANTS[stored])
-                else:
-                    raise _Unkeyed
-            found += (value.shape, value.stride(), value.dtype)
+            found += (*_memory_of(trace, value), value.shape, value.stride(), value.dtype)
         elif kind in _PLAIN:
             found.append(value)
         elif kind is list or kind is tuple:
@@ -99,6 +80,29 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
             _collect(trace, value, found)
         else:
             raise _Unkeyed
+
+
+def _memory_of(trace: Trace, tensor: Tensor) -> tuple[object, ...]:
+    """The samples of the memory of a tensor, and where it lies there, as numbers."""
+    if tensor.layout is not torch.strided:
+        raise _Unkeyed
+    key = tensor.untyped_storage()._cdata
+    known = trace.entries.get(key)
+    if known is None:
+        if key not in trace.untraced_memory:
+            trace.type_of(tensor)
+        return (0,)
+    entry = known[1]
+    if type(entry) is Stored and _is_regular(entry):
+        return (entry.base, entry.step, entry.count, entry.end, tensor.storage_offset())
+    if type(entry) is Constant and entry in _CONSTANTS:
+        return (_CONSTANTS[entry],)
+    raise _Unkeyed
+
+
+def _is_regular(entry: Stored) -> bool:
+    """True for rows 0, 1, 2, ... without a doubt: all that a rule may read of them are a few numbers."""
+    return entry.ids is None and not is_doubtful(entry)
 
 
 def recall(trace: Trace, key: object, result: Any) -> bool | None:
@@ -119,7 +123,7 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:
     coarse = False
     for answer, tensor in zip(answers, results, strict=True):
         storage = tensor.untyped_storage()
-        coarse = coarse or answer.coarse
+        coarse |= answer.coarse
         trace.entries[storage._cdata] = StorageWeakRef(storage), answer.entry
     return coarse
 
@@ -134,19 +138,20 @@ def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> bo
     given = {key_of(tensor) for tensor in inputs}
     answers = []
     for tensor in results:
-        if type(tensor) is not Tensor or tensor.storage_offset() or key_of(tensor) in given:
+        answer = None if type(tensor) is not Tensor or key_of(tensor) in given else _answer(trace, tensor)
+        if answer is None:
             return False
-        entry = trace.entries.get(key_of(tensor))
-        if entry is None:
-            return False
-        kind = entry[1]
-        if isinstance(kind, Stored):
-            if kind.ids is not None or kind.end or is_doubtful(kind):
-                return False
-        elif not isinstance(kind, Constant) or kind not in _CONSTANTS:
-            return False
-        answers.append(_Answer(tensor.shape, tensor.stride(), kind, tensor.dtype in COARSE_DTYPES))
+        answers.append(answer)
     if len(_answers) >= KEPT:
         _answers.clear()
     _answers[key] = tuple(answers)
     return True
+
+
+def _answer(trace: Trace, tensor: Tensor) -> _Answer | None:
+    """All that is kept of a result in new memory; None if its type is more than a few numbers."""
+    entry = trace.entry_of(tensor)
+    if tensor.storage_offset() or entry is None or isinstance(entry, Mixed):
+        return None
+    regular = not entry.end and _is_regular(entry) if isinstance(entry, Stored) else entry in _CONSTANTS
+    return _Answer(tensor.shape, tensor.stride(), entry, tensor.dtype in COARSE_DTYPES) if regular else None
