@@ -131,3 +131,15 @@ def test_a_copy_of_constants_counts_for_one_write_only():
     with quiet():
         result = bookkeeping(unproven="audit")(loss_fn, {"w": torch.ones(3)}, torch.randn(4, 3))
     assert "other values differ between positions" in result.doubts[0]
+
+
+def test_positions_of_different_samples_are_mixed():
+    table, order = torch.randn(5, 5), torch.tensor([1, 0, 3, 2])
+
+    def loss_fn(params, batch):
+        rows, columns = batch[:, 0].long(), batch[:, 1].long()
+        return (batch @ params["w"]) * table[rows, columns[order]]
+
+    with quiet():
+        result = bookkeeping(unproven="audit")(loss_fn, {"w": torch.ones(2)}, torch.randint(5, (4, 2)).float())
+    assert "at positions of different samples" in result.doubts[0]
