@@ -483,6 +483,13 @@ LAYERS: dict[str, Layer] = {
     "einsum btd,hde->bhte": op(lambda p, x: torch.einsum("btd,hde->bhte", x, p["w"]), tokens(), w=(2, D, OUT)),
     "einsum bi,i->b": op(lambda p, x: torch.einsum("bi,i->b", x, p["w"]), vectors(), w=(D,)),
     "einsum bi,i->bi": op(lambda p, x: torch.einsum("bi,i->bi", x, p["w"]), vectors(), w=(D,)),
+    "tensordot, one axis": op(lambda p, x: torch.tensordot(x, p["w"], dims=1), tokens(), w=(D, OUT)),
+    "tensordot, parameter first": op(
+        lambda p, x: torch.tensordot(p["w"], x, dims=([1], [2])).movedim(0, -1), tokens(), w=(OUT, D)
+    ),
+    "tensordot, two axes": op(
+        lambda p, x: torch.tensordot(x[..., None] * x[..., None, :], p["w"], dims=2), tokens(), w=(D, D, OUT)
+    ),
     "einsum with spaces": op(lambda p, x: torch.einsum("b t i, i o -> b t o", x, p["w"]), tokens(), w=(D, OUT)),
     "bmm of experts": op(routed(lambda x, p: torch.bmm(x, p["w"])), tokens(), w=(2, D, OUT)),
     "bmm of experts, T * B": op(routed_minor, tokens(), w=(2, D, OUT)),

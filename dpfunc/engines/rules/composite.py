@@ -7,9 +7,11 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch.nn import functional as F
 
 from dpfunc.engines.rules.bags import embedding_bag
+from dpfunc.engines.rules.contractions import tensordot
 from dpfunc.engines.rules.distances import DISTANCES
 from dpfunc.engines.rules.recurrent import CELLS, RECURRENT
 from dpfunc.engines.rules.sampling import sampler
@@ -33,6 +35,7 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: without_dispatch(F.multi_head_attention_forward),
     F.embedding_bag: embedding_bag,
     F.grid_sample: sampler(without_dispatch(F.grid_sample)),
+    torch.tensordot: tensordot,
     **DISTANCES,
     **RECURRENT,
     **CELLS,
