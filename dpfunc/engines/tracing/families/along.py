@@ -195,7 +195,7 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
         ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_det",
          "linalg_matrix_exp", "_linalg_slogdet", "linalg_eig", "linalg_lu_factor_ex", "cholesky_inverse",
-         "_cholesky_solve_helper"),
+         "_cholesky_solve_helper", "linalg_lstsq", "linalg_pinv"),
         _last_axes(2),
     ),
 }  # fmt: skip
