@@ -54,3 +54,10 @@ def test_the_table_is_the_committed_result(benchmark):
     assert results
     for result in results:
         assert benchmark.line(result) in DOCUMENT
+
+
+def test_the_table_of_batches_is_the_committed_result():
+    results = json.loads(rules.BATCHES.read_text("utf-8"))
+    assert [result["data"] for result in results] == list(rules.FULL)
+    for result in results:
+        assert rules.line_of_batches(result) in DOCUMENT
