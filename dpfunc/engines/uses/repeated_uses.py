@@ -77,18 +77,19 @@ def key_of_function(
     kwargs: Mapping[str, Any],
 ) -> object:
     """The key of a call; None if it goes the long way."""
-    if func not in _repeatable or RULES.get(func) is not _OWN.get(func) or _is_watched():
+    if func not in _repeatable or RULES.get(func) is not _OWN.get(func) or _is_watched(trace):
         return None
     if kwargs:
         return key_of_values(trace, (func, len(args), *kwargs), (*args, *kwargs.values()), tracked)
     return key_of_values(trace, (func, len(args)), args, tracked)
 
 
-def _is_watched() -> bool:
-    """True where more than one trace takes part in an operation, or no graph is made."""
+def _is_watched(trace: Trace) -> bool:
+    """True where more than this trace takes part in an operation, or other than it, or no graph is made."""
     return (
         not torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack() != 1
+        or torch._C._get_dispatch_stack_at(0) is not trace
         or torch._C._len_torch_function_stack() != 0
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
