@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 END = "<!-- end -->"
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def row(cells: Iterable[object]) -> str:
+    """A row of a table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]], side: str = "---") -> str:
+    """A table; `side` aligns all columns but the first."""
+    return "\n".join(map(row, [heads, ["---"] + [side] * (len(heads) - 1), *rows]))
 
 
 def filled(text: str, tables: Mapping[str, str]) -> str:
@@ -26,5 +30,5 @@ def filled(text: str, tables: Mapping[str, str]) -> str:
         if not place.search(text):
             raise ValueError(f"Expected {begin} in the document.")
         block = f"{begin}\n{table}\n{END}"
-        text = place.sub(lambda match, block=block: block, text)  # type: ignore[misc]
+        text = place.sub(block.replace("\\", r"\\"), text)  # a backslash would name a group
     return text

@@ -218,6 +218,11 @@ class Compiler:
         return step
 
 
+def _origin(error: BaseException) -> BaseException:
+    """The error that others wrap: the compiler's own say only that there was one."""
+    return error if error.__cause__ is None else _origin(error.__cause__)
+
+
 @dataclass
 class _Compiled:
     """Core for microbatches of one shape. Each compilation is compared with an eager step on all its rows.
@@ -283,7 +288,7 @@ class _Compiled:
         except (RuntimeError, UnsupportedModel) as error:
             if not self.forgiving:
                 raise
-            self.reason = f"it cannot be compiled: {str(error).strip().splitlines()[0]}"
+            self.reason = f"it cannot be compiled: {str(_origin(error)).strip().splitlines()[0]}"
             return None
 
     def _trace(self, params: Params, microbatch: Batch) -> Callable[[Params, Batch, Tensor], Sums]:
@@ -414,7 +419,7 @@ class _Flops(DispatchMode):
     """Counts the operations of matrix products, attention and convolutions."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = self.convolutions = 0
 
     def __torch_dispatch__(

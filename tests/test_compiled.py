@@ -358,7 +358,7 @@ def test_what_cannot_be_compiled_stays_eager(monkeypatch):
     def broken(core):
         def run(*args):
             tried.append(1)
-            raise RuntimeError("no C++ compiler\nand more")
+            raise RuntimeError("observed: no C++ compiler") from OSError("no C++ compiler\nand more")
 
         return run
 

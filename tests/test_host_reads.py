@@ -111,7 +111,7 @@ def test_two_reads_in_a_later_step(reads, tmp_path, lora, with_journal, device):
             for name, p in params.items():
                 p -= 0.1 * grads[name]
         results = []
-        seen = reads(lambda: results.append(step(params, batch, state)))  # noqa: B023
+        seen = reads(lambda: results.append(step(params, batch, state)))  # noqa: B023  (called at once)
         assert step.decision.engine == "bookkeeping"
         assert sum(seen.values()) <= 2, seen
         grads, state = results[0].grads, results[0].state

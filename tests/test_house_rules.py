@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ GLOBAL_RNG_ALLOWED = {"rng.py"}
 def layer_of(path):
     relative = path.relative_to(ROOT)
     return relative.parts[0].removesuffix(".py") if relative.parts[0] != "__init__.py" else "__init__"
+
+
+SILENCED = ("# type: ignore", "# noqa", 'filterwarnings("ignore', 'simplefilter("ignore', "mark.skipif(")
+REASON = re.compile(
+    r"# type: ignore\[[a-z, -]+\]  # [\w`]|# noqa: [A-Z0-9, ]+  \(\w|(warnings|simplefilter)\(.*\)  # \w|reason=\"\w"
+)
 
 
 @functools.cache
@@ -153,6 +160,25 @@ def test_tests_named_in_docstrings_exist():
                 function = name.split("::")[-1]
                 if not function.endswith("_py"):
                     assert any(f"def {function}" in text for text in sources.values()), f"{path} names {function}"
+
+
+def test_what_is_silenced_has_a_reason():
+    """A rule that is not kept, a warning that is not shown or a test that is not run says why, beside it.
+
+    Of warnings, the line above may say it. A mark of a test names the warning.
+    """
+    silent = []
+    for folder in ("dpfunc", "tests", "benchmarks", "tools", "examples"):
+        for path in (ROOT.parent / folder).rglob("*.py"):
+            lines = path.read_text().splitlines()
+            for number, line in enumerate(lines):
+                if path != Path(__file__) and any(word in line for word in SILENCED):
+                    rest = "".join(lines[number : number + 4]) if "skipif" in line else line
+                    above = "warnings" in line and lines[number - 1].lstrip().startswith("# ")
+                    named = '.mark.filterwarnings("ignore")' not in line
+                    if not (named and (above or REASON.search(rest))):
+                        silent.append(f"{path}:{number + 1}: {line.strip()}")
+    assert silent == []
 
 
 def test_slow_tests_are_marked_in_their_files():

@@ -37,7 +37,6 @@ def test_a_run_with_a_key_that_everybody_knows_says_so():
         dp_step.init(params(), secure_key())
 
 
-@pytest.mark.filterwarnings("ignore::dpfunc.errors.InsecureKeyWarning")
 def test_a_known_key_is_marked(tmp_path):
     """In what is printed, and after a resume."""
     for key, said in ((insecure_key(0), "Key(hidden, guessable)"), (secure_key(), "Key(hidden)")):

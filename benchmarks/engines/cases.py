@@ -11,7 +11,7 @@ import torch
 from benchmarks.engines.conv_nets import mnist_net, plain_convnet, residual_net, vgg
 from benchmarks.engines.layer_cases import LAYERS, layer_problem
 from benchmarks.engines.problem import Problem
-from benchmarks.engines.transformer_nets import bag_of_words, bert, decoder, gpt2, vit
+from benchmarks.engines.transformer_nets import bag_of_words, bert, decoder, gpt2, perceptron, vit
 
 SEED = 20
 
@@ -78,6 +78,12 @@ CASES: dict[str, Case] = {
     "embed": Case(
         "Classifier on a table of 50000 embeddings, all parameters", bag_of_words, 32,
         {"vocabulary": 50000, "width": 256, "length": 64}, {"vocabulary": 100, "width": 8, "length": 6},
+    ),
+    "perceptron": Case("Perceptron, 3 layers, all parameters", perceptron, 64, {"width": 256}, {"width": 8}),
+    "small": Case(
+        "Llama-style decoder, 2 layers, 32 tokens, LoRA", decoder, 8,
+        {"layers": 2, "width": 64, "hidden": 128, "length": 32, "vocabulary": 128, "norm": "rms", "lora": True},
+        {**TINY_LLAMA, "lora": True},
     ),
     "resnet18": Case(
         "ResNet18, 32x32, all parameters", residual_net, 32,

@@ -1,7 +1,8 @@
-"""Who takes part: the step without privacy, dpfunc's engines, and Opacus. Each may change the module it gets."""
+"""Who takes part: the step without privacy, dpfunc's engines, Opacus, JAX. Each may change the module it gets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dpfunc
+from benchmarks.engines.jax_peer import NotInstalled, Peer
 from benchmarks.engines.problem import Problem, trained
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Flat
@@ -19,20 +21,40 @@ PLAIN_COMPILED = "plain-compiled"
 COMPILED = "bookkeeping-compiled"
 ENGINES = ("vmap", "loop", "bookkeeping", "ghost", "auto", COMPILED)
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-functorch")
-NAMES = (PLAIN, PLAIN_COMPILED, *ENGINES, *OPACUS)
+JAX_PLAIN = "jax-plain"
+JAX_PRIVACY = "jax-privacy"
+JAX = (JAX_PLAIN, JAX_PRIVACY, *(f"{JAX_PRIVACY}/{size}" for size in (1, 4, 8)))
+WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX = "whole-plain", "whole-dpfunc", "whole-jax"
+WHOLE = (WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
+NAMES = (PLAIN, PLAIN_COMPILED, *ENGINES, *OPACUS, *JAX, *WHOLE)
+NO_SUM = (PLAIN, PLAIN_COMPILED, WHOLE_PLAIN)  # nothing that could be compared with the truth
+_TAKES_MICROBATCH = (*ENGINES, JAX_PRIVACY, WHOLE_JAX)
+
+
+def _as_returned(result: Any) -> Any:
+    return result
+
+
+def _nothing() -> None:
+    pass
 
 
 class Contestant(NamedTuple):
     """A prepared step.
 
     Args:
-        step: one step; returns the clipped sum, or for the plain step nothing. clear: drop what a step leaves behind.
-        bound: the clip norm that is kept to.
+        step: one step. clear: drop what a step leaves behind. bound: the clip norm that is kept to.
+        sums: the clipped sum from what a step returned; without privacy the sum, or None where it is not looked at.
+        close: at the end. memory: measures a step whose memory torch does not see. facts: for the result file.
     """
 
-    step: Callable[[], Mapping[str, Tensor] | None]
+    step: Callable[[], Any]
     clear: Callable[[], None]
     bound: float
+    sums: Callable[[Any], Mapping[str, Tensor] | None] = _as_returned
+    close: Callable[[], None] = _nothing
+    memory: Callable[[], dict[str, float]] | None = None
+    facts: Mapping[str, Any] = {}
 
 
 def plain(problem: Problem, *, compiled: bool = False) -> Contestant:
@@ -124,11 +146,59 @@ def opacus_ghost(problem: Problem) -> Contestant:
     return Contestant(step, clear, problem.clip_norm)
 
 
+def whole_plain(problem: Problem) -> Contestant:
+    """The plain step, and SGD; its rate is zero, so that each step starts from the same weights."""
+    inner, optimizer = plain(problem), torch.optim.SGD(trained(problem.module).values(), lr=0.0)
+
+    def step() -> None:
+        inner.step()
+        optimizer.step()
+
+    return Contestant(step, inner.clear, inner.bound)
+
+
+def whole_dpfunc(problem: Problem) -> Contestant:
+    """A private step of the default engine with noise from a secure key, its records and the ledger; then SGD."""
+    loss_fn, params = problem.functional()
+    batch, clip = (problem.inputs, problem.targets), Flat(clip_norm=problem.clip_norm)
+    sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
+    plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
+    dp_step = dpfunc.make_dp_step(loss_fn, plan)
+    state = dp_step.init(params, key=dpfunc.secure_key())
+    optimizer = torch.optim.SGD(params.values(), lr=0.0)
+
+    def step() -> None:
+        nonlocal state
+        grads, state, _ = dp_step(params, batch, state)
+        for name, param in params.items():
+            param.grad = grads[name]
+        optimizer.step()
+
+    def clear() -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def sums(result: object) -> Mapping[str, Tensor]:
+        return make_clipped_grad(loss_fn, clip, engine=dpfunc.engines.auto())(params, batch)[0].sums
+
+    return Contestant(step, clear, problem.clip_norm * (1 - SLACK), sums)
+
+
+def jax(problem: Problem, name: str) -> Contestant:
+    """JAX in a process of its own: the mean gradient, the clipped sum of JAX Privacy, or a whole step around it."""
+    base, _, size = name.partition("/")
+    mode = {JAX_PLAIN: "plain", JAX_PRIVACY: "clipped", WHOLE_JAX: "whole"}[base]
+    peer = Peer(problem, mode, int(size) if size else None)
+    bound = math.inf if base == JAX_PLAIN else problem.clip_norm
+    sums, facts = lambda result: peer.sums(), {"versions": peer.versions}
+    return Contestant(peer.step, _nothing, bound, sums, peer.close, peer.memory, facts)
+
+
 def known(name: str) -> bool:
     """Whether a contestant of this name exists: an engine may carry its microbatch, as in `bookkeeping/4`."""
     base, slash, size = name.partition("/")
     if slash:
-        return base in ENGINES and (size in ("none", "auto") or (size.isdigit() and int(size) > 0))
+        named = size in ("none", "auto") and base in ENGINES
+        return base in _TAKES_MICROBATCH and (named or (size.isdigit() and int(size) > 0))
     return name in NAMES
 
 
@@ -153,6 +223,12 @@ def prepare(name: str, problem: Problem, microbatch_size: str = "none") -> Conte
         return plain(problem, compiled=name == PLAIN_COMPILED)
     if base in ENGINES:
         return ours(problem, base, microbatch_of(name, microbatch_size))
+    if name == WHOLE_PLAIN:
+        return whole_plain(problem)
+    if name == WHOLE_DPFUNC:
+        return whole_dpfunc(problem)
+    if base in (*JAX, WHOLE_JAX):
+        return jax(problem, name)
     if name == "opacus-ghost":
         return opacus_ghost(problem)
     return opacus_instantiated(problem, functorch=name == "opacus-functorch")
@@ -161,5 +237,7 @@ def prepare(name: str, problem: Problem, microbatch_size: str = "none") -> Conte
 def reason(error: BaseException) -> str:
     """Why a contestant does not run, in one line."""
     lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, NotInstalled):
+        return f"x: {lines[0]}"
     text = f"{type(error).__name__}: {lines[0].strip()}"
     return "x: " + (text if len(text) <= 180 else text[:177] + "...")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from benchmarks.engines.problem import Problem, classification, images
 
 CLASSES = 10
+LIKE_W3 = "a larger network of the layers of w3, which JAX Privacy was measured on"
 # Numbers are channels of 3x3 convolutions, "M" halves the image (Simonyan and Zisserman 2015, Table 1).
 VGG = {
     11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
@@ -32,7 +33,8 @@ def plain_convnet(batch_size: int, *, widths: tuple[int, ...], image: int) -> Pr
     for width in widths:
         layers += [*conv(before, width, 3), nn.ReLU(), *conv(width, width, 3, stride=2), nn.ReLU()]
         before = width
-    return Problem(nn.Sequential(*layers, *head(before)), *images(batch_size, image, CLASSES), classification)
+    body = nn.Sequential(*layers, *head(before))
+    return Problem(body, *images(batch_size, image, CLASSES), classification, jax_model="convnet")
 
 
 def vgg(batch_size: int, *, depth: int, image: int, divide: int) -> Problem:
@@ -46,7 +48,8 @@ def vgg(batch_size: int, *, depth: int, image: int, divide: int) -> Problem:
             width = entry // divide
             layers += [*conv(before, width, 3), nn.ReLU()]
             before = width
-    return Problem(nn.Sequential(*layers, *head(before)), *images(batch_size, image, CLASSES), classification)
+    body = nn.Sequential(*layers, *head(before))
+    return Problem(body, *images(batch_size, image, CLASSES), classification, no_jax_model=LIKE_W3)
 
 
 def mnist_net(batch_size: int, *, widths: tuple[int, int, int]) -> Problem:
@@ -57,7 +60,7 @@ def mnist_net(batch_size: int, *, widths: tuple[int, int, int]) -> Problem:
         *(nn.Conv2d(first, second, 4, stride=2), nn.ReLU(), nn.MaxPool2d(2, stride=1)),
         *(nn.Flatten(), nn.Linear(16 * second, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)),
     )
-    return Problem(body, *images(batch_size, 28, CLASSES, channels=1), classification)
+    return Problem(body, *images(batch_size, 28, CLASSES, channels=1), classification, jax_model="mnist")
 
 
 class Residual(nn.Module):
@@ -100,4 +103,5 @@ def residual_net(batch_size: int, *, kind: str, widths: tuple[int, ...], blocks:
         for block in range(blocks):
             layers.append(make(before, width, 2 if stage > 0 and block == 0 else 1))
             before = width
-    return Problem(nn.Sequential(*layers, *head(before)), *images(batch_size, image, CLASSES), classification)
+    body = nn.Sequential(*layers, *head(before))
+    return Problem(body, *images(batch_size, image, CLASSES), classification, no_jax_model=LIKE_W3)

@@ -103,4 +103,5 @@ def layer_problem(batch_size: int, *, layer: str, divide: int) -> Problem:
             nn.init.normal_(param, mean=0.5, std=0.2)
     with torch.no_grad():
         targets = 3.0 * torch.randn_like(module(inputs))
-    return Problem(module, inputs, targets, squared_error, stand_in)
+    why = "a single layer; whole models are compared"
+    return Problem(module, inputs, targets, squared_error, stand_in, no_jax_model=why)

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.engines.contestants import PLAIN, PLAIN_COMPILED
+from benchmarks.engines.contestants import JAX_PLAIN, NO_SUM, PLAIN
 from benchmarks.engines.report import problems
+from benchmarks.pages import markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = Mapping[str, Any]
-PEERS = "opacus"
+PEERS = ("opacus", "jax", "whole-jax")
+NOT_PRIVATE = (*NO_SUM, JAX_PLAIN)
 MARKERS = "ovsD^P*X"
 KINDS = {"time": "time of a step", "memory": "peak memory over the model"}
 
@@ -70,8 +72,7 @@ def picture(report: Record, cases: Sequence[str], kind: str, path: Path) -> None
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], side: str = "---:") -> list[str]:
     """Lines of a Markdown table."""
-    lines = [heads, ["---"] + [side] * (len(heads) - 1), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines] + [""]
+    return [*markdown(heads, rows, side).splitlines(), ""]
 
 
 def cell(result: Record | None, kind: str, best: float | None) -> str:
@@ -97,7 +98,7 @@ def ratio_rows(report: Record, cases: Sequence[str], kind: str) -> list[list[str
         if "peak_mib" in base:
             unit = f"{base['peak_mib']:.1f} MiB"
         others = [name for name in contestants(report, cases) if name != PLAIN]
-        private = [name for name in others if name != PLAIN_COMPILED]
+        private = [name for name in others if name not in NOT_PRIVATE]
         ratios = [value for name in private if (value := ratio(report, case, name, kind)) is not None]
         best = min(ratios, default=None)
         rows.append([case, unit, *(cell(found.get(name), kind, best if name in private else None) for name in others)])
@@ -136,8 +137,9 @@ def page(report: Record) -> str:
         "",
         f"{where}; {', '.join(f'{name} {number}' for name, number in versions.items())}. Ratios to the step without "
         "privacy, on the same tensors in the same run: time is the median over interleaved rounds of the ratio within "
-        "a round, memory the peak of torch's allocator over the built model. Bold: the least of all private ones. "
-        "Every sum was first compared with a loop over single samples.",
+        "a round, memory the peak of torch's allocator over the built model; for JAX it is the peak resident memory of "
+        "its process during a step over what was there before. Bold: the least of all private ones. Every sum was "
+        "first compared with a loop over single samples.",
         "",
     ]
     if report["quick"]:

@@ -21,8 +21,9 @@ class Problem:
     Args:
         module: called as `module(inputs)`. inputs, targets: samples on axis 0.
         losses: `(output, targets) -> (B,)`.
-        clip_norm: to which everybody clips.
         stand_in: builds the layer with the same parameters that a library has in place of torch's own, if any.
+        jax_model: name of the same model in `jax_side/models.py`; or empty. no_jax_model: then, why.
+        clip_norm: to which everybody clips.
     """
 
     module: nn.Module
@@ -30,6 +31,8 @@ class Problem:
     targets: Tensor
     losses: Callable[[Tensor, Tensor], Tensor]
     stand_in: Callable[[nn.Module], nn.Module] | None = None
+    jax_model: str = ""
+    no_jax_model: str = ""
     clip_norm: float = 1.0
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import (
+    NO_SUM,
     PLAIN,
-    PLAIN_COMPILED,
     Contestant,
     microbatch_of,
     opacus_module,
@@ -56,7 +58,7 @@ TruthOf = Callable[[str], Truth]
 
 def truths(problem: Problem) -> TruthOf:
     """What is right for a contestant, and for its layers where it brings its own; each computed once."""
-    bounds = (problem.clip_norm, problem.clip_norm * (1 - SLACK))
+    bounds = (problem.clip_norm, problem.clip_norm * (1 - SLACK), math.inf)
     kept: dict[bool, Truth] = {}
 
     def truth(name: str) -> Truth:
@@ -78,27 +80,30 @@ def seconds_of_a_step(contestant: Contestant) -> float:
     return seconds
 
 
-def admit(name: str, problem: Problem, truths: tuple[TruthOf, TruthOf], settings: Settings) -> Any:
+def admit(name: str, problem: Problem, truths: tuple[TruthOf, TruthOf], settings: Settings, at_end: ExitStack) -> Any:
     """Set a contestant up and compare its sum with the truth.
 
     Where float32 is off by more than is allowed, float64 decides: in networks with kinks (ReLU, max pooling) the last
-    digit of an activation can switch a unit, for everybody in the same way.
+    digit of an activation can switch a unit, for everybody in the same way. What was set up is closed `at_end`.
 
     Returns:
         `(contestant or None, record)`; the record's status is "ok", "wrong: <relative error>" or "x: <reason>".
     """
     try:
         contestant = prepare(name, problem.copy(), settings.microbatch)
-        if name in (PLAIN, PLAIN_COMPILED):
+        at_end.callback(contestant.close)
+        if name in NO_SUM:
             return contestant, {"status": "ok"}
         start = time.perf_counter()
-        sums = contestant.step()
+        result = contestant.step()
         first = time.perf_counter() - start  # engines look at a new loss and at new shapes
-        record = {"status": "ok", "relative_error": truths[0](name).error(sums, contestant.bound)}
+        error = truths[0](name).error(contestant.sums(result), contestant.bound)
+        record = {"status": "ok", "relative_error": error, **contestant.facts}
         contestant.clear()
         if not record["relative_error"] <= TOLERANCE:
             wide = prepare(name, problem.double(), settings.microbatch)
-            record["relative_error_float64"] = truths[1](name).error(wide.step(), wide.bound)
+            at_end.callback(wide.close)
+            record["relative_error_float64"] = truths[1](name).error(wide.sums(wide.step()), wide.bound)
     except Exception as caught:  # noqa: BLE001  (a contestant may fail in any way; that is its result)
         return None, {"status": reason(caught)}
     record["first_step_seconds"] = first
@@ -166,12 +171,12 @@ def run_case(case: str, contestants: Sequence[str], settings: Settings, say: Say
     problem = replace(problem, clip_norm=statistics.median_low(Truth.of(problem.module, problem, ()).norms))
     record.update(problem.sizes(), clip_norm=problem.clip_norm)
     record.update(rounds=settings.rounds, microbatch=settings.microbatch)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as at_end:
         warnings.simplefilter("ignore")  # hooks on layers whose input needs no gradient, and the like
         both = truths(problem), truths(problem.double())
         admitted, results = {}, {}
         for name in names:
-            contestant, results[name] = admit(name, problem, both, settings)
+            contestant, results[name] = admit(name, problem, both, settings, at_end)
             if contestant is not None:
                 admitted[name] = contestant
             say(f"parity {name}")

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from benchmarks.engines.problem import Problem, classification, images, next_token, text
 
 LORA_RANK = 8
+HUGGING_FACE = "a class of Hugging Face's Transformers, which has no version for JAX"
 
 
 class LoRALinear(nn.Module):
@@ -138,7 +139,7 @@ def decoder(
     module: nn.Module = nn.Sequential(nn.Embedding(vocabulary, width), *blocks, make_norm(norm, width), head)
     if lora:
         module = add_lora(module, r"\.(q|k|v|o|gate|up|down)$", rank)
-    return Problem(module, *text(batch_size, length, vocabulary), next_token)
+    return Problem(module, *text(batch_size, length, vocabulary), next_token, jax_model="decoder")
 
 
 class ViT(nn.Module):
@@ -174,7 +175,7 @@ def vit(batch_size: int, *, image: int, patch: int, width: int, layers: int, lor
     module: nn.Module = ViT(image, patch, width, layers, 10)
     if lora:
         module = add_lora(module, r"\.(q|k|v|o|up|down)$")
-    return Problem(module, *images(batch_size, image, 10), classification)
+    return Problem(module, *images(batch_size, image, 10), classification, jax_model="vit")
 
 
 class Logits(nn.Module):
@@ -206,7 +207,8 @@ def gpt2(batch_size: int, *, layers: int, width: int, length: int, vocabulary: i
         bos_token_id=0,
         eos_token_id=0,
     )
-    return Problem(Logits(GPT2LMHeadModel(config)), *text(batch_size, length, vocabulary), next_token)
+    module = Logits(GPT2LMHeadModel(config))
+    return Problem(module, *text(batch_size, length, vocabulary), next_token, no_jax_model=HUGGING_FACE)
 
 
 class BertLogits(Logits):
@@ -234,7 +236,8 @@ def bert(batch_size: int, *, layers: int, width: int, length: int, vocabulary: i
     )
     model = BertForSequenceClassification(config)
     module = add_lora(BertLogits(model), r"encoder\.layer\..*(query|key|value|dense)$", also_train=r"classifier\.")
-    return Problem(module, text(batch_size, length, vocabulary)[0], torch.randint(2, (batch_size,)), classification)
+    ids, targets = text(batch_size, length, vocabulary)[0], torch.randint(2, (batch_size,))
+    return Problem(module, ids, targets, classification, no_jax_model=HUGGING_FACE)
 
 
 class MeanEmbedding(nn.Module):
@@ -254,4 +257,12 @@ def bag_of_words(batch_size: int, *, vocabulary: int, width: int, length: int) -
     """A classifier most of which is its embedding table."""
     module = nn.Sequential(MeanEmbedding(vocabulary, width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     ids, _ = text(batch_size, length, vocabulary)
-    return Problem(module, ids, torch.randint(10, (batch_size,)), classification)
+    targets = torch.randint(10, (batch_size,))
+    return Problem(module, ids, targets, classification, jax_model="bag of words")
+
+
+def perceptron(batch_size: int, *, width: int) -> Problem:
+    """Three linear layers with ReLU."""
+    layers = (nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    inputs, targets = torch.randn(batch_size, width), torch.randint(10, (batch_size,))
+    return Problem(nn.Sequential(*layers), inputs, targets, classification, jax_model="perceptron")

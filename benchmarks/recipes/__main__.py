@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpfunc
+from benchmarks.pages import row
 from benchmarks.recipes import closed
 from benchmarks.recipes.data import ROOT, SETS, Data, Part, load
 from dpfunc.recipes import Recipe, recipe
@@ -183,7 +184,7 @@ def line(result: dict[str, Any]) -> str:
         f"{result['data']} ({result['kind']})", result["strategy"], str(result["n"]), str(result["parameters"]),
         f"{result['noise_to_signal']:.3f}", *values, f"{mean:.3f} ({low:.3f} - {high:.3f})",
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return row(cells)
 
 
 def jobs(names: Sequence[str]) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.pages import row
 from benchmarks.recipes.__main__ import EPSILON
 from benchmarks.recipes.data import ROOT, SHARES, reviews
 from dpfunc.accounting import calibrate_noise
@@ -52,7 +53,7 @@ def layer(module: Any, x_BTd: Tensor, bias_B11T: Tensor, adapters: dict[str, Ten
     weights = ((split(q) @ split(k).transpose(-1, -2)) / math.sqrt(width // heads) + bias_B11T).softmax(-1)
     context = (weights @ split(v)).transpose(1, 2).reshape(rows, length, width)
     x_BTd = module.attention.output(context, x_BTd)
-    return module.output(module.intermediate(x_BTd), x_BTd)  # type: ignore[no-any-return]
+    return module.output(module.intermediate(x_BTd), x_BTd)  # type: ignore[no-any-return]  # of Transformers
 
 
 def logits(top: nn.Module, params: dict[str, Tensor], hidden: Tensor, mask: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def line(result: dict[str, Any]) -> str:
         str(result["rank"]), result["train"], f"{result['rate']:g}", f"{result['head_rate']:.3g}", bound,
         str(result["parameters"]), f"{result['validation']:.3f}",
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return row(cells)
 
 
 @click.command(help=__doc__)

@@ -16,6 +16,7 @@ import click
 import torch
 from rich.console import Console
 
+from benchmarks.pages import row
 from benchmarks.recipes import closed
 from benchmarks.recipes.__main__ import accuracy, network, recipe_of
 from benchmarks.recipes.data import SETS, Data, Part, images, load
@@ -54,7 +55,7 @@ def line(result: dict[str, Any]) -> str:
         result["data"], result["strategy"], f"{result['epsilon']:g}", f"{result['noise_to_signal']:.3f}",
         f"{result['rate']:.3g}", *(f"{value:.3f}" for value in result["validation"]),
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return row(cells)
 
 
 @click.command(help=__doc__)

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from transformers import TrainingArguments
 
+from benchmarks.pages import row
 from benchmarks.recipes.__main__ import EPSILON, delta_of
 from benchmarks.recipes.data import ROOT, SHARES, examples, reviews
 from dpfunc.hf import DPTrainer, PrivacyArguments
@@ -138,7 +139,7 @@ def line(result: dict[str, Any]) -> str:
         str(result["parameters"]), f"{rate:.3g}", f"{result['majority']:.3f}",
         f"{statistics.mean(found):.3f} ({min(found):.3f} - {max(found):.3f})", str(len(found)),
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return row(cells)
 
 
 @click.command(help=__doc__)

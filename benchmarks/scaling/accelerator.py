@@ -140,7 +140,7 @@ class _Counter(TorchDispatchMode):
     """Mode that records operations."""
 
     def __init__(self, record: _Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -36,5 +36,5 @@ def all_reduce_seconds(numbers: int, rounds: int, processes: int = 2) -> list[fl
     """Seconds of each round of an all-reduce of float32 numbers; the first one, which connects, is left out."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (processes, folder, numbers, rounds)
-        start_processes(work, arguments, nprocs=processes, start_method="spawn")  # type: ignore[no-untyped-call]
+        start_processes(work, arguments, nprocs=processes, start_method="spawn")
         return [float(line) for line in Path(folder, "seconds").read_text().splitlines()]

@@ -101,7 +101,7 @@ def measure(say: Callable[[str], object] = lambda text: None, *, shrink: int = 1
     say("noise")
     found: dict[str, Any] = {"noise": noise(10**7 // shrink, rounds)}
     say("norms and sums")
-    found["products"] = products(rounds, [tuple(size // shrink for size in sizes) for sizes in MATRICES])  # type: ignore[misc]
+    found["products"] = products(rounds, [(t // shrink, p // shrink, d // shrink) for t, p, d in MATRICES])
     say("all-reduce")
     message = 2**24 // shrink
     found["all-reduce"] = {"bytes": 4 * message, **rate(all_reduce_seconds(message, rounds), 4 * message)}

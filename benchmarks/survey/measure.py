@@ -61,7 +61,7 @@ def measure(case: Case, limit: int = 60) -> dict[str, Any]:
     blamed = "left_out"
     try:
         with limited(limit), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # of models: the survey lists errors
             seed()
             subject = prepared(case)
             row["model"] = class_name(subject.module)

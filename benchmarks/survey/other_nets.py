@@ -108,7 +108,7 @@ def old_weight_norm(layer: nn.Module) -> nn.Module:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and used
         return torch.nn.utils.weight_norm(layer)
 
 

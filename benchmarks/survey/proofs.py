@@ -30,7 +30,7 @@ def proof(case: Case, limit: int = 60) -> Row:
     loss_fn = None
     try:
         with limited(limit), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # of models: the survey lists errors
             seed()
             subject = prepared(case)
             targets = adapted_layers(subject.module) if case.trained == "LoRA" else []
@@ -51,7 +51,7 @@ def proof(case: Case, limit: int = 60) -> Row:
             row["cannot"] = row["error"]
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # of models: the survey lists errors
                 row["cannot"] = impossible(loss_fn, params, subject.batch)
     return row
 

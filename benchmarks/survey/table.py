@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import markdown
+
 Row = dict[str, Any]
 LONGEST = 600
 HEAD = ("family", "model", "trained", "mode", "padding", "engine", "ratio", "parity", "reason")
@@ -46,20 +48,16 @@ def shortened(text: str, length: int = 160) -> str:
     return line if len(line) <= length else line[: length - 3] + "..."
 
 
-def line(cells: Iterable[object]) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
 def table(rows: Iterable[Row]) -> list[str]:
     cells = ([shortened(str(row.get(name, ""))) for name in HEAD] for row in rows)
-    return [line(HEAD), line("---" for _ in HEAD), *map(line, cells)]
+    return markdown(HEAD, cells).splitlines()
 
 
 def counts(rows: Sequence[Row]) -> list[str]:
     """A line for each field: how many cases each engine took, and how long a step is."""
     names = [name for name, _ in Counter(row["engine"] for row in rows).most_common()]
     head = ["field", "cases", *names, "median ratio", "slowest", "largest difference"]
-    lines = [line(head), line("---" for _ in head)]
+    cells: list[list[object]] = []
     fields = sorted({row["field"] for row in rows})
     for field in [*fields, "all"]:
         own = [row for row in rows if field in (row["field"], "all")]
@@ -67,8 +65,8 @@ def counts(rows: Sequence[Row]) -> list[str]:
         ratios = [row["ratio"] for row in own if "ratio" in row]
         parities = [row["parity"] for row in own if "parity" in row]
         numbers = [f"{statistics.median(ratios):.1f}", f"{max(ratios):.1f}", f"{max(parities):.1g}"] if ratios else []
-        lines.append(line([field, len(own), *(taken[name] for name in names), *numbers]))
-    return lines
+        cells.append([field, len(own), *(taken[name] for name in names), *numbers])
+    return markdown(head, cells).splitlines()
 
 
 def page(rows: Iterable[Row], versions: dict[str, str]) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpfunc._utils.validation import (
     apart,
@@ -23,6 +23,9 @@ from dpfunc._utils.validation import (
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 RECORD_FILE = "privacy_accounting.json"
 _SCHEMA = "dpfunc.accounting/1"
@@ -51,6 +54,9 @@ NOT_COVERED = (
     "side channels: time, memory, messages, and rounding of floating-point numbers",
 )
 """What the epsilon of no run covers."""
+
+ONE_RECORD = "one record of the training data set"
+"""The unit of a run whose batches have one record a row."""
 
 EXACT_SIZE = "the exact number of records, which dataset_size publishes"
 SECRET, GUESSABLE = "secret", "guessable"
@@ -135,18 +141,12 @@ class Record:
             InvalidArgument: not JSON, no schema or another one, or a field that is missing, unknown, there twice or
                 outside its domain.
         """
-        values = _parsed(text, "the record of a run")
+        values = parsed(text, "the record of a run")
         if not is_record(values):
             raise InvalidArgument(f"Expected the record of a run, as {RECORD_FILE} holds it, got other JSON.")
         if values.get("schema") != _SCHEMA:
             raise fail(f"a record with schema {_SCHEMA!r}", "schema", values.get("schema"), _OTHER_SCHEMA)
-        given = set(values) - {"schema"}
-        expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
-        if given != expected:
-            raise InvalidArgument(
-                f"Expected the fields of the schema {_SCHEMA!r}, got a record "
-                f"{apart(expected - given, given - expected)}. The file was changed: restore it."
-            )
+        check_fields(cls, values, _SCHEMA)
         for name in ("epsilon", "epsilon_rdp"):
             if values[name] is None:
                 values[name] = math.inf
@@ -155,17 +155,33 @@ class Record:
         values["ledger"] = Ledger.from_json(json.dumps(values["ledger"]))
         neighbours = values.pop("neighbours")
         record = cls(**{name: value for name, value in values.items() if name != "schema"})
-        if neighbours != NEIGHBOURS[record.adjacency]:
-            raise fail(f"the neighbours of {record.adjacency!r}", "neighbours", neighbours, "The file was changed.")
+        check_neighbours(neighbours, record.adjacency)
         return record
 
 
-def _parsed(text: str | bytes, expected: str) -> Any:
+def parsed(text: str | bytes, expected: str) -> Any:
     """Values of a JSON text in which no field is there twice."""
     try:
         return unique_json(text)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
+
+
+def check_fields(kind: type[DataclassInstance], values: dict[str, Any], schema: str) -> None:
+    """Refuse values of a file that lack a field of a record, or have another one; besides, they have a schema."""
+    given = set(values) - {"schema"}
+    expected = {field.name for field in dataclasses.fields(kind)} | {"neighbours"}
+    if given != expected:
+        raise InvalidArgument(
+            f"Expected the fields of the schema {schema!r}, got a record "
+            f"{apart(expected - given, given - expected)}. The file was changed: restore it."
+        )
+
+
+def check_neighbours(given: object, adjacency: Adjacency) -> None:
+    """Refuse a file that explains the adjacency of its record by other words."""
+    if given != NEIGHBOURS[adjacency]:
+        raise fail(f"the neighbours of {adjacency!r}", "neighbours", given, "The file was changed.")
 
 
 def is_record(values: object) -> bool:
@@ -194,7 +210,7 @@ def read_ledger(text: str | bytes) -> Ledger:
     >>> read_ledger(ledger.to_json()) == read_ledger(json.dumps({"ledger": json.loads(ledger.to_json())})) == ledger
     True
     """
-    values = _parsed(text, "a ledger or the record of a run")
+    values = parsed(text, "a ledger or the record of a run")
     if not isinstance(values, dict):
         raise InvalidArgument("Expected a ledger or the record of a run, got other JSON.")
     if "schema" not in values and "ledger" in values:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfunc._utils.validation import apart, fail, integer, one_of, open_unit, positive, real, unique_json
+from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, real
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.accounting.record import (
@@ -18,13 +18,16 @@ from dpfunc.accounting.record import (
     SECRET,
     SELECTION,
     SIZES,
+    check_fields,
+    check_neighbours,
     check_text,
     check_texts,
     check_versions,
+    parsed,
 )
 from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Event
+from dpfunc.types import Adjacency, Event
 
 _SCHEMA = f"{SELECTION}1"
 
@@ -76,8 +79,7 @@ class SelectionRecord:
             check(name, getattr(self, name))
         if not self.ledgers or len(self.ledgers) != len(self.candidates):
             raise fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
-        if self.spent.adjacency not in ("add_remove", "zero_out"):
-            raise fail("adjacency add_remove or zero_out", "adjacency", self.spent.adjacency, _NOT_REPLACED)
+        refuse_replaced("adjacency", self.spent.adjacency)
         if self.chosen is not None and integer("chosen", self.chosen) >= len(self.candidates):
             raise fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
         if (self.chosen is None) != (self.chosen_score is None):
@@ -106,26 +108,15 @@ class SelectionRecord:
             InvalidArgument: not JSON, another schema, or a field that is missing, unknown, there twice or outside its
                 domain.
         """
-        try:
-            values = unique_json(text)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"Expected the record of a search as JSON: {error}.") from error
-        if not isinstance(values, dict) or values.pop("schema", None) != _SCHEMA:
+        values = parsed(text, "the record of a search")
+        if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
             raise InvalidArgument(
                 f"Expected a record with schema {_SCHEMA!r}, got another: use the version that wrote it."
             )
-        expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
-        if set(values) != expected:
-            raise InvalidArgument(
-                f"Expected the fields of the schema {_SCHEMA!r}, got a record "
-                f"{apart(expected - set(values), set(values) - expected)}. The file was changed: restore it."
-            )
-        neighbours = values.pop("neighbours")
-        record = cls(**{name: _READ.get(name, _same)(value) for name, value in values.items()})
-        if neighbours != NEIGHBOURS[record.spent.adjacency]:
-            raise fail(
-                f"the neighbours of {record.spent.adjacency!r}", "neighbours", neighbours, "The file was changed."
-            )
+        check_fields(cls, values, _SCHEMA)
+        read = {field.name: _READ.get(field.name, _same)(values[field.name]) for field in dataclasses.fields(cls)}
+        record = cls(**read)
+        check_neighbours(values["neighbours"], record.spent.adjacency)
         return record
 
 
@@ -139,13 +130,18 @@ def search_cost(
         score_noise: standard deviation of the noise of a score, which one record changes by at most 1.
         delta: 0 < delta < 1. spent: earlier runs, and the adjacency: add_remove or zero_out.
     """
-    if spent.adjacency == "replace_one":
-        raise fail("adjacency add_remove or zero_out", "adjacency", spent.adjacency, _NOT_REPLACED)
+    refuse_replaced("adjacency", spent.adjacency)
     score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
     return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
 
 
-_NOT_REPLACED = "A record that is replaced may go from those that are trained on to those that are scored."
+def refuse_replaced(name: str, adjacency: Adjacency) -> None:
+    """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
+    if adjacency == "replace_one":
+        raise fail(
+            f"{name} add_remove or zero_out", name, adjacency,
+            "A record that is replaced may go from those that are trained on to those that are scored.",
+        )  # fmt: skip
 
 
 def _same(value: Any) -> Any:

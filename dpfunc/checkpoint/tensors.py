@@ -150,7 +150,9 @@ def _translated(done: str, path: Path) -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
+            # one process alone is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            # torch calls what it has deprecated
             warnings.filterwarnings("ignore", ".*_state_dict. is deprecated", FutureWarning)
             yield
     except CheckpointException as error:  # not an Exception: it would pass all handlers

@@ -35,7 +35,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 def without_noise() -> Iterator[None]:
     """Suppress a warning that the user can do nothing about: peft calls a name that transformers has deprecated."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # by PEFT
         yield
 
 
@@ -58,6 +58,19 @@ def keys_of_the_file() -> Iterator[None]:
         for word, key in _KEYS.items():
             text = re.sub(rf"\b{word}", key, text)
         raise click.ClickException(text) from error
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Say how to install a package that an import inside needs.
+
+    Raises:
+        ClickException: a package of the extra `hf` is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(f'{error}. Run: pip install "dpfunc[hf]".') from error
 
 
 @contextmanager
@@ -103,16 +116,10 @@ def _processes() -> Iterator[Ranks | None]:
 
 
 def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
-    """The job of a file and of flags over it, or its twin without privacy.
-
-    Raises:
-        ClickException: a package of the extra `hf` is not installed.
-    """
-    try:
+    """The job of a file and of flags over it, or its twin without privacy."""
+    with importing():
         from dpfunc.train import config_file
         from dpfunc.train.config import job_from_dict, twin
-    except ImportError as error:
-        raise click.ClickException(f'{error}. Run: pip install "dpfunc[hf]".') from error
     given = config_file.parse_flags(flags)
     values = config_file.read_yaml(config)
     if no_dp:  # before the arguments are checked: the twin needs none of them

@@ -15,7 +15,7 @@ import click
 from dpfunc.accounting import RunCount
 from dpfunc.accounting.selection import SHAPES
 from dpfunc.cli.output import json_option, print_rows
-from dpfunc.cli.train import FILE, keys_of_the_file, report, say, without_noise
+from dpfunc.cli.train import FILE, importing, keys_of_the_file, report, say, without_noise
 from dpfunc.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -111,16 +111,10 @@ def _check_options(private: bool, only_private: dict[str, object], out: Path | N
 def _read(
     config: Path, flags: tuple[str, ...], grid: Sequence[str], factors: str | None
 ) -> tuple[dict[str, Any], tuple[Trial, ...]]:
-    """The values of the job, and the combinations of the grid over it.
-
-    Raises:
-        ClickException: a package of the extra `hf` is not installed.
-    """
-    try:
+    """The values of the job, and the combinations of the grid over it."""
+    with importing():
         from dpfunc.train import config_file
         from dpfunc.train import grid as grids
-    except ImportError as error:
-        raise click.ClickException(f'{error}. Run: pip install "dpfunc[hf]".') from error
     given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
     chosen = grids.trials(values, given, grids.parse_grid(grid, factors))
     return config_file.override(values, given), chosen

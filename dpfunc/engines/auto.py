@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -79,7 +80,8 @@ class Auto:
 
     fast: Callable[[], Engine]
     unproven: Unproven = "vmap"
-    _engines: list[Engine] = field(default_factory=list, repr=False, compare=False)
+    # What `fast` makes, at the first step: an engine that also has `read`, `closing` and `prepare`.
+    _engines: list[Any] = field(default_factory=list, repr=False, compare=False)
     _histories: MutableMapping[LossFn, dict[tuple[object, ...], _History]] = field(
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
     )
@@ -121,7 +123,7 @@ class Auto:
         """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
         before = python_state(loss_fn) if not history.state_checked else 0
         result, reason = self._run_fast(loss_fn, params, batch)
-        read = self._engines[0].read(loss_fn)  # type: ignore[attr-defined]
+        read = self._engines[0].read(loss_fn)
         with refused_by_all():
             if read and not history.state_checked:
                 refuse_kept(loss_fn, before, read)
@@ -133,7 +135,7 @@ class Auto:
             self._engines.append(self.fast())
         fast = self._engines[0]
         if self._weights is not None:
-            fast = fast.closing(self._weights)  # type: ignore[attr-defined]
+            fast = fast.closing(self._weights)
         try:
             return fast(loss_fn, params, batch), ""
         except (UnsupportedModel, RuntimeError) as error:
@@ -184,7 +186,7 @@ class Auto:
         """
         if not self._engines:
             self._engines.append(self.fast())
-        prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)  # type: ignore[attr-defined]
+        prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)
         self._decide(loss_fn, Decision("bookkeeping", "the trace of what was compiled shows that rows stay apart"))
         return prepared
 

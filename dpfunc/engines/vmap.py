@@ -58,7 +58,7 @@ class _NoData(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.data.__set__ and torch._C._functorch.is_functorch_wrapped_tensor(args[1]):  # type: ignore[attr-defined]
+        if func is Tensor.data.__set__ and torch._C._functorch.is_functorch_wrapped_tensor(args[1]):  # type: ignore[attr-defined]  # no stub
             raise UnsupportedModel(
                 "The loss writes into the data of a parameter (module.to() inside of its forward pass), which vmap "
                 'cannot do. Use engine="bookkeeping" or "loop".'

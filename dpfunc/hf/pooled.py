@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 
-class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]
+class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
     """An encoder, the mean of its last hidden states over the tokens, and a linear layer that starts at zero.
 
         logits = W layer_norm(mean over tokens of encoder(input_ids)) + b

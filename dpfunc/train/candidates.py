@@ -147,7 +147,7 @@ def _quiet() -> Iterator[None]:
             contextlib.redirect_stdout(nowhere),
             contextlib.redirect_stderr(nowhere),
         ):
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # as the docstring says
             yield
     finally:
         logging.disable(before)

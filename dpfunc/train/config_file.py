@@ -44,7 +44,7 @@ def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
     return job_from_dict(override(read_yaml(path), parse_flags(flags)))
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # has no types
     """Loader of plain values, for which 1e-5 is a number, as in YAML 1.2 and JSON; in YAML 1.1 it is a text."""
 
 

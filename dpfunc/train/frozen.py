@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import PADDING, Records, one_label
+from dpfunc.train.dataset import PADDING, Records, by_person, collator, one_label
 
 _MIB = 2**20
 _BYTES = {"features": 4, "hidden": 2}  # of a number
@@ -83,6 +83,12 @@ def _computed(base: MeanPooledClassifier, kind: str, record: Mapping[str, Any]) 
     with torch.no_grad():
         found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
     return {kind: found.cpu(), "labels": record["labels"]}
+
+
+def collator_of(job: Job, record: Mapping[str, Any], processing: Any) -> Any:
+    """Make the function that collates records like this one: as they were read, or as `compute_frozen` gives them."""
+    frozen = record.keys() & {"features", "hidden"}
+    return by_person(job, CollateFrozen(job.data.max_length)) if frozen else collator(job, processing)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ def _with_trained(base: nn.Module, path: Path, *, adapted: bool) -> nn.Module:
 
         model: nn.Module = PeftModel.from_pretrained(base, path)
         return model
-    whole_model: nn.Module = type(base).from_pretrained(path, local_files_only=True, dtype=torch.float32)  # type: ignore[attr-defined]
+    kind: Any = type(base)  # of Transformers, which has no types
+    whole_model: nn.Module = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32)
     return whole_model
 
 

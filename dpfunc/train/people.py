@@ -6,18 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dpfunc.accounting.record import RECORD_FILE
+from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import Records
 
-_RECORD = "one record of the training data set"
 _PERSON = "one person: all records with the same value of the unit column"
 
 
 def unit_of(job: Job) -> str:
     """The unit that the job protects, in the words of its accounting."""
-    return _RECORD if job.data.unit_column is None else _PERSON
+    return ONE_RECORD if job.data.unit_column is None else _PERSON
 
 
 def left_out(records: Records) -> list[str]:
@@ -62,7 +61,7 @@ def _unit_of_run(path: Path) -> str | None:
             return str(values["unit"])
         job = values.get("job")
         if isinstance(job, dict) and isinstance(job.get("data"), dict):
-            return _PERSON if job["data"].get("unit_column") is not None else _RECORD
+            return _PERSON if job["data"].get("unit_column") is not None else ONE_RECORD
     return None
 
 

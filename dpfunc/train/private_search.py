@@ -15,7 +15,7 @@ from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import fail, positive, unique_json
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search
 from dpfunc.accounting.record import EXACT_SIZE, GUESSABLE, NOT_COVERED, RECORD_FILE, SECRET, SIZES
-from dpfunc.accounting.selection_record import SelectionRecord, search_cost
+from dpfunc.accounting.selection_record import SelectionRecord, refuse_replaced, search_cost
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.format import remove, sweep
 from dpfunc.checkpoint.prior_ledgers import read_spent
@@ -153,11 +153,7 @@ def _check_private(job: Job) -> None:
     privacy, data = job.privacy, job.data
     if not privacy.dp_enabled or privacy.dp_epsilon is None:
         raise fail("dp_epsilon, the budget of the whole search", "dp_epsilon", privacy.dp_epsilon)
-    if privacy.adjacency == "replace_one":
-        raise fail(
-            "dp_adjacency add_remove or zero_out", "dp_adjacency", privacy.adjacency,
-            "A record that is replaced may go from those that are trained on to those that are scored.",
-        )  # fmt: skip
+    refuse_replaced("dp_adjacency", privacy.adjacency)
     if data.eval is not None or not data.eval_fraction:
         raise InvalidArgument(
             "Expected data.eval_fraction > 0, and no data.eval, for --private: runs are compared on a part of the "
@@ -290,7 +286,7 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     publishes_size = search.spent.adjacency == "add_remove" and search.job.privacy.dp_dataset_size is None
     record = SelectionRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        unit="one record of the table",
+        unit="one record of the table",  # the held-out ones too: not those of training alone
         epsilon=search.cost.epsilon,
         delta=search.cost.delta,
         target_epsilon=search.job.privacy.dp_epsilon or 0.0,

@@ -35,8 +35,8 @@ from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train.config import ADAPTERS, Job
-from dpfunc.train.dataset import Records, by_person, collator, read_records
-from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.dataset import Records, read_records
+from dpfunc.train.frozen import collator_of, compute_frozen
 from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train.people import check_spent_units, left_out, unit_of
@@ -271,9 +271,7 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
         ledger=prepared.spent,
         train_dataset=records.units,
         eval_dataset=records.evaluation or None,
-        data_collator=by_person(job, CollateFrozen(job.data.max_length))
-        if first.keys() & {"features", "hidden"}
-        else collator(job, prepared.processing),
+        data_collator=collator_of(job, first, prepared.processing),
         processing_class=prepared.processing,
         compute_metrics=MEASURES.get(job.task),
         optimizers=(_optimizer(prepared), None),

@@ -12,8 +12,7 @@ from torch import nn
 from dpfunc._utils.validation import fail
 from dpfunc.rng import Key, stream
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import collator
-from dpfunc.train.frozen import CollateFrozen
+from dpfunc.train.frozen import collator_of
 from dpfunc.train.run import Prepared
 
 MEANING = {
@@ -58,9 +57,8 @@ def score(prepared: Prepared, model: nn.Module, records: Sequence[Mapping[str, A
     """
     model.train(False)
     device = next(model.parameters()).device
-    frozen = bool(records) and bool(records[0].keys() & {"features", "hidden"})
     job = prepared.job
-    collate = CollateFrozen(job.data.max_length) if frozen else collator(job, prepared.processing)
+    collate = collator_of(job, records[0] if records else {}, prepared.processing)
     total = 0.0
     with torch.no_grad():
         for record in records:

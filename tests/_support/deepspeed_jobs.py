@@ -6,8 +6,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from fsdp_jobs import LORA, Net, caught, classes, data, mesh_of, plan, ranks_of
+from fsdp_jobs import LORA, Net, classes, data, mesh_of, plan, ranks_of
 from torch import nn
+from workers import caught
 
 import dpfunc
 from dpfunc import distributed

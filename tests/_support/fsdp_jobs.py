@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from workers import caught
 
 import dpfunc
 from dpfunc import clipping, distributed, sampling
@@ -258,14 +259,6 @@ def noise_of_parts(hsdp):
     return found
 
 
-def caught(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (dpfunc.DPFuncError, ValueError, RuntimeError) as error:
-        return type(error).__name__, str(error)
-    return "ok", ""
-
-
 def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1):
     """What a step gives on this process: its error, or the gradients put together; and what was spent."""
     the_plan = plan(20.0)
@@ -340,7 +333,7 @@ def what_is_held():
         loss_fn = classes(forward)
         engine(loss_fn, params, batch)
         original = groups.foreach_all_gather
-        groups.foreach_all_gather = lambda *args: calls.append(1) or original(*args)  # noqa: B023
+        groups.foreach_all_gather = lambda *args: calls.append(1) or original(*args)  # noqa: B023  (called in this turn)
         engine(loss_fn, params, batch)
         groups.foreach_all_gather = original
         after = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
@@ -465,7 +458,7 @@ def hugging_face(shard):
         distributed.shard_frozen(model, mesh)
     forward, params = adapters.functionalize(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers has renamed
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     records = {"input_ids": data()["ids"], "labels": data()["ids"], "attention_mask": torch.ones_like(data()["ids"])}

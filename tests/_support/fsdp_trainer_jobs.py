@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from workers import caught
 
 import dpfunc
 from dpfunc import distributed
@@ -40,15 +41,6 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step == STEPS // 2
-
-
-def caught(function, *args, **kwargs):
-    """The type and the message of an error."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001  (told to the test)
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def writer(seed):

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from workers import caught
 
 import dpfunc
 from dpfunc import clipping, compiled, distributed, sampling
@@ -164,11 +165,7 @@ def part_of_the_mesh():
     the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
     dp_step = make_dp_step(loss_fn, the_plan, engine="bookkeeping", ranks=ranks)
     state = replay(dp_step.init(current, insecure_key(3)))
-    try:
-        dp_step(current, take(data(), next(iter(the_plan.batches(state, ranks)))), state)
-    except dpfunc.DPFuncError as error:
-        return type(error).__name__, str(error)
-    return "ok", ""
+    return caught(dp_step, current, take(data(), next(iter(the_plan.batches(state, ranks)))), state)
 
 
 def no_ranks():
@@ -194,11 +191,7 @@ def half_a_journal():
     journal = (lambda after: None) if ranks.writes else None
     dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks, journal=journal)
     state = replay(dp_step.init(params(), insecure_key(3)))
-    try:
-        dp_step(params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
-    except dpfunc.DPFuncError as error:
-        return type(error).__name__, str(error)
-    return "ok", ""
+    return caught(dp_step, params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
 
 
 def bad_dummy():
@@ -207,11 +200,7 @@ def bad_dummy():
     the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.9))
     dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks)
     state = replay(dp_step.init(params(), insecure_key(3)))
-    try:
-        dp_step(params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
-    except dpfunc.DPFuncError as error:
-        return type(error).__name__, str(error)
-    return "ok", ""
+    return caught(dp_step, params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
 
 
 def masks():
@@ -234,11 +223,7 @@ def masks():
 def endless():
     """What is said to a group that would wait longer than an hour."""
     group = dist.new_group(timeout=timedelta(hours=2), backend="gloo")
-    try:
-        distributed.data_parallel(group)
-    except DPFuncError as error:
-        return type(error).__name__, str(error)
-    return "ok", ""
+    return caught(distributed.data_parallel, group)
 
 
 def noise_share(trouble=None):

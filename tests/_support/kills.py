@@ -86,7 +86,7 @@ def forked(action: Callable[[Told], Any], kill_at: int | None, seed: int) -> Out
             os.close(reader)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars
             os.dup2(2, 1)
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # nobody sees what this process prints
             count = watch(kill_at, random.Random(seed))
             try:
                 said = {"value": action(Told(writer)), "error": ""}
@@ -139,7 +139,7 @@ def watch(kill_at: int | None, draw: random.Random) -> list[int]:
     )
     listed, scanned = os.listdir, os.scandir
 
-    class Entries(list):  # type: ignore[type-arg]
+    class Entries(list):  # type: ignore[type-arg]  # of any entries
         def __enter__(self) -> Any:
             return self
 
@@ -158,7 +158,7 @@ def watch(kill_at: int | None, draw: random.Random) -> list[int]:
     def listdir(path: Any = ".") -> list[Any]:
         return draw.sample(found := listed(path), len(found))
 
-    os.scandir, os.listdir = scandir, listdir  # type: ignore[assignment]
+    os.scandir, os.listdir = scandir, listdir  # type: ignore[assignment]  # fewer overloads
     return count
 
 

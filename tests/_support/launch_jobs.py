@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from workers import caught
 
 import dpfunc
 from dpfunc import distributed, sampling
@@ -20,15 +21,6 @@ END = "=== another part begins here"
 PRIVACY = PrivacyArguments(
     dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="bookkeeping", dp_log_unreleased=True
 )
-
-
-def caught(function, *args):
-    """The type and the message of an error."""
-    try:
-        function(*args)
-    except Exception as error:  # noqa: BLE001  (the test compares it)
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def model(seed):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from jobs import NUM_RECORDS, data, loss_fn, params, plan
 from torch.utils.data import Subset, default_collate
+from workers import caught
 
 from dpfunc import distributed, sampling
-from dpfunc.errors import DPFuncError
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 from dpfunc.step import make_dp_step
@@ -51,11 +51,7 @@ class Unreadable(Records):
 
 def _said(dataset, ranks, **settings):
     state = replay(make_dp_step(loss_fn, plan(), ranks=ranks).init(params(), insecure_key(7)))
-    try:
-        plan().loader(dataset, state, ranks, **settings)
-    except (DPFuncError, OSError) as error:
-        return type(error).__name__, str(error)
-    return "ok", ""
+    return caught(plan().loader, dataset, state, ranks, **settings)
 
 
 def data_sets():

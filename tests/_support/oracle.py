@@ -47,7 +47,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 @contextmanager
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of torch, about drawn programs: only results are compared
         yield
 
 

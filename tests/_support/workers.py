@@ -97,6 +97,15 @@ _pool = _Pool()
 atexit.register(_pool.stop)
 
 
+def caught(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The type and the message of the error of a call, for the test to compare."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  (told to the test)
+        return type(error).__name__, str(error)
+    return "ok", ""
+
+
 def outcomes(size: int, name: str, *args: Any, seconds: float = 120.0, limit: float = 600.0) -> list[Outcome]:
     """What each of `size` processes gave. `seconds` is the timeout of their group, `limit` of the whole job."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

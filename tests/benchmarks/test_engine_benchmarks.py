@@ -103,6 +103,7 @@ def test_cases_are_the_same_each_time_and_have_a_loss_a_sample(name):
     losses = problem.losses(problem.module(problem.inputs), problem.targets)
     assert losses.shape == (problem.batch_size,)
     assert problem.module.training
+    assert bool(problem.jax_model) != bool(problem.no_jax_model)
     assert not list(problem.module.buffers()) or name in ("gpt2", "bert")
     assert ALL_CASES[name].problem(quick=True, batch_size=1).batch_size == 1
     assert ALL_CASES[name].quick.keys() == ALL_CASES[name].sizes.keys()

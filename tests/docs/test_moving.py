@@ -49,7 +49,6 @@ def test_earlier_steps_are_entered_as_events(capsys):
     assert "epsilon=" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore")  # those of Opacus
 def test_both_blocks_of_opacus_run(capsys):
     import opacus
 
@@ -94,7 +93,6 @@ def our_clipped_sum(model, batch, clip_norm):
     return dpfunc.clipped_grad(loss_fn, params, batch, clipping.Flat(clip_norm=clip_norm))
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 @pytest.mark.parametrize("clip_norm", [0.05, 1e6])
 def test_opacus_has_the_same_clipped_sum(mode, clip_norm):
@@ -110,7 +108,6 @@ def test_opacus_has_the_same_clipped_sum(mode, clip_norm):
     assert off <= 2e-4 * whole
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_sample_with_a_nan_gradient():
     names = run("opacus.md", "both")
     batch = (torch.randn(4, 8), torch.randint(3, (4,)))
@@ -120,7 +117,6 @@ def test_a_sample_with_a_nan_gradient():
     assert all(value.isfinite().all() for value in clipped.sums.values())
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_batch_size_that_opacus_assumes():
     """As the pages say: q = 1 / len(loader), and an argument that does not exist is accepted."""
     from opacus import PrivacyEngine

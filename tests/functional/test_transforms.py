@@ -59,7 +59,6 @@ def test_trained_peft_model_can_be_saved_as_it_is():
     assert torch.equal(saved(IDS).logits, forward(trained, IDS).logits)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_recurrent_layers_take_the_parameters_that_are_passed():
     """nn.LSTM keeps a second list of its weights."""
     module = lstm()

@@ -19,7 +19,7 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)).replace(NAME, str(tmp_path / "model"))
     names = {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable. is deprecated")
+        warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable. is deprecated")  # PEFT calls it
         exec(compile(code, str(GUIDE), "exec"), names)
     assert names["state"].step == 30
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [

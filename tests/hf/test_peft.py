@@ -129,7 +129,7 @@ def test_saved_adapters_open_in_peft(name, tmp_path):
     params = moved(params)
     with warnings.catch_warnings():
         for message in QUIET:
-            warnings.filterwarnings("ignore", message=f".*{message}")
+            warnings.filterwarnings("ignore", message=f".*{message}")  # PEFT, about models that have no home
         folder = adapters.save(model, params, tmp_path / "adapter")
         again = PeftModel.from_pretrained(base(), str(folder)).eval()
     inputs = {key: value for key, value in batch().items() if key != "labels"}
@@ -194,7 +194,7 @@ def test_two_active_adapters_are_trained_and_saved(tmp_path):
     torch.testing.assert_close(again.eval()(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # PEFT makes sparse tensors
 def test_sparse_changes_of_weights_are_trained():
     """SHiRA adds a sparse matrix of trained numbers to a weight."""
     from peft import get_peft_model

@@ -175,7 +175,7 @@ class CollectiveRecorder(DispatchMode):
     meshes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(
         self,

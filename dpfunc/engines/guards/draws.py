@@ -72,7 +72,7 @@ class _Replayed(DispatchMode):
     """Mode that gives row `row` of `num_samples` its random numbers of the whole batch, in the order of the draws."""
 
     def __init__(self, draws: Sequence[Draw], row: int, num_samples: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.draws, self.row, self.num_samples, self.next = draws, row, num_samples, 0
 
     def __torch_dispatch__(

@@ -32,7 +32,7 @@ def _skip(skipping: Callable[[CodeType, object], None], strategy: object, code: 
 _SKIP = _skipping()
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(TorchDispatchMode):
     """A mode that torch's compiler leaves alone, also where the loss has functions that its user compiles.
 
     torch itself would import the compiler for that (a second and 70 MiB), and wrap each operation. Where it has no
@@ -43,8 +43,11 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return _SKIP is None
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # torch's has no types
         if _SKIP is not None:
             _SKIP(cls.__torch_dispatch__.__code__)
 

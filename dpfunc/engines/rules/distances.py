@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """`(x1 / |x1|) . (x2 / |x2|)`; `dim` is an axis of the result of broadcasting."""
-    shape = torch.broadcast_shapes(x1.shape, x2.shape)  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)
     dim = dim - len(shape) if dim >= 0 else dim
     if x1.shape[dim:] != shape[dim:] or x2.shape[dim:] != shape[dim:]:  # the axis itself may be broadcast
         x1, x2 = (_broadcast_along(x, dim, shape[dim]) for x in (x1, x2))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class _Packing:
             rows_Kd = torch.index_select(data_Nd, 0, self.rows_TB)
         else:
             with torch._C.DisableTorchFunction():
-                rows_Kd = _Padded.apply(data_Nd, self.rows_TB, self.positions_N)  # type: ignore[no-untyped-call]
+                rows_Kd = _Padded.apply(data_Nd, self.rows_TB, self.positions_N)  # type: ignore[no-untyped-call]  # `apply` has no types
         x_TBd = torch.unflatten(rows_Kd, 0, self.mask_TB1.shape[:2])
         if trace is not None and own:  # all samples have all times now, of which the mask hides some
             trace.mark_ragged(x_TBd, ragged=False)
@@ -90,7 +91,7 @@ class _Packing:
 
         After its end a sample keeps its last state; backwards, it has not left its first one.
         """
-        outputs = torch.index_select(rows_NH, 0, self.rows_TB).unflatten(0, self.mask_TB1.shape[:2])  # type: ignore[no-untyped-call]
+        outputs = torch.index_select(rows_NH, 0, self.rows_TB).unflatten(0, self.mask_TB1.shape[:2])
         fills = (lasts_LBH[0], firsts_LBH[-1].to(lasts_LBH.dtype))
         pairs = zip(outputs.chunk(directions, 2), fills, strict=False)
         return torch.cat([torch.where(self.mask_TB1, *pair) for pair in pairs], 2)
@@ -158,16 +159,16 @@ def _ordered(x: Tensor, axis: int, like: Tensor, changed: bool, doubt: str) -> T
     with unseen():
         is_sorted = declared.are_sorted(trace, like)
     with torch._C.DisableTorchFunction():
-        return _Ordered.apply(x, axis, changed, is_sorted, doubt)  # type: ignore[no-any-return, no-untyped-call]
+        return _Ordered.apply(x, axis, changed, is_sorted, doubt)  # type: ignore[no-any-return, no-untyped-call]  # `apply` has no types
 
 
 def _total_is_given() -> bool:
     """True if the loss gave the length of padded sequences; otherwise the longest sample decides it."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is pad_packed_sequence.__code__:
             return frame.f_locals["total_length"] is not None
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -181,7 +182,7 @@ def _pad_packed(
     rows_TBd = pack.padded(data.flatten(1) if data.ndim > 1 else data[:, None])
     mask_TB1 = pack.followed(rows_TBd).mask_TB1
     x_TBd = torch.where(mask_TB1, rows_TBd, padding_value)
-    x_TBd = x_TBd.unflatten(2, data.shape[1:] or (1,))  # type: ignore[no-untyped-call]
+    x_TBd = x_TBd.unflatten(2, data.shape[1:] or (1,))
     x_TBd = x_TBd if data.ndim > 1 else x_TBd.squeeze(2)
     doubt = (
         "" if _total_is_given() else "pad_packed_sequence without total_length: the longest sample decides the shape"

@@ -87,7 +87,7 @@ def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: T
     """The gradients of both shares, of the projection's result, and of the first state."""
     gates_TBG, new_TBH, c_TBH, tanh_TBH, first_c_BH, weight, proj, mask_TB1 = saved
     i, f, _, o = gates_TBG.chunk(4, 2)
-    shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))  # type: ignore[no-untyped-call]
+    shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))
     shares_TB4H[:, :, 0].mul_(new_TBH)
     shares_TB4H[:, :, 1].mul_(before(c_TBH, first_c_BH, reverse))
     torch.addcmul(i, i, new_TBH * new_TBH, value=-1, out=shares_TB4H[:, :, 2])
@@ -294,7 +294,7 @@ def replay(
         value if value is None or value.dtype == torch.bool else value.to(h_TBP.dtype) for value in fixed
     )
     saved = (*walked.saved, weight, proj, mask_TB1)
-    applied: tuple[Tensor, ...] = _Replay.apply(  # type: ignore[no-untyped-call]
+    applied: tuple[Tensor, ...] = _Replay.apply(  # type: ignore[no-untyped-call]  # `apply` has no types
         partial(kind.back, reverse), len(results), len(saved), *results, *saved, *inputs
     )
     return applied

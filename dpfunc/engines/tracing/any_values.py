@@ -25,7 +25,7 @@ class _Reads(DispatchMode):
     """Notes a doubt where an operation reads numbers that depend on the batch, or that come from outside."""
 
     def __init__(self, trace: Trace, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.trace = trace
         self.name = name
 

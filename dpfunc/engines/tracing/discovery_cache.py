@@ -160,7 +160,7 @@ class DiscoveryCache:
 
 
 def _freed(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
+    return bool(reference.expired())
 
 
 class _Traceable(Protocol):

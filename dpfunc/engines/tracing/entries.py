@@ -39,7 +39,7 @@ _FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
 
 def forget_freed() -> None:
     """Drop memory of earlier steps that was freed."""
-    freed = [key for key, reference in EARLIER_MEMORY.items() if reference.expired()]  # type: ignore[no-untyped-call]
+    freed = [key for key, reference in EARLIER_MEMORY.items() if reference.expired()]
     for key in freed:
         del EARLIER_MEMORY[key]
 
@@ -52,13 +52,13 @@ def part(tensor: Tensor) -> Tensor:
     if is_dtensor(tensor):
         return part(tensor._local_tensor)
     if kind.__module__ == _FUNCTIONAL_COLLECTIVES:
-        return part(tensor.elem)  # type: ignore[attr-defined]
+        return part(tensor.elem)  # type: ignore[attr-defined]  # of AsyncCollectiveTensor
     return tensor
 
 
 def has_own_dispatch(kind: type) -> bool:
     """True if tensors of a class have operations of their own, and perhaps no memory that can be followed."""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]  # of tensors
 
 
 def parts(values: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from types import FrameType
 
 # Loops over the experts that any token chose: the others would add nothing.
 LOOPING = (
@@ -90,14 +91,14 @@ def listed(listed: Sequence[tuple[str, str]], module: str, name: str) -> bool:
 
 def reader() -> tuple[str, int, str]:
     """Module and line of the code that reads a number, and its function."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
         if module.startswith("dpfunc.engines.rules"):
             return module, frame.f_lineno, frame.f_code.co_qualname
         if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in _PLUMBING):
             return module, frame.f_lineno, frame.f_code.co_qualname
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "?", 0, ""
 
 
@@ -106,13 +107,13 @@ def omits_mask_wrongly() -> bool:
 
     It omits a mask where no row has padding, and relies on the layers, which then see all tokens.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "transformers.masking_utils" and "config" in frame.f_locals:
             config = frame.f_locals["config"]
             if "causal" in frame.f_code.co_name:
                 return getattr(config, "use_bidirectional_attention", None) is True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -124,10 +125,10 @@ def loops_over_experts() -> bool:
 
 def checks_itself() -> bool:
     """True if a shape is read by torch's recurrent layers, which only check it, or by an engine, not by the loss."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
         if module not in _TRACING_MODULES:
             return module in _SHAPE_CHECKING_MODULES or module.startswith("dpfunc.engines.")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -120,7 +120,7 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:
     for answer, tensor in zip(answers, results, strict=True):
         storage = tensor.untyped_storage()
         coarse = coarse or answer.coarse
-        trace.entries[storage._cdata] = StorageWeakRef(storage), answer.entry  # type: ignore[no-untyped-call]
+        trace.entries[storage._cdata] = StorageWeakRef(storage), answer.entry
     return coarse
 
 

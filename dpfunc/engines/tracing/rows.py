@@ -39,7 +39,7 @@ class Rows(NamedTuple):
     """
 
     axis: int
-    count: int  # type: ignore[assignment]
+    count: int  # type: ignore[assignment]  # hides tuple.count
     pre: int = 1
     post: int = 1
     ids: Tensor | None = None
@@ -104,7 +104,7 @@ def same_slots(one: Rows, other: Rows) -> bool:
     coarse, fine = (one, other) if one.of <= other.of else (other, one)
     if fine.slots is None or len(fine.slots) != one.slots.numel() or fine.of % max(coarse.of, 1):
         return False
-    return bool(torch.equal(fine.slots // (fine.of // coarse.of), coarse.slots))  # type: ignore[arg-type]
+    return bool(torch.equal(fine.slots // (fine.of // coarse.of), coarse.slots))  # type: ignore[arg-type]  # neither is None
 
 
 def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, again: bool) -> Rows:
@@ -125,7 +125,7 @@ def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, a
 def slots_of(rows: Rows, num_samples: int) -> tuple[Tensor, int]:
     """The labels of positions along the axis of ordinary rows: their samples where each has one, or the positions."""
     ids = samples_by_position(rows)
-    if len(ids) == num_samples and len(ids.unique()) == num_samples:  # type: ignore[no-untyped-call]
+    if len(ids) == num_samples and len(ids.unique()) == num_samples:
         return ids, num_samples
     return torch.arange(len(ids)), len(ids)
 
@@ -194,7 +194,7 @@ class _View(NamedTuple):
     """The rows that a view shows: the axis they are along, the first one, the step from one to the next."""
 
     axis: int
-    count: int  # type: ignore[assignment]
+    count: int  # type: ignore[assignment]  # hides tuple.count
     pre: int
     post: int
     first: int

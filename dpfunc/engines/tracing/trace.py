@@ -102,7 +102,7 @@ class Trace(DispatchMode):
     settled: bool = False
 
     def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         forget_freed()
 
     def begin(self, batch: Batch) -> None:
@@ -126,7 +126,7 @@ class Trace(DispatchMode):
     def end(self) -> None:
         """Note the memory of the batch that is still in use: a later step must not use it."""
         for key, (reference, entry) in self.entries.items():
-            if not isinstance(entry, Constant) and not reference.expired():  # type: ignore[no-untyped-call]
+            if not isinstance(entry, Constant) and not reference.expired():
                 EARLIER_MEMORY[key] = reference
 
     def type_of(self, tensor: Tensor) -> Type:
@@ -141,14 +141,14 @@ class Trace(DispatchMode):
         key = key_of(own)
         entry = self.entries.get(key)
         if entry is None:
-            if key in EARLIER_MEMORY and not EARLIER_MEMORY[key].expired():  # type: ignore[no-untyped-call]
+            if key in EARLIER_MEMORY and not EARLIER_MEMORY[key].expired():
                 raise UnsupportedModel(
                     f"The loss uses a tensor {tuple(tensor.shape)} that was computed from another batch (a memory "
                     "bank, a running mean, a cache): its records would reach the gradients of this one. Compute it "
                     "from the batch of this step, or from what was released."
                 )
             if key not in self.untraced_memory and own.untyped_storage().nbytes():  # what is empty has no numbers
-                self.untraced_memory[key] = StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]
+                self.untraced_memory[key] = StorageWeakRef(own.untyped_storage())
             return None
         if isinstance(entry[1], Constant) or not own.numel():
             return None
@@ -314,7 +314,7 @@ class Trace(DispatchMode):
         key = storage._cdata
         known = self.entries.get(key)
         if known is None:
-            self.entries[key] = StorageWeakRef(storage), entry  # type: ignore[no-untyped-call]
+            self.entries[key] = StorageWeakRef(storage), entry
         else:
             self.entries[key] = known[0], entry
 

@@ -31,7 +31,7 @@ def copy_before_write(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tens
     if entry is None or entry[1] is not Constant.ANY or all(trace.type_of(t) is None for t in tensors_of(args[1:])):
         return None
     own = part(args[0]).detach()
-    numbers = own.new_empty(0).set_(own.untyped_storage().clone())  # type: ignore[no-untyped-call]
+    numbers = own.new_empty(0).set_(own.untyped_storage().clone())
     trace.keep_constants(numbers)
     constants = numbers.as_strided(own.shape, own.stride(), own.storage_offset())
     trace.note(constants, Constant.ANY)

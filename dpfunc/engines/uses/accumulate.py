@@ -87,7 +87,7 @@ def _to_parent(derived: Tracked, total: PerSampleGrad, tracker: Tracker) -> PerS
         grads_B = total.grads_B.reshape(-1, *own)
         grads_B = grads_B.mT if derived.transposed else grads_B
         return Dense(grads_B.reshape(-1, *shape))
-    return None if derived.transposed or tuple(derived.tensor.shape) != shape else replace(total)  # type: ignore[type-var]
+    return None if derived.transposed or tuple(derived.tensor.shape) != shape else replace(total)  # type: ignore[type-var]  # a dataclass
 
 
 def _backwards(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.engines.guards.modes import unseen
@@ -45,17 +44,17 @@ class GradientTap(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient unchanged for the output, and the caught ones for the leaves."""
-        caught = ctx.catch(grad, ctx.saved_tensors)  # type: ignore[attr-defined]
-        return (grad, None, None, *(None for _ in range(ctx.num_saved)), *caught)  # type: ignore[attr-defined]
+        caught = ctx.catch(grad, ctx.saved_tensors)
+        return (grad, None, None, *(None for _ in range(ctx.num_saved)), *caught)
 
 
 def tapped(output: Tensor, catch: Catch, saved: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
     """An output whose gradient is caught; of one that is split over ranks, this rank's part as a plain tensor."""
     if is_dtensor(output):
         catch = partial(_caught_local, catch, gradient_placements(output))
-    result: Tensor = GradientTap.apply(output, catch, len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]
+    result: Tensor = GradientTap.apply(output, catch, len(saved), *saved, *leaves)  # type: ignore[no-untyped-call]  # `apply` has no types
     return result
 
 
@@ -63,7 +62,7 @@ def watched(output: Tensor, catch: Catch, leaves: Sequence[Tensor]) -> Tensor:
     """An output whose gradient is caught, all of it on every rank."""
     if is_dtensor(output):
         catch = partial(_caught_full, catch)
-    result: Tensor = GradientTap.apply(output, catch, 0, *leaves)  # type: ignore[no-untyped-call]
+    result: Tensor = GradientTap.apply(output, catch, 0, *leaves)  # type: ignore[no-untyped-call]  # `apply` has no types
     return result
 
 

@@ -17,14 +17,14 @@ HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_ho
 _ACCESSORS: tuple[Any, ...] = (Tensor.grad_fn, Tensor._backward_hooks)
 HOOKING = (
     HOOKS
-    | {Tensor.retain_grad, Tensor._backward_hooks.__set__}  # type: ignore[union-attr]
+    | {Tensor.retain_grad, Tensor._backward_hooks.__set__}  # type: ignore[union-attr]  # of the class, it is a descriptor
     | {accessor.__get__ for accessor in _ACCESSORS}
 )
 CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
 CONVERTING = frozenset((Tensor.to, Tensor.type_as))
 WATCHED = CHECKING | READING | SIZES
 # The gradient of what these give is that of their argument, in another order or shape.
-TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
+TRANSPOSING = frozenset((Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]  # descriptors
 RESHAPING = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor)

@@ -339,7 +339,7 @@ class Tracker(TorchFunctionMode):
         output = self._shape(func, args, kwargs)
         sample_axis = guess or self._sample_axis(func, args, kwargs, found, key, output)
         if sample_axis is None:
-            return self._derive(func, args, kwargs, found)  # type: ignore[no-any-return]
+            return self._derive(func, args, kwargs, found)  # type: ignore[no-any-return]  # as the function
         by: dict[int, Tensor] = {}
         for tracked in found:
             leaf, aligned, axis = copies_for(
@@ -381,7 +381,7 @@ class Tracker(TorchFunctionMode):
             first: torch.Size = tensors_in(args)[0].shape
             return first
         shapes = (tensor.shape for tensor in tensors_in((*args, *kwargs.values())))
-        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+        return torch.Size(torch.broadcast_shapes(*shapes))
 
     def _rule(
         self,

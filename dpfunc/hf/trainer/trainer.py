@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import Record
+from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
@@ -70,7 +70,7 @@ _SCHEDULER = "scheduler.pt"  # of the Trainer
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
-class DPTrainer(Trainer):  # type: ignore[misc]
+class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     """A `transformers.Trainer` whose optimizer gets private gradients, and nothing else of the training data.
 
     Each optimizer step takes one Poisson batch with an expected size of per_device_train_batch_size *
@@ -123,7 +123,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         key: Key | None = None,
         ledger: Ledger | None = None,
         data_name: str | None = None,
-        unit: str = "one record of the training data set",
+        unit: str = ONE_RECORD,
     ) -> None:
         refuse_values(model, privacy, key, model_init, compute_loss_func)
         refuse_unit(unit)
@@ -361,7 +361,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The plan's batches, one for each optimizer step. Inside of `train` this starts the run."""
         if not self.privacy.dp_enabled:
-            return super().get_train_dataloader()  # type: ignore[no-any-return]
+            return super().get_train_dataloader()  # type: ignore[no-any-return]  # of Trainer
         pending, self._start = self._start, None  # a run begins once, however often its batches are asked for
         start = pending or Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
         if pending is not None:
@@ -503,7 +503,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         save, run, args = super()._save_checkpoint, self._run, self.args
         if run is None:
-            return save(model, trial)  # type: ignore[no-any-return]
+            return save(model, trial)  # type: ignore[no-any-return]  # of Trainer
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
 

@@ -64,7 +64,7 @@ def write_markdown(path, rows):
 
 def main(words, width=44, page=None):
     """The table, then the number of wrong cells of each engine and their names."""
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # only the outcome of each case is printed
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     chosen = [loss for loss in ZOO.values() if not words or any(w in f"{loss.family}/{loss.name}" for w in words)]

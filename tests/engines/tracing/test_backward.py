@@ -21,8 +21,6 @@ from dpfunc.engines.tracing.backward import _refuses_to_disable_hooks, is_plain,
 from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.errors import UnsupportedModel
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 def gradients(program, batch):
     """Gradients of all values by the loss of a program, with the types of the values; None where it proves nothing."""

@@ -7,8 +7,6 @@ import torch
 from isolation.truth import ENGINES, mixed, outcomes, tolerance_of
 from isolation.zoo import HONEST, MIXING
 
-# What torch and a loss may say in place of dpfunc: nothing is released. vmap warns where it is slow.
-pytestmark = pytest.mark.filterwarnings("ignore")
 named = {"ids": lambda loss: loss.name}
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 

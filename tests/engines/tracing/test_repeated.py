@@ -19,8 +19,6 @@ import dpfunc
 from dpfunc.engines.tracing import repeated, trace
 from dpfunc.errors import UnsupportedModel
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 @dataclass
 class Compared:

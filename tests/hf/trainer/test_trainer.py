@@ -56,7 +56,7 @@ def columns(records):
     return default_collate([{n: v for n, v in record.items() if n != "age"} for record in records])
 
 
-@pytest.mark.filterwarnings("default::dpfunc.errors.InsecureKeyWarning")
+@pytest.mark.filterwarnings("default::dpfunc.errors.InsecureKeyWarning")  # that pyproject.toml ignores
 def test_a_key_that_everybody_knows_is_told(tmp_path):
     with pytest.warns(dpfunc.errors.InsecureKeyWarning, match="known to everybody"):
         private(classifier(), tmp_path, key=KEY(1), changes={"max_steps": 1}).train()

@@ -277,7 +277,7 @@ def _owner_of_fixed_positions(values: Tensor, samples_B: Tensor, length: int) ->
     """
     owner = torch.full((length,), -1)
     owner[values] = samples_B.expand(values.shape)
-    period = len(samples_B.unique())  # type: ignore[no-untyped-call]
+    period = len(samples_B.unique())
     if bool((owner < 0).any()) and length % period == 0:
         # positions that are left out belong to the same sample as those a multiple of the period away
         owner = owner.view(-1, period).amax(0).repeat(length // period)

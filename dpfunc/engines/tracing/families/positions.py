@@ -88,7 +88,7 @@ def equally_often(values: Tensor, length: int) -> bool:
 
 def doubt_of_counts(rows: Rows, positions: Positions, length: int) -> str:
     """Reason why fixed positions mean other samples if earlier samples have other numbers of rows; empty if none."""
-    if not rows.ragged or positions.kind is not None or len(positions.values.unique()) == length:  # type: ignore[no-untyped-call]
+    if not rows.ragged or positions.kind is not None or len(positions.values.unique()) == length:
         return ""
     return "fixed positions among rows whose number depends on values of the batch"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, combined
@@ -24,10 +22,10 @@ def _recurrent(call: Call) -> list[Type]:
     return [as_time_first(kind, value) for value in call.out[:-1]] + [None]
 
 
-def as_time_first(kind: Any, value: object) -> Type:
+def as_time_first(kind: Type, value: object) -> Type:
     if isinstance(kind, Rows) and isinstance(value, Tensor) and value.ndim == 2:
         return kind.moved(0)
-    return kind  # type: ignore[no-any-return]
+    return kind
 
 
 def _recurrent_backward(call: Call) -> list[Type]:
