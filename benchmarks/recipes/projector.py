@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.pages import row
 from benchmarks.recipes.__main__ import accuracy, delta_of, train_private
 from benchmarks.recipes.data import FOLDER, ROOT, Part, examples, pixels, table
 from dpfunc.recipes import Recipe, recipe
@@ -28,7 +29,7 @@ from dpfunc.recipes import Recipe, recipe
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_projector.json"
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 EPSILONS = (3.0, 1.0)
-SEEDS = 2
+SEEDS = 1
 IMAGES, SHARE = 3500, 0.7  # of a data set, and of them for training
 SHARPNESS = 20.0  # of cosines of sentence vectors, as in the training of this language model
 CLOTHES = (
@@ -80,11 +81,11 @@ def shapes() -> tuple[Tensor, Tensor, list[str]]:
     data = load(fetch_questions())
     colours = [answer for answer in data.answers if answer not in (*FORMS, "yes", "no")]
     rows, classes = [], []
-    for row, (answers, asked) in enumerate(zip(data.train.answer, data.train.asked, strict=True)):
+    for image, (answers, asked) in enumerate(zip(data.train.answer, data.train.asked, strict=True)):
         told = {data.answers[answer] for answer in answers[asked].tolist()}
         for form in told & {*FORMS}:
             for colour in told & {*colours}:
-                rows.append(row)
+                rows.append(image)
                 classes.append(colours.index(colour) * len(FORMS) + FORMS.index(form))
     names = [f"{colour} {form}" for colour in colours for form in FORMS]
     return data.train.pixels[rows], torch.tensor(classes), names
@@ -154,7 +155,7 @@ def line(result: dict[str, Any]) -> str:
         f"{result['noise_to_signal']:.3f}", f"{result['rate']:.3g}", f"{result['non_private']:.3f}",
         *(f"{value:.3f}" for value in result["validation"]),
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return row(cells)
 
 
 @click.command(help=__doc__)
