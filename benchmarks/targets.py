@@ -152,7 +152,7 @@ REASONS = {
     "small": (
         "a step of some milliseconds shows what Python costs for each use and each traced operation, see above. Tried: "
         "marks of the device that are read together, answers of the trace that are used again, uses that occur again "
-        "as a whole, small gradients of equal shapes as one."
+        "as a whole, functions without parameters as well, small gradients of equal shapes as one."
     ),
     "mnist": (
         "the weight gradients of 256 samples are formed by one grouped convolution for each layer; with 1 and 16 "

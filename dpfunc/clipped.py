@@ -1,4 +1,7 @@
-"""Engine + clip rule -> ClippedSum: the five lines of DP-SGD, for every engine, rule, grouping and microbatch size."""
+"""Engine + clip rule -> ClippedSum, for every engine, rule, grouping and microbatch size.
+
+The algorithm is `ClippedGrad._clip_and_sum`: norms, factors, the sum by factors. The rest is microbatches and audits.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
 from dpfunc.compiled import Compilation, Compile, Compiler, Core, RunFacts, Sums, check_setting, rows_at_once
+from dpfunc.distributed.processes import FullNorms
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.parameters import check_params
@@ -42,9 +46,6 @@ from dpfunc.types import (
     PerSampleGrads,
     Unreleased,
 )
-
-FullNorms = Callable[[Params, Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""From squared norms of what this process holds of each gradient to those of whole gradients."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +73,25 @@ class ClippedGrad:
     def compute(
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, run: RunFacts | None = None
     ) -> tuple[ClippedSum, Unreleased]:
-        """The same in a step of a run, of parameters that were checked before, or are before a release."""
+        """The same in a step of a run (`run`: its public facts), without the check of params, which the step does."""
         if self.full_norms is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
             )
         num_samples = batch_size(batch)
-        given_B, mask_B = mask_B, check_mask(mask_B, num_samples, next(iter(params.values())).device)
+        given_B = mask_B  # None: all rows are real, and the losses need no selection
+        mask_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
         seen: list[tuple[Tensor, Tensor]] = []
         total: dict[str, Tensor] = {}
-        size, padded, core = self._core(params, batch, num_samples, parts, bounds, run)
+        size, padded, compute = self._microbatches(params, batch, num_samples, parts, bounds, run)
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             own_key = fold_in(key, "microbatch", number) if key else None
             with torch_seed(own_key) if own_key else nullcontext():
-                result = core(params, chunk, chunk_mask_B, own_key)
+                result = compute(params, chunk, chunk_mask_B, own_key)
             total = {name: total[name].add_(value) for name, value in result.sums.items()} if seen else result.sums
             real = min(size, num_samples - start)
             seen.append((result.losses_B[:real], result.norms_BG[:real]))
@@ -107,7 +109,7 @@ class ClippedGrad:
         """Record of the last step: compiled or eager, and why."""
         return self._compiler.last
 
-    def _core(
+    def _microbatches(
         self,
         params: Params,
         batch: Batch,
@@ -116,16 +118,16 @@ class ClippedGrad:
         bounds: Mapping[str, float],
         run: RunFacts | None,
     ) -> tuple[int, bool, Core]:
-        """Size of microbatches, whether smaller ones are padded to it, and what computes them."""
-        summed = partial(self._summed, parts, tuple(bounds.values()))
-        eager = partial(self._eager, parts, tuple(bounds.values()))
+        """Rows of a microbatch; true if smaller ones are padded to it; the function that computes its clipped sums."""
+        clip_and_sum = partial(self._clip_and_sum, parts, tuple(bounds.values()))
+        eager = partial(self._eager_microbatch, parts, tuple(bounds.values()))
         if not self.compile or not num_samples:
             return self._size(params, batch, num_samples), _narrow(params), eager
         size = self._compiled_size(params, batch, num_samples, run)
         if self.compile == "auto" and self._compiler.stays_eager(params, batch, size, run):
             return self._size(params, batch, num_samples), _narrow(params), eager
         bound = math.hypot(*bounds.values())
-        return size, True, self._compiler.core(params, batch, size, summed, bound, eager)
+        return size, True, self._compiler.core(params, batch, size, clip_and_sum, bound, eager)
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         """Rows of an eager microbatch."""
@@ -152,7 +154,7 @@ class ClippedGrad:
             self._sizes[shapes] = automatic_size(self.loss_fn, params, pad_rows(rows(batch, 0, 2), 2))
         return self._sizes[shapes]
 
-    def _summed(
+    def _clip_and_sum(
         self,
         parts: Partition,
         bounds: tuple[float, ...],
@@ -170,7 +172,8 @@ class ClippedGrad:
             sums = per_sample.weighted_sum(parts.spread(factors_BG))
             return Sums(sums, per_sample.losses_B, norms_BG, sq_norms)
 
-        # Others can take their sums once only; processes in lockstep must read the same marks.
+        # `_read_together` may call `compute` twice, and other engines can take their sums once only; processes in
+        # lockstep must read the same marks.
         repeatable = check is not None and isinstance(per_sample, PerSample) and not in_lockstep()
         with exact(mask_B.device):
             result = self._read_together(compute) if repeatable else compute()
@@ -178,7 +181,7 @@ class ClippedGrad:
                 check(result.sq_norms)
         return result
 
-    def _eager(
+    def _eager_microbatch(
         self,
         parts: Partition,
         bounds: tuple[float, ...],
@@ -189,7 +192,8 @@ class ClippedGrad:
     ) -> Sums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         start = time.perf_counter()
-        per_sample = self._closing(params, parts, bounds, mask_B)(self.loss_fn, params, microbatch)
+        engine = self._engine_of(params, parts, bounds, mask_B)
+        per_sample = engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
 
         def check(sq_norms: Mapping[str, Tensor]) -> None:
@@ -199,12 +203,13 @@ class ClippedGrad:
                 with self._audits.drawn(key, microbatch, credited.doubts, credited.untraced, seconds) as chosen:
                     audit(self.loss_fn, params, microbatch, credited, chosen)
 
-        return self._summed(parts, bounds, params, per_sample, mask_B, check)
+        return self._clip_and_sum(parts, bounds, params, per_sample, mask_B, check)
 
-    def _closing(self, params: Params, parts: Partition, bounds: tuple[float, ...], mask_B: Tensor) -> Engine:
-        """The engine; where the factors of a group depend on that group alone, one that sums it as early as it can.
+    def _engine_of(self, params: Params, parts: Partition, bounds: tuple[float, ...], mask_B: Tensor) -> Engine:
+        """The engine of a microbatch: the given one, or one that sums each clip group in the backward pass (`closing`).
 
-        Where processes hold parts of the parameters, the norm of a group is not known on one of them alone.
+        The second where there are several groups and the factor of one depends on its own norm alone (`by_group`), and
+        where this norm is known: not where processes hold parts of the parameters.
         """
         closing: Callable[[GroupFactors], Engine] | None = getattr(self.engine, "closing", None)
         alone = getattr(self.clip, "by_group", False) is True and len(parts.group_names) > 1

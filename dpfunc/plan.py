@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
+from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
@@ -21,8 +22,6 @@ from dpfunc.sampling.base import own_records
 from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
 from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
-
-ACCOUNTANTS = ("auto", "tilted", "prv", "rdp")
 
 
 class _Place(Protocol):
@@ -185,8 +184,9 @@ class Plan:
 
         def plan(scale: float, budget: float | None) -> Plan:
             return cls(
-                sampler, clip, scaled(scale), num_steps, delta, budget, adjacency, allocation, accountant,
-                allow_large_delta,
+                sampler=sampler, clip=clip, noise_multiplier=scaled(scale), num_steps=num_steps, delta=delta,
+                epsilon=budget, adjacency=adjacency, allocation=allocation, accountant=accountant,
+                allow_large_delta=allow_large_delta,
             )  # fmt: skip
 
         plan(1.0, None)  # bad arguments are found before the search

@@ -164,11 +164,13 @@ class Recipe:
         if self.noise_to_signal <= most:
             return None
         share = most / self.noise_to_signal
+        fewer = int(self.num_parameters * share * share)
+        smaller = f"Train at most {fewer} parameters (a head on frozen features, LoRA of a lower rank), or have"
         return (
             f"Expected noise_to_signal <= {most:g}, got noise_to_signal={self.noise_to_signal:.2g} with "
-            f"{self.num_parameters} trained parameters and {self.dataset_size} records. Train at most "
-            f"{max(1, int(self.num_parameters * share * share))} parameters (a head on frozen features, LoRA of a "
-            f"lower rank), or have {math.ceil(self.dataset_size / share)} records, or take a larger epsilon."
+            f"{self.num_parameters} trained parameters and {self.dataset_size} records. "
+            f"{'Have' if self.strategy == 'head' or fewer < 1 else smaller} "
+            f"{math.ceil(self.dataset_size / share)} records, or take a larger epsilon."
         )
 
 

@@ -127,11 +127,11 @@ def require_state(state: StepState | None) -> StepState:
     return state
 
 
-def check_state(state: StepState, plan: Plan, mark: str) -> None:
+def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
     """Check that a step may be taken from a state.
 
     Args:
-        state: given by the caller. plan: of the step. mark: `plan_digest(plan)`.
+        state: given by the caller. plan: of the step. digest_of_plan: `plan_digest(plan)`.
 
     Raises:
         InvalidArgument: not a state, or one of another plan.
@@ -140,7 +140,7 @@ def check_state(state: StepState, plan: Plan, mark: str) -> None:
     """
     if not isinstance(state, StepState):
         raise wrong_type("state to be a StepState", "state", state, "Start with state = dp_step.init(params, key).")
-    if state.plan != mark:
+    if state.plan != digest_of_plan:
         raise InvalidArgument(
             f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "
             "steps, are not those of this one. For another phase begin a new run that counts the old one: "

@@ -77,7 +77,7 @@ class DPStep:
     _calls: Calls = field(default_factory=Calls, repr=False, compare=False)
 
     @cached_property
-    def _mark(self) -> str:
+    def _plan_digest(self) -> str:
         return plan_digest(self.plan)
 
     def init(
@@ -126,7 +126,7 @@ class DPStep:
                 f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run."
             )
         return StepState(
-            0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._mark, num_records=num_records
+            0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._plan_digest, num_records=num_records
         )
 
     def _check_bound(self, num_records: int) -> int:
@@ -153,7 +153,7 @@ class DPStep:
     def _check(
         self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None
     ) -> tuple[StepState, Rows]:
-        """Find what can be wrong with a call before anything is computed or spent.
+        """Find what can be wrong with a call before anything is computed or spent; the state, and the rows to clip.
 
         That the numbers of params are finite is read together with the digest, before the release (`_record`).
         """
@@ -163,7 +163,7 @@ class DPStep:
             size = batch_size(batch)
             real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
             if state is not None:
-                check_state(state, self.plan, self._mark)
+                check_state(state, self.plan, self._plan_digest)
                 if self.verify_batch:
                     self._check_draw(state, size if real_B is None else int(real_B.sum()))
             return real_B
@@ -228,8 +228,8 @@ class DPStep:
         """Describe the settings and the state that must be equal in all processes."""
         state, clipped = require_state(state), self.clipped_grad
         settings = (
-            self._mark, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size, clipped.compile,
-            self.verify_batch, self.journal is None,
+            self._plan_digest, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size,
+            clipped.compile, self.verify_batch, self.journal is None,
         )  # fmt: skip
         place = (
             state.step,
@@ -287,7 +287,7 @@ class DPStep:
 
     def _advance(self, state: StepState, noise_state: Any) -> StepState:
         step = state.step + 1
-        if step <= state.charged:
+        if step <= state.charged:  # a resumed run repeats it bit for bit: it is in the ledger already
             left = tuple(item for item in state.released if item[0] >= step)
             return state._replace(step=step, noise_state=noise_state, released=left)
         cost = Ledger(step_events(self.plan, state, state.step), self.plan.adjacency)

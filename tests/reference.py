@@ -48,13 +48,3 @@ def loop_clipped_sum(loss_fn, params, batch, factor, group_of, bounds):
             group = group_of[name]
             total[name] += factor(norms[group], bounds[group]) * grad.double()
     return total
-
-
-FACTORS = {
-    "flat": lambda n, c: min(1.0, c / n) if n > 0 else 1.0,
-    "auto_s": lambda n, c: c / (n + 0.01),
-    "auto_v": lambda n, c: c / n if n > 0 else 0.0,
-    "threshold": lambda n, c: c / 2.0 if n <= 2.0 else 0.0,
-    "normalized": lambda n, c: c / (0.1 + n),
-    "psac": lambda n, c: c / (n + 0.1 / (n + 0.1)),
-}

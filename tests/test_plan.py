@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from cases import GROUPINGS, RULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,6 +162,8 @@ PLANS = {
     "shuffled": {**GOOD, "sampler": sampling.Shuffled(1000, 30), "adjacency": "replace_one", "clip": clipping.auto_v()},
     "in order": {**GOOD, "sampler": sampling.InOrder(1000, 30), "adjacency": "zero_out"},
     "budget": {**GOOD, "epsilon": 50.0},
+    **{name: {**GOOD, "clip": make(1.0, clipping.AllParameters())} for name, (make, _) in RULES.items()},
+    **{f"groups by {name}": {**GOOD, "clip": clipping.Flat(1.0, groups=each)} for name, each in GROUPINGS.items()},
 }  # fmt: skip
 
 

@@ -186,6 +186,15 @@ def test_advice_names_numbers_that_help():
     assert recipe("full", **{**hopeless, "dataset_size": size - 2}).advice() is not None
 
 
+def test_advice_names_no_number_of_parameters_where_none_would_help():
+    few = recipe("full", dataset_size=20, num_parameters=400, epsilon=0.01, delta=1e-5).advice()
+    head = recipe("head", dataset_size=20, num_parameters=400, num_classes=2, epsilon=3.0, delta=1e-5).advice()
+    for said in (few, head):
+        assert said is not None
+        assert "parameters (a head on frozen features" not in said
+        assert re.search(r"Have \d+ records, or take a larger epsilon", said)
+
+
 @pytest.mark.parametrize("length", [0.05, 1.0, 20.0])
 def test_a_first_run_learns(length):
     """Two classes whose means differ, at any length of the features: far above the 0.5 of one class."""

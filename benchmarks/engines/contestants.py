@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dpfunc
-from benchmarks.engines.jax_peer import NotInstalled, Peer
+from benchmarks.engines.jax_peer import Peer, TakesNoPart
 from benchmarks.engines.problem import Problem, trained
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Flat
@@ -237,7 +237,7 @@ def prepare(name: str, problem: Problem, microbatch_size: str = "none") -> Conte
 def reason(error: BaseException) -> str:
     """Why a contestant does not run, in one line."""
     lines = str(error).strip().splitlines() or [""]
-    if isinstance(error, NotInstalled):
+    if isinstance(error, TakesNoPart):
         return f"x: {lines[0]}"
     text = f"{type(error).__name__}: {lines[0].strip()}"
     return "x: " + (text if len(text) <= 180 else text[:177] + "...")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from benchmarks.engines.problem import Problem, classification, images
 
 CLASSES = 10
-LIKE_W3 = "a larger network of the layers of w3, which JAX Privacy was measured on"
+LIKE_W3 = "a larger network of the layers of w3, which is the one that takes part"
 # Numbers are channels of 3x3 convolutions, "M" halves the image (Simonyan and Zisserman 2015, Table 1).
 VGG = {
     11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),

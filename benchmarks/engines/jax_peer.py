@@ -34,22 +34,22 @@ class Elsewhere(NamedTuple):
     seconds: float
 
 
-class NotInstalled(RuntimeError):
-    """No interpreter with JAX is there."""
+class TakesNoPart(RuntimeError):
+    """JAX is not installed, or a case is left out."""
 
 
 def interpreter() -> str:
     """The interpreter that has JAX and JAX Privacy.
 
     Raises:
-        NotInstalled: none was named, and `make jax` has made none.
+        TakesNoPart: none was named, and `make jax` has made none.
     """
     named = os.environ.get(VARIABLE)
     if named:
         return named
     if INSTALLED.exists():
         return str(INSTALLED)
-    raise NotInstalled(f"{NOT_INSTALLED}. Run `make jax`, or name an interpreter that has JAX Privacy in {VARIABLE}.")
+    raise TakesNoPart(f"{NOT_INSTALLED}. Run `make jax`, or name an interpreter that has JAX Privacy in {VARIABLE}.")
 
 
 def arrays(problem: Problem) -> dict[str, np.ndarray]:
@@ -76,15 +76,15 @@ class Peer:
         microbatch: of JAX Privacy.
 
     Raises:
-        NotInstalled: there is no JAX. NotImplementedError: the model is not written in jax.numpy, or is not on a CPU.
+        TakesNoPart: there is no JAX, the model is not written in jax.numpy, or it is not on a CPU.
     """
 
     def __init__(self, problem: Problem, mode: str, microbatch: int | None) -> None:
         python = interpreter()
         if not problem.jax_model:
-            raise NotImplementedError(f"left out: {problem.no_jax_model}")
+            raise TakesNoPart(f"left out: {problem.no_jax_model}")
         if problem.inputs.device.type != "cpu":
-            raise NotImplementedError("left out: JAX is measured on CPUs only")
+            raise TakesNoPart("left out: JAX is measured on CPUs only")
         threads = torch.get_num_threads()
         self.folder = tempfile.TemporaryDirectory(prefix="dpfunc-jax-")
         file = Path(self.folder.name) / "arrays.npz"

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = Mapping[str, Any]
-PEERS = ("opacus", "jax", "whole-jax")
+PEERS = ("opacus", "jax")
+NOT_DRAWN = ("whole-", "jax-privacy/")
 NOT_PRIVATE = (*NO_SUM, JAX_PLAIN)
 MARKERS = "ovsD^P*X"
 KINDS = {"time": "time of a step", "memory": "peak memory over the model"}
@@ -36,7 +37,7 @@ def ratio(report: Record, case: str, contestant: str, kind: str) -> float | None
 
 def draw(axes: Axes, report: Record, cases: Sequence[str], kind: str) -> None:
     """Bars for our engines and points for peers, side by side in each case; the plain step is the line at 1."""
-    names = [name for name in contestants(report, cases) if name != PLAIN]
+    names = [n for n in contestants(report, cases) if n != PLAIN and not n.startswith(NOT_DRAWN)]
     engines = [name for name in names if not name.startswith(PEERS)]
     peers = [name for name in names if name.startswith(PEERS)]
     width = 0.8 / max(1, len(engines))

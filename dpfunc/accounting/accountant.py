@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import get_args
 
 from dpfunc._utils.validation import fail, one_of, open_unit
 from dpfunc.accounting.fewer_kinds import fewer_kinds
@@ -17,8 +18,10 @@ from dpfunc.accounting.tilted import Kind, TiltedUnavailable, tilted_epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
-METHODS = ("auto", "tilted", "prv", "rdp", "gaussian", "gdp-approximation")
-BOUNDS = ("auto", "tilted", "prv", "rdp", "gaussian")
+METHODS: tuple[str, ...] = ("auto", *get_args(Method))
+BOUNDS = tuple(method for method in METHODS if method != "gdp-approximation")
+# Of a plan: `gaussian` refuses sampled batches, and `auto` takes it where it is exact.
+ACCOUNTANTS = tuple(method for method in BOUNDS if method != "gaussian")
 _TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
 _NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 

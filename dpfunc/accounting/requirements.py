@@ -107,12 +107,7 @@ def privacy_requirements(
         raise fail(f"batch_size <= dataset_size = {n}", "batch_size", batch_size)
     positive("epochs", epochs)
     target = positive("target_epsilon", target_epsilon)
-    chosen = suggest_delta(n) if delta is None else open_unit("delta", delta)
-    if chosen * n >= 1:
-        raise InvalidArgument(
-            f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={chosen:g}. A mechanism that publishes one "
-            f"random record in full has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
-        )
+    chosen = suggest_delta(n) if delta is None else _below_one_record(delta, n)
     sizes = sorted({max(1, min(n, round(size * factor))) for factor in _FACTORS})
     choices = tuple(_batch_choice(n, b, epochs, target, chosen) for b in sizes)
     asked = next(choice for choice in choices if choice.batch_size == size)
@@ -133,6 +128,17 @@ def privacy_requirements(
         choices=choices,
         guidance=_GUIDANCE,
     )
+
+
+def _below_one_record(delta: float, n: int) -> float:
+    """The delta, with which not even one record of n may be published."""
+    number = open_unit("delta", delta)
+    if number * n >= 1:
+        raise InvalidArgument(
+            f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={number:g}. A mechanism that publishes one "
+            f"random record in full has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
+        )
+    return number
 
 
 def _batch_choice(dataset_size: int, batch_size: int, epochs: float, target: float, delta: float) -> BatchChoice:

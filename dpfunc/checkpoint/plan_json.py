@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from dpfunc import clipping, sampling
@@ -14,15 +15,11 @@ from dpfunc.plan import Plan
 from dpfunc.types import Schedule
 
 SCHEMA = 1
-KNOWN: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        Plan, Schedule,
-        clipping.Flat, clipping.Automatic, clipping.Threshold, clipping.PSAC,
-        clipping.AllParameters, clipping.PerLayer, clipping.PerParameter, clipping.Blocks, clipping.ByName,
-        sampling.Poisson, sampling.FixedSize, sampling.Shuffled, sampling.InOrder,
-    )
-}  # fmt: skip
+_PUBLIC = [getattr(folder, name) for folder in (clipping, sampling) for name in folder.__all__]
+_KNOWN: dict[str, type] = {
+    cls.__name__: cls for cls in (Plan, Schedule, *_PUBLIC) if isinstance(cls, type) and dataclasses.is_dataclass(cls)
+}
+"""What a saved plan may hold: its own two classes, and all dataclasses among the public names of both folders."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -67,17 +64,25 @@ def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
 def _encode(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value).__name__
-        if KNOWN.get(kind) is not type(value):
-            raise InvalidArgument(f"Expected a plan of dpfunc's own parts, got {kind}, which JSON cannot describe.")
+        if _KNOWN.get(kind) is not type(value):
+            raise _not_ours(kind)
         fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"kind": kind, **fields}
     if isinstance(value, Mapping):
         return {"kind": "mapping", "items": {str(name): _encode(item) for name, item in value.items()}}
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str, NoneType)):
         return value
-    raise InvalidArgument(f"Expected a plan of dpfunc's own parts, got {type(value).__name__}.")
+    raise _not_ours(type(value).__name__)
+
+
+def _not_ours(kind: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"Expected a plan of dpfunc's own parts, got {kind}, which JSON cannot describe. Steps can be taken and "
+        "a journal written with it, checkpoints not: they hold the public dataclasses of dpfunc.clipping and "
+        "dpfunc.sampling."
+    )
 
 
 def _decode(value: object) -> Any:
@@ -88,9 +93,9 @@ def _decode(value: object) -> Any:
     kind = value.get("kind")
     if kind == "mapping":
         return {name: _decode(item) for name, item in value["items"].items()}
-    cls = KNOWN.get(str(kind))
+    cls = _KNOWN.get(str(kind))
     if cls is None:
-        raise InvalidArgument(f"Expected a known kind in a plan, got kind={kind!r}. Known: {', '.join(KNOWN)}.")
+        raise InvalidArgument(f"Expected a known kind in a plan, got kind={kind!r}. Known: {', '.join(_KNOWN)}.")
     fields = {field.name for field in dataclasses.fields(cls)}
     given = set(value) - {"kind"}
     if given != fields:
@@ -98,7 +103,7 @@ def _decode(value: object) -> Any:
             f"Expected the fields {', '.join(sorted(fields))} of {kind}, got it "
             f"{apart(fields - given, given - fields)}."
         )
-    return cls(**{name: _decode(item) for name, item in value.items() if name != "kind"})
+    return cls(**{name: _decode(value[name]) for name in sorted(given)})
 
 
 def _leaves(value: object, path: str = "plan") -> dict[str, Any]:

@@ -15,6 +15,7 @@ import click
 from dpfunc import accounting
 from dpfunc._utils.validation import open_unit, unique_json
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_old_record, is_record
 from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.checkpoint.journal import journal_ledger
@@ -23,7 +24,7 @@ from dpfunc.cli.search_record import Row, note_search, read_search, refuse_metho
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
-_METHODS = click.Choice(["auto", "tilted", "prv", "rdp"])
+_METHODS = click.Choice(ACCOUNTANTS)
 _path_argument = click.argument("path", type=click.Path(exists=True, path_type=Path))
 
 
@@ -163,6 +164,14 @@ def _required_delta(source: _Source) -> float:
     )
 
 
+def _claimed(source: _Source) -> float:
+    if source.record is not None:
+        return source.record.epsilon
+    raise click.UsageError(
+        f"Missing option '--epsilon' / '-e'. {str(source.path)!r} claims no epsilon of its own: name the one to check."
+    )
+
+
 def _note(source: _Source) -> None:
     """Say on stderr what a reader of the numbers must know first."""
     if source.record is not None and source.record.noise_key == GUESSABLE:
@@ -237,15 +246,10 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
         return
     source = _read_source(path)
     _note(source)
-    record = source.record
-    if epsilon is None and record is None:
-        raise click.UsageError(
-            f"Missing option '--epsilon' / '-e'. {str(source.path)!r} claims no epsilon of its own: name the "
-            "one to check."
-        )
-    claim = record.epsilon if epsilon is None and record is not None else float(epsilon or 0)
+    claim = _claimed(source) if epsilon is None else epsilon
     at = _required_delta(source) if delta is None else delta
-    found = accounting.epsilon(source.ledger, at, method or (record.accountant if record is not None else "auto"))
+    recorded = "auto" if source.record is None else source.record.accountant
+    found = accounting.epsilon(source.ledger, at, method or recorded)
     _print_checks(claim, found, [_compare(claim, found), *_consistent(source, claim, at)], as_json)
 
 

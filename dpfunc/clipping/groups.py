@@ -89,9 +89,9 @@ class ByName:
     group_of: Mapping[str, str]
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        missing = [name for name in names if name not in self.group_of]
-        unknown = [name for name in self.group_of if name not in names]
-        if missing or unknown:
+        if self.group_of.keys() != set(names):
+            missing = [name for name in names if name not in self.group_of]
+            unknown = [name for name in self.group_of if name not in names]
             close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
             raise InvalidArgument(
                 f"Expected ByName to name each parameter once, got it {apart(missing, unknown)}."

@@ -102,7 +102,12 @@ class _ManyProcesses:
             raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
 
     def check(
-        self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
+        self,
+        check: Callable[[], Tensor | None],
+        settings: Callable[[], str],
+        step: int | None,
+        params: Params,
+        batch: Batch,
     ) -> Rows:
         """All processes pass their own checks and agree with each other.
 
@@ -118,7 +123,7 @@ class _ManyProcesses:
             check_finite(params)
             check_placements(params, self.ranks)
             _dummy_of(batch, self.ranks)
-            own = summarize(step=step, batch=batch, params=params, run=run(), ranks=self.ranks)
+            own = summarize(step=step, batch=batch, params=params, run=settings(), ranks=self.ranks)
         finally:
             largest = agree(own, self.ranks)
         return Rows(batch, mask_B, largest)

@@ -1,4 +1,4 @@
-"""The processes that take a step: the interface that a step uses, and its implementation for a single process.
+"""The processes that take a step: the interface that a step uses (`Processes`), and a single process (`OneProcess`).
 
 Several processes are in `distributed.collective_step`.
 """
@@ -73,14 +73,19 @@ class Processes(Protocol):
         ...
 
     def check(
-        self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
+        self,
+        check: Callable[[], Tensor | None],
+        settings: Callable[[], str],
+        step: int | None,
+        params: Params,
+        batch: Batch,
     ) -> Rows:
         """Check that each process can take the step, and that all mean the same one.
 
         Args:
-            check: the checks of this process; returns the mask of real rows, None for all. run: description of
-                everything that must be equal in all processes. step: its number; None for a call without a state.
-            params, batch: of this process.
+            check: the checks of this process; returns the mask of real rows, None for all.
+            settings: returns a description of everything that must be equal in all processes.
+            step: its number; None for a call without a state. params, batch: of this process.
         """
         ...
 
@@ -89,7 +94,7 @@ class Processes(Protocol):
         ...
 
     def noise_of(self, params: Params) -> Mapping[str, Tensor | Part]:
-        """Leaves, or parts of them, whose noise this process draws in `release`; of sharded parameters not known."""
+        """Leaves, or parts of them, whose noise this process draws in `release`; not for sharded parameters."""
         ...
 
     def release(
@@ -137,7 +142,12 @@ class OneProcess:
         return None
 
     def check(
-        self, check: Callable[[], Tensor | None], run: Callable[[], str], step: int | None, params: Params, batch: Batch
+        self,
+        check: Callable[[], Tensor | None],
+        settings: Callable[[], str],
+        step: int | None,
+        params: Params,
+        batch: Batch,
     ) -> Rows:
         return Rows(batch, check(), batch_size(batch))
 

@@ -99,21 +99,37 @@ class Auto:
         shapes = () if in_lockstep() else signature(batch)  # all processes need the same history
         history = self._histories.setdefault(loss_fn, {}).setdefault(shapes, _History())
         if history.alone is not None and history.failures >= _MAX_UNPROVEN:
-            self._decide(loss_fn, Decision(history.name, f"rows alone, since {history.reason}"))
-            return history.alone(loss_fn, params, batch)
+            return self._alone(loss_fn, params, batch, history, history.reason)
         result, reason = self._attempt(loss_fn, params, batch, history)
         doubts = getattr(result, "doubts", ())
         impossible, doubted = on_any_rank(params, result is None, bool(doubts))
-        if result is not None and not impossible and not doubted:
+        found = None if impossible else result
+        if found is not None and not doubted:
             history.proved()
             self._decide(loss_fn, Decision("bookkeeping", "the trace of each step shows that rows stay apart"))
-            return result
+            return found
         reason = reason or shorten(list(dict.fromkeys(doubts))) or "another process could not"
+        return self._without_proof(loss_fn, params, batch, history, found, reason)
+
+    def _without_proof(
+        self,
+        loss_fn: LossFn,
+        params: Params,
+        batch: Batch,
+        history: _History,
+        found: PerSampleGrads | None,
+        reason: str,
+    ) -> PerSampleGrads:
+        """Gradients of a step without a proof: those that were found, to be audited, or those of rows alone.
+
+        Raises:
+            UnsupportedModel: steps without a proof are to be refused.
+        """
         if self.unproven == "refuse":
             refuse_unproven([reason])
-        if self.unproven == "audit" and result is not None and not impossible:
+        if self.unproven == "audit" and found is not None:
             self._decide(loss_fn, Decision("bookkeeping", f"audited, not proven: {reason}", proven=False))
-            return result
+            return found
         history.failed()
         return self._alone(loss_fn, params, batch, history, reason)
 

@@ -331,22 +331,36 @@ def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: 
     caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
     refuse_escaped(watched, caught[len(recorder.leaves) : len(inputs) - len(anchors)])
     uses: dict[int, list[PerSampleGrad]] = {} if own is None else own.finish()
+    found = [(reader, grad) for reader, grad in zip(recorder.readers, caught, strict=False) if grad is not None]
     if own is not None:
-        found = any(grad is not None for grad in caught[: len(recorder.leaves)])
-        check_depends(has_parameter_source() or found or bool(uses or own.sums))
-    for reader, grad in zip(recorder.readers, caught, strict=False):
-        if grad is not None:
-            for target, rep in reader(grad).items():
-                uses.setdefault(target, []).append(rep)
+        check_depends(has_parameter_source() or any((found, uses, own.sums)))
+    for reader, grad in found:
+        _add(uses, reader(grad))
     losses_B = arrived(losses_B.detach())
     collected = collect(tracker, params, uses)
     if own is None or recorder.weights is None:
         return PerSample(losses_B, collected)
-    rest = {name: grad for name, grad in collected.items() if name not in own.sums}
-    reopened = [name for name in own.sums if not isinstance(collected[name], Zeros)]
+    return _with_closed(losses_B, collected, own, recorder.weights)
+
+
+def _add(uses: dict[int, list[PerSampleGrad]], grads: Mapping[int, PerSampleGrad]) -> None:
+    for target, grad in grads.items():
+        uses.setdefault(target, []).append(grad)
+
+
+def _with_closed(
+    losses_B: Tensor, collected: Mapping[str, PerSampleGrad], caught: CaughtGrads, weights: GroupFactors
+) -> ClosedSums:
+    """The sums of closed groups, and what was collected of the others.
+
+    Raises:
+        UnsupportedModel: a part of a closed group was known too late.
+    """
+    rest = {name: grad for name, grad in collected.items() if name not in caught.sums}
+    reopened = [name for name in caught.sums if not isinstance(collected[name], Zeros)]
     if reopened:
         raise UnsupportedModel(
             f"The gradients of {shorten(reopened)} have a part that is known only after their clip groups were summed. "
             'Use one group, or engine="loop".'
         )
-    return ClosedSums(losses_B, PerSample(losses_B, rest), own, recorder.weights)
+    return ClosedSums(losses_B, PerSample(losses_B, rest), caught, weights)

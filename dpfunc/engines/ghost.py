@@ -25,7 +25,7 @@ from dpfunc.engines.guards.scope import Scope, backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
-from dpfunc.engines.rules.table import Use
+from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, backward_pass, following
@@ -88,23 +88,32 @@ class _NormRecorder:
     ) -> tuple[None]:
         if not self.closed:  # the loss differentiates inside of itself
             return (None,)
-        single = {arg: target for arg, target in targets.items() if self._single(target)}
-        if self.factors is not None and not single:
-            return (None,)
-        grads = form_grads(use, names, grad, saved)
-        totals: dict[str, Tensor] = {}
-        with unseen(), exact(grad.device), torch.no_grad():
+        single = {arg: self.params[target] for arg, target in targets.items() if self._single(target)}
+        if self.factors is None:
+            self._take_norms(form_grads(use, names, grad, saved), targets, single, grad.device)
+        elif single:
+            self._take_sums(form_grads(use, names, grad, saved), self.factors, single, grad.device)
+        return (None,)
+
+    def _take_norms(
+        self, grads: Grads, targets: Mapping[str, int], single: Mapping[str, str], device: torch.device
+    ) -> None:
+        """Take the norms of parameters that are used once, in the first pass; the gradients of others are kept."""
+        with unseen(), exact(device), torch.no_grad():
             for argument, target in targets.items():
-                if argument in single and self.factors is None:
-                    self.sq_norms[self.params[target]] = grads[argument].sq_norms()
-                elif argument in single and self.factors is not None:
-                    name = self.params[target]
-                    totals[name] = grads[argument].weighted_sum(self.factors[name])
-                elif self.factors is None:
+                if argument in single:
+                    self.sq_norms[single[argument]] = grads[argument].sq_norms()
+                else:
                     self.kept.setdefault(target, []).append(grads[argument])
+
+    def _take_sums(
+        self, grads: Grads, factors: Mapping[str, Tensor], single: Mapping[str, str], device: torch.device
+    ) -> None:
+        """Take the weighted sums of parameters that are used once, in the second pass."""
+        with unseen(), exact(device), torch.no_grad():
+            totals = {name: grads[argument].weighted_sum(factors[name]) for argument, name in single.items()}
         with unfollowed(), torch.no_grad():  # may communicate
             self.sums.update({name: reduced(name, total) for name, total in totals.items()})
-        return (None,)
 
     def _single(self, target: int) -> bool:
         return target in self.params and self.counts.get(target) == 1
@@ -114,6 +123,13 @@ class _NormRecorder:
         if not self.closed:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
             self.leaves.append((tracked, copies, sample_axis))
+
+    def keep_copies(self, grads: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of private copies, which come first among these."""
+        for (tracked, _, sample_axis), grad in zip(self.leaves, grads, strict=False):
+            if grad is not None:
+                for target, rep in read_copies(tracked, sample_axis, self.trace, grad).items():
+                    self.kept.setdefault(target, []).append(rep)
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """Note that parameters are also used through a derived value: the norm of one use is not theirs."""
@@ -252,10 +268,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
             total, ones_B = losses_B.sum(), torch.ones_like(losses_B)
             caught = torch.autograd.grad(losses_B, targets, ones_B, allow_unused=True, retain_graph=True)
         refuse_escaped(watched, caught[len(copies) : -1])
-        for (tracked, _, sample_axis), grad in zip(meter.leaves, caught, strict=False):
-            if grad is not None:
-                for target, rep in read_copies(tracked, sample_axis, trace, grad).items():
-                    meter.kept.setdefault(target, []).append(rep)
+        meter.keep_copies(caught)
         check_depends(has_parameter_source() or bool(meter.sq_norms or meter.kept))
         kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}

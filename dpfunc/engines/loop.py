@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -51,19 +51,14 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         recorder = CollectiveRecorder()
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
-        reached = not num_samples
-        reads: list[str] = []
+        reached, reads = not num_samples, list[str]()
         draws, before = 0, python_state(loss_fn)
         for sample in range(num_samples):
             losses_1, grads, trace = _single(loss_fn, params, rows(batch, sample, sample + 1), recorder)
-            reads, draws = reads or trace.reads, draws + len(trace.draws)
+            reached |= bool(grads)
+            reads, draws = reads + trace.reads, draws + len(trace.draws)
             losses.append(losses_1)
-            for name, grad in grads.items():
-                reached = True
-                if num_samples == 1 and grad.dtype == grads_B[name].dtype:
-                    grads_B[name] = grad[None]
-                else:
-                    grads_B[name][sample] = grad
+            _keep(grads_B, sample, grads)
         check_depends(reached)
         first = next(iter(parts.values()))
         losses_B = torch.cat(losses) if losses else first.new_zeros(0)
@@ -72,7 +67,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         if on_any_process(bool(reads) or was_kept(loss_fn)):
             with refused_by_all():
                 refuse_kept(loss_fn, before, next(iter(reads), ""))
-            if num_samples > 1 and not draws:
+            if not draws:
                 _check_repeats(engine, loss_fn, params, batch, result)
         return result
 
@@ -106,8 +101,19 @@ def _single(
     return losses_1.detach(), local_grads, trace
 
 
+def _keep(grads_B: dict[str, Tensor], sample: int, grads: Mapping[str, Tensor]) -> None:
+    """Put the gradients of a sample into their places; that of a single sample is not copied."""
+    for name, grad in grads.items():
+        if len(grads_B[name]) == 1 and grad.dtype == grads_B[name].dtype:
+            grads_B[name] = grad[None]
+        else:
+            grads_B[name][sample] = grad
+
+
 def _check_repeats(engine: _LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
-    """Check that the first row gives the same again: a loss may keep Python numbers of its row."""
+    """Check that the first of several rows gives the same again: a loss may keep Python numbers of its row."""
+    if len(first.losses_B) < 2:
+        return
     again = engine(loss_fn, params, rows(batch, 0, 1))
     pairs = [(again.losses_B, first.losses_B[:1])]
     pairs += [(again.sq_norms()[name], norms_B[:1]) for name, norms_B in first.sq_norms().items()]

@@ -157,11 +157,14 @@ def _put_back(module: nn.Module) -> Iterator[None]:
             for name in set(attributes) - names:
                 if name in own or name in held:
                     del attributes[name]
-            tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ((parameters, own), (buffers, held))
-            for place, before in tables:
-                if place.keys() != before.keys() or any(place[name] is not value for name, value in before.items()):
-                    place.clear()
-                    place.update(before)
+            _restore(parameters, own)
+            _restore(buffers, held)
+
+
+def _restore(place: dict[str, Any], before: dict[str, Any]) -> None:
+    if place.keys() != before.keys() or any(place[name] is not value for name, value in before.items()):
+        place.clear()
+        place.update(before)
 
 
 def _written(names: Sequence[str]) -> UnsupportedModel:
@@ -217,10 +220,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     refuse_unsupported(module)
     chosen = select(module, trainable)
     refuse_managed(module, chosen)
-    stay = constant(module)
-    others = {
-        name: p for name, p in module.named_parameters() if name not in chosen and p.requires_grad and name not in stay
-    }
+    stay = constant(module) | chosen.keys()
+    others = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in stay}
     buffers = dict(module.named_buffers())
     places = storage_places(module)
     params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}

@@ -7,7 +7,7 @@ parameter that it manages cannot be an argument of a function.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,15 +54,16 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
     for part in parts.values():
         groups = _groups(part)
         if groups is None:
-            return {
-                name: param
-                for name, param in module.named_parameters()
-                if is_dtensor(param) and any(not prefix or name.startswith(f"{prefix}.") for prefix in parts)
-            }
-        for group in groups:
-            for held in group.fsdp_params:
-                known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
+            return _split_below(module, tuple(parts))
+        for held in (held for group in groups for held in group.fsdp_params):
+            known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
     return {name: param for name, param in module.named_parameters() if id(param) in known}
+
+
+def _split_below(module: nn.Module, parts: Sequence[str]) -> dict[str, Tensor]:
+    """The DTensors of the modules of these names."""
+    below = tuple(f"{name}." if name else "" for name in parts)
+    return {name: p for name, p in module.named_parameters() if is_dtensor(p) and name.startswith(below)}
 
 
 def _groups(part: Any) -> list[Any] | None:

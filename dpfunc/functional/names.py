@@ -56,18 +56,7 @@ def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str
     named = dict(module.named_parameters())
     if not named:
         raise InvalidArgument(f"Expected a module with parameters, got {type(module).__name__}, which has none.")
-    if trainable is None:
-        chosen = [name for name, param in named.items() if param.requires_grad]
-        hint = "All parameters are frozen: name the trainable ones."
-    elif isinstance(trainable, str):
-        searched = pattern("trainable", trainable)
-        chosen = [name for name in named if searched.search(name)]
-        hint = f"No name matches the regular expression {trainable!r}."
-    else:
-        _refuse_unknown(module, named, trainable)
-        wanted = set(trainable)
-        chosen = [name for name in named if name in wanted]
-        hint = "The list of names is empty."
+    chosen, hint = _chosen(module, named, trainable)
     if not chosen:
         raise InvalidArgument(
             f"Expected at least one trainable parameter, got none. {hint} The names begin {shorten(list(named))}."
@@ -80,10 +69,23 @@ def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str
     return {name: named[name] for name in chosen}
 
 
-def _refuse_unknown(module: nn.Module, named: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    unknown = [name for name in names if name not in named]
-    if not unknown:
-        return
+def _chosen(
+    module: nn.Module, named: Mapping[str, Tensor], trainable: str | Sequence[str] | None
+) -> tuple[list[str], str]:
+    """The names that are selected, and why there may be none."""
+    if trainable is None:
+        requiring = [name for name, param in named.items() if param.requires_grad]
+        return requiring, "All parameters are frozen: name the trainable ones."
+    if isinstance(trainable, str):
+        matching = filter(pattern("trainable", trainable).search, named)
+        return list(matching), f"No name matches the regular expression {trainable!r}."
+    if unknown := [name for name in trainable if name not in named]:
+        raise _unknown(module, named, unknown)
+    wanted = set(trainable)
+    return [name for name in named if name in wanted], "The list of names is empty."
+
+
+def _unknown(module: nn.Module, named: Mapping[str, Tensor], unknown: Sequence[str]) -> InvalidArgument:
     first_name = {id(param): name for name, param in named.items()}
     tied = {
         alias: first_name[id(param)]
@@ -92,10 +94,10 @@ def _refuse_unknown(module: nn.Module, named: Mapping[str, Tensor], names: Seque
     }
     if tied:
         aliases = shorten([f"{alias!r} is {first!r}" for alias, first in tied.items()])
-        raise InvalidArgument(f"Expected each parameter under its first name, got a tied one: {aliases}.")
+        return InvalidArgument(f"Expected each parameter under its first name, got a tied one: {aliases}.")
     close = [match for name in unknown for match in difflib.get_close_matches(name, named, n=2)]
     hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(list(named))}."
-    raise InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")
+    return InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")
 
 
 def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
@@ -58,20 +58,23 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, an embedding that
             renormalises its weight, or LLM.int8 layers.
     """
-    norms = training_batchnorms(module)
+    parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
+    norms = training_batchnorms(parts)
     if norms:
         raise UnsupportedModel(
             f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
             "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
         )
-    _refuse_outliers(module)
-    parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
+    _refuse_outliers(parts)
     on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
     if on and not checkpointing:
         raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
-    bounded = [
-        name for name, part in parts if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
-    ]
+    _refuse_renormalised(parts)
+
+
+def _refuse_renormalised(parts: Sequence[tuple[str, nn.Module]]) -> None:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    bounded = [name for name, part in parts if isinstance(part, kinds) and part.max_norm is not None]
     if bounded:
         raise UnsupportedModel(
             f"The embeddings {shorten(bounded)} have max_norm, which overwrites their weights in each forward pass. "
@@ -79,13 +82,13 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
         )
 
 
-def _refuse_outliers(module: nn.Module) -> None:
+def _refuse_outliers(parts: Sequence[tuple[str, nn.Module]]) -> None:
     """Refuse LLM.int8 layers, which choose outlier columns over all rows of a batch: rounding depends on other rows.
 
     Raises:
         UnsupportedModel: naming them.
     """
-    layers = [name for name, part in module.named_modules() if type(part).__name__ == "Linear8bitLt"]
+    layers = [name for name, part in parts if type(part).__name__ == "Linear8bitLt"]
     if layers:
         raise UnsupportedModel(
             f"The LLM.int8 layers {shorten(layers)} choose outlier columns over the whole batch, so samples influence "

@@ -81,12 +81,12 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
         return F.layer_norm(mean_Bd, mean_Bd.shape[-1:])
 
     def lower(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Hidden states (B, T, width) before the layer at which `cut_at` has cut the encoder."""
+        """Hidden states (B, T, width) before the layer at which `split_at` has divided the encoder."""
         x_BTd = self.backbone.embeddings(input_ids=input_ids)
         return _through(self.backbone.encoder.layer[: self.first_layer], x_BTd, attention_mask)
 
-    def cut_at(self, layer: int) -> bool:
-        """Cut the encoder below a layer: `lower` computes what is below, and `forward(hidden=...)` goes on from there.
+    def split_at(self, layer: int) -> bool:
+        """Divide the encoder below a layer: `lower` computes what is below, `forward(hidden=...)` goes on from there.
 
         Returns:
             False if the encoder is not of BERT's form: on a public input the parts do not give what the encoder gives.

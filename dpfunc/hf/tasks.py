@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +51,7 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
     if mask_BT is not None and mask_BT.shape == labels_BT.shape:
         before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
         labels_BT = torch.where(before_BT == 0, losses.IGNORED, labels_BT)
-    logits_BTV = _logits(forward(params, **inputs))
-    soft_prompt = facts_of(forward).soft_prompt
-    if soft_prompt and logits_BTV.shape[1] == labels_BT.shape[1] + soft_prompt:
-        logits_BTV = logits_BTV[:, soft_prompt:]
-    return losses.causal_lm(logits_BTV, labels_BT)
+    return losses.causal_lm(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
 
 def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -108,11 +103,7 @@ def token_classification(forward: AnyForward, params: Params, batch: Mapping[str
         forward, params, batch: see `causal_lm`; "labels" (B, T) with -100 where a token has none.
     """
     inputs, labels_BT = _split(batch)
-    logits_BTC = _logits(forward(params, **inputs))
-    soft_prompt = facts_of(forward).soft_prompt
-    if soft_prompt and logits_BTC.shape[1] == labels_BT.shape[1] + soft_prompt:
-        logits_BTC = logits_BTC[:, soft_prompt:]
-    return losses.token_classification(logits_BTC, labels_BT)
+    return losses.token_classification(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
 
 def seq2seq(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -291,14 +282,13 @@ def infer_task(model: nn.Module) -> str:
             if name.endswith(ending):
                 _refuse_encoder(base, task)
                 return task
+    writes = getattr(base, "can_generate", lambda: False)
     config = getattr(base, "config", None)
     reads_images = getattr(config, "vision_config", None) is not None
-    writes: Any = getattr(base, "can_generate", None)
-    if writes is not None and writes():
-        writes_apart = bool(getattr(config, "is_encoder_decoder", False))
-        if reads_images != writes_apart:
-            return "vqa" if reads_images else "seq2seq"
-    raise _unknown(base)
+    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
+    if not writes() or reads_images == writes_apart:
+        raise _unknown(base)
+    return "vqa" if reads_images else "seq2seq"
 
 
 def _refuse_encoder(base: nn.Module, task: str) -> None:
@@ -342,6 +332,15 @@ def _refuse_packing(inputs: Mapping[str, Tensor]) -> None:
             "not be. Switch packing off (packing=False, padding_free=False) and pad: one row, one record. For rows "
             "that are not packed add an attention_mask, or leave position_ids out."
         )
+
+
+def _logits_of_tokens(forward: AnyForward, params: Params, inputs: Mapping[str, Tensor], labels_BT: Tensor) -> Tensor:
+    """Logits (B, T, C) of the tokens that have labels; those of a soft prompt, which come first, are left out."""
+    logits_BTC = _logits(forward(params, **inputs))
+    soft_prompt = facts_of(forward).soft_prompt
+    if soft_prompt and logits_BTC.shape[1] == labels_BT.shape[1] + soft_prompt:
+        return logits_BTC[:, soft_prompt:]
+    return logits_BTC
 
 
 def _logits(output: object) -> Tensor:

@@ -59,14 +59,7 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     Raises:
         CheckpointError: not an adapter file, or it does not fit the module; the difference is shown.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
+    saved, metadata = _read(path)
     if metadata.get("schema") != SCHEMA:
         raise CheckpointError(f"Expected an adapter with schema {SCHEMA!r} in {path}, got {metadata.get('schema')!r}.")
     try:
@@ -86,6 +79,18 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
         {name: saved[name].to(ours) for name, ours in part.items()} for part in (adapter.constants, adapter.params)
     )
     return dataclasses.replace(adapter, constants=constants), params
+
+
+def _read(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            return saved, file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
 
 
 def _describe(value: Tensor | None) -> str:

@@ -20,23 +20,27 @@ def select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str, 
     Raises:
         InvalidArgument: none, unknown names, or layers that cannot be adapted.
     """
-    named = {name: layer for name, layer in module.named_modules() if name}
-    candidates = {name: layer for name, layer in named.items() if adaptable(layer)}
+    candidates = {name: layer for name, layer in module.named_modules() if name and adaptable(layer)}
     if isinstance(targets, str):
         searched = pattern("targets", targets)
         chosen = {name: layer for name, layer in candidates.items() if searched.search(name)}
     else:
-        for name in targets:
-            if name not in candidates:
-                raise fail(f"targets to be names of {KINDS} layers", "targets", name, _hint(name, named, candidates))
+        _check_names(module, targets, candidates)
         chosen = {name: layer for name, layer in candidates.items() if name in set(targets)}
     if not chosen:
         raise fail("targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
     return chosen
 
 
+def _check_names(module: nn.Module, targets: Sequence[str], candidates: dict[str, nn.Module]) -> None:
+    named = dict(module.named_modules())
+    for name in targets:
+        if name not in candidates:
+            raise fail(f"targets to be names of {KINDS} layers", "targets", name, _hint(name, named, candidates))
+
+
 def _hint(name: str, named: dict[str, nn.Module], candidates: dict[str, nn.Module]) -> str:
-    if name in named:
+    if name and name in named:
         kind = type(named[name]).__name__
         inside = [other for other in candidates if other.startswith(name + ".")]
         return f"It is a {kind}. " + (f"Inside of it: {shorten(inside)}." if inside else "It cannot be adapted.")

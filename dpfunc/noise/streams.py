@@ -33,7 +33,7 @@ _WORTH_A_THREAD = 2**18
 _DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
 _NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 _Leaves = Mapping[str, Tensor | Part]
-"""_Leaves that noise is for: tensors, DTensors, or parts that are described only."""
+"""What noise is for: name -> tensor, DTensor, or a part that is described only."""
 Source = Literal["secure", "device"]
 SOURCES: tuple[Source, ...] = ("secure", "device")
 

@@ -43,11 +43,11 @@ class Sampler(Protocol):
         ...
 
 
-def draw(key: Key, purpose: str, number: int) -> np.random.Generator:
-    """The stream of one draw of a sampler, from the root key of the run.
+def generator_of(key: Key, purpose: str, number: int) -> np.random.Generator:
+    """The random numbers of one draw of a sampler, from the root key of the run.
 
     >>> from dpfunc.rng import insecure_key
-    >>> draw(insecure_key(0), "sample", 3).random() == draw(insecure_key(0), "sample", 3).random()
+    >>> generator_of(insecure_key(0), "sample", 3).random() == generator_of(insecure_key(0), "sample", 3).random()
     True
     """
     return stream(fold_in(check_key(key), purpose, number))

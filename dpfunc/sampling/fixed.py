@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer
 from dpfunc.rng import Key
-from dpfunc.sampling.base import check_key, check_span, draw
+from dpfunc.sampling.base import check_key, check_span, generator_of
 from dpfunc.types import Adjacency, Event
 
 _FIXED_ADJACENCIES: tuple[Adjacency, ...] = ("zero_out", "replace_one")
@@ -49,7 +49,7 @@ class FixedSize:
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
-        generator = draw(key, "sample", integer("step", step))
+        generator = generator_of(key, "sample", integer("step", step))
         drawn_B = generator.choice(self.dataset_size, self.batch_size, replace=False, shuffle=False)
         return torch.from_numpy(np.sort(drawn_B))
 
@@ -189,7 +189,7 @@ def _once_an_epoch(start: int, stop: int, steps_per_epoch: int, noise_multiplier
 
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it; with 1e7 records it takes a second to make
 def _permutation(key: Key, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    order_N = draw(key, "shuffle", epoch).permutation(size)
+    order_N = generator_of(key, "shuffle", epoch).permutation(size)
     order_N.setflags(write=False)
     return order_N
 

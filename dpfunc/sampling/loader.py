@@ -116,13 +116,13 @@ class Collate:
 
     Args:
         collate: list of records -> batch.
-        cut: an empty draw becomes a batch with no rows; otherwise one with the row of a record that is not real.
+        allow_empty: an empty draw becomes a batch with no rows; otherwise one row, of a record that is not real.
         rank, size: of several processes that each collate the whole draw, and so pad it to one length: this one gets
             every size-th row, or some row where that is none.
     """
 
     collate: Callable[[list[Any]], Batch]
-    cut: bool = True
+    allow_empty: bool = True
     rank: int = 0
     size: int = 1
 
@@ -135,7 +135,7 @@ class Collate:
             batch = dict(batch)
         if self.size > 1:
             return take(batch, _dealt(batch_size(batch), self.rank, self.size))
-        return without_rows(batch) if self.cut and not first.real else batch
+        return without_rows(batch) if self.allow_empty and not first.real else batch
 
 
 def _dealt(num_rows: int, rank: int, size: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc._utils.validation import integer, probability, records, sampling_prob_of
 from dpfunc.rng import Key
-from dpfunc.sampling.base import check_span, draw
+from dpfunc.sampling.base import check_span, generator_of
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
 
 _CHUNK = 2**16  # gaps in memory at once; no influence on the result
@@ -81,7 +81,7 @@ class Poisson:
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
-        generator = draw(key, "sample", integer("step", step))
+        generator = generator_of(key, "sample", integer("step", step))
         found = list(successes(generator, self.dataset_size, schedule_at(self.sampling_prob, step)))
         return torch.from_numpy(np.concatenate(found))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -101,12 +101,13 @@ class DataSection:
             raise InvalidArgument("Expected data.prompt_column and data.response_column together, got one of them.")
         if self.prompt_column is not None and self.prompt_template is not None:
             raise InvalidArgument("Expected data.prompt_column or data.prompt_template, got both.")
-        if self.labels is not None and len(set(self.labels)) != len(self.labels):
-            raise fail("different labels", "data.labels", list(self.labels))
-        if self.labels is not None and len(self.labels) < 2:
-            raise fail("at least two labels", "data.labels", list(self.labels))
+        if self.labels is not None:
+            _check_labels(self.labels)
         self.placeholders()
         self._check_units()
+        self._check_images()
+
+    def _check_images(self) -> None:
         integer("data.max_images", self.max_images, minimum=1)
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
@@ -223,6 +224,13 @@ class TrainingSection:
         return math.ceil(round((self.epochs or 0.0) * dataset_size / required(self.batch_size), 6))
 
 
+def _check_labels(labels: Sequence[str]) -> None:
+    if len(set(labels)) != len(labels):
+        raise fail("different labels", "data.labels", list(labels))
+    if len(labels) < 2:
+        raise fail("at least two labels", "data.labels", list(labels))
+
+
 def required(value: int | None) -> int:
     """A value that the recipe has given where the job did not.
 
@@ -262,14 +270,7 @@ class Job:
 
     def __post_init__(self) -> None:
         one_of("task", self.task, TASKS)
-        one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
-        if self.strategy not in ADAPTERS and self.lora != LoraSection():
-            raise InvalidArgument(f"Expected no section lora with strategy={self.strategy!r}, which has no adapters.")
-        if self.strategy == "qlora" and (self.model.init == "random" or self.model.gguf_file is not None):
-            raise InvalidArgument(
-                "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
-                "model.gguf_file. Name the folder of a pretrained model."
-            )
+        self._check_strategy()
         mine, theirs = self.training.physical_batch_size, self.privacy.dp_physical_batch_size
         if mine is not None and theirs is not None and mine != theirs:
             raise InvalidArgument(
@@ -285,10 +286,22 @@ class Job:
             raise fail("no head_rate without a new head beside adapters", "training.head_rate", self.training.head_rate)
         if self.lora.top_layers is not None and self.task == "vqa":
             raise fail("no lora.top_layers with task='vqa'", "lora.top_layers", self.lora.top_layers)
+        self._check_prompts()
         self._check_columns()
 
-    def _check_columns(self) -> None:
-        """Check that the section data names nothing that the task would not read."""
+    def _check_strategy(self) -> None:
+        """Check that the task has the strategy, and the strategy what else the job has."""
+        one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
+        if self.strategy not in ADAPTERS and self.lora != LoraSection():
+            raise InvalidArgument(f"Expected no section lora with strategy={self.strategy!r}, which has no adapters.")
+        if self.strategy == "qlora" and (self.model.init == "random" or self.model.gguf_file is not None):
+            raise InvalidArgument(
+                "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
+                "model.gguf_file. Name the folder of a pretrained model."
+            )
+
+    def _check_prompts(self) -> None:
+        """Check that prompts are where the task reads them."""
         data = self.data
         prompts = data.prompt_column is not None or data.prompt_template is not None
         if prompts and self.task not in ("causal_lm", "seq2seq"):
@@ -300,6 +313,10 @@ class Job:
             )
         if self.task == "seq2seq" and data.loss_on == "all":
             raise fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")
+
+    def _check_columns(self) -> None:
+        """Check that the section data names nothing else that the task would not read."""
+        data = self.data
         if self.task == "text_regression" and data.labels is not None:
             raise fail("no data.labels with task='text_regression'", "data.labels", list(data.labels))
         if data.text_pair_column is not None and self.task not in PAIRS:

@@ -28,6 +28,7 @@ class Records:
         train, evaluation: one item a record. duplicates: rows left out.
         persons: positions in `train` of the records of each person, where people are the unit.
         above_limit: records left out because their person has more than `data.max_records_per_unit`.
+        seen: evaluation records that are trained on as well.
     """
 
     train: tuple[Mapping[str, Any], ...]
@@ -35,6 +36,7 @@ class Records:
     duplicates: int
     persons: tuple[range, ...] | None = None
     above_limit: int = 0
+    seen: int = 0
 
     @property
     def units(self) -> tuple[Any, ...]:
@@ -90,6 +92,7 @@ def read_records(job: Job, processing: Any) -> Records:
 
     Raises:
         InvalidArgument: a table, a label, an image or a person that cannot be used; the row is named by its number.
+            Classes of texts of which the records to train on have one alone.
 
     Guarantees:
         tests/train/test_people.py: one person more changes nothing of the others
@@ -108,7 +111,13 @@ def read_records(job: Job, processing: Any) -> Records:
         held_out = _table(job, data.eval, None, deduplicate=False).rows
     if not train:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
+    if job.task == "text_classification" and len({row[data.label_column] for row in train}) == 1:
+        raise InvalidArgument(
+            f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
+            "text would be given. Check data.label_column, and that the table is whole."
+        )
     persons, above = None, 0
+    seen = _seen(job, train, held_out)
     if unit is not None:
         train, persons, above = _by_person(job, train, unit)
     return Records(
@@ -117,7 +126,15 @@ def read_records(job: Job, processing: Any) -> Records:
         table.duplicates,
         persons,
         above,
+        seen,
     )
+
+
+def _seen(job: Job, train: Sequence[Row], evaluation: Sequence[Row]) -> int:
+    """Number of evaluation rows that equal a training row in all columns that the task reads."""
+    columns = columns_of(job)
+    known = {tuple(row[column] for column in columns) for row in train}
+    return sum(tuple(row[column] for column in columns) in known for row in evaluation)
 
 
 def count_records(job: Job) -> int:

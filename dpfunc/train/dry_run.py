@@ -15,6 +15,7 @@ from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import Records, collator
+from dpfunc.train.people import seen_lines
 from dpfunc.train.recipe import recipe_lines
 from dpfunc.train.run import Prepared, loss_of_job, prepare, training_arguments
 from dpfunc.types import LossFn, Params
@@ -46,6 +47,7 @@ def dry_run(job: Job) -> list[str]:
     return [
         f"records: {len(prepared.records.train)} to train on, {len(prepared.records.evaluation)} to evaluate on, "
         f"{prepared.records.duplicates} exact duplicates left out",
+        *seen_lines(prepared.records),
         *_people_lines(job, prepared.records),
         *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",

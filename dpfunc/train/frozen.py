@@ -39,26 +39,19 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     """
     peft: Any = model
     base = peft.get_base_model() if hasattr(peft, "get_base_model") else model
+    kind = "features" if job.strategy == "head" else "hidden"
     if not isinstance(base, MeanPooledClassifier) or not job.training.cache_mib:
         return records, None
-    kind = "features" if job.strategy == "head" else "hidden"
-    if kind == "hidden" and not _cuts(base, job.lora.top_layers, model):
+    if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
         return records, None
-    count, tokens = (sum(sizes) for sizes in zip(*((1, len(r["input_ids"])) for r in _all(records)), strict=True))
-    numbers = (count if kind == "features" else tokens) * base.config.hidden_size
-    needed = -(-numbers * _BYTES[kind] // _MIB)
+    vectors = sum(1 if kind == "features" else len(record["input_ids"]) for record in _all(records))
+    needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
     if needed > job.training.cache_mib:
         return records, (
             f"Frozen layers are computed in every step: to keep what they give needs {needed} MiB, more than "
             f"training.cache_mib={job.training.cache_mib}."
         )
-    if torch.accelerator.is_available():
-        base.to(torch.accelerator.current_accelerator())
-    was_training = base.training
-    base.train(False)
-    rows = track(_all(records), "frozen layers", console=Console(stderr=True), disable=not shows)
-    computed = [_computed(base, kind, record) for record in rows]
-    base.train(was_training)
+    computed = _computed(base, kind, _all(records), shows)
     split = len(records.train)
     kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
     return kept, f"Frozen layers were computed once for each record and take {needed} MiB."
@@ -68,16 +61,30 @@ def _all(records: Records) -> list[Mapping[str, Any]]:
     return [*records.train, *records.evaluation]
 
 
-def _cuts(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
-    """True if the layers below the adapters could be cut off, and nothing in them is trained."""
-    if top_layers is None or not base.cut_at(base.config.num_hidden_layers - top_layers):
+def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
+    """True if the layers below the adapters could be divided from the rest, and nothing in them is trained."""
+    if top_layers is None or not base.split_at(base.config.num_hidden_layers - top_layers):
         return False
     upper = [*base.backbone.encoder.layer[base.first_layer :], base.classifier]
     known = {id(p) for module in upper for p in module.parameters()}
     return all(id(p) in known for p in model.parameters() if p.requires_grad)
 
 
-def _computed(base: MeanPooledClassifier, kind: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
+def _computed(
+    base: MeanPooledClassifier, kind: str, records: Sequence[Mapping[str, Any]], shows: bool
+) -> list[Mapping[str, Any]]:
+    """The records as the frozen part gives them, on the device that there is; the mode of the model stays."""
+    if torch.accelerator.is_available():
+        base.to(torch.accelerator.current_accelerator())
+    was_training = base.training
+    base.train(False)
+    rows = track(records, "frozen layers", console=Console(stderr=True), disable=not shows)
+    computed = [_computed_record(base, kind, record) for record in rows]
+    base.train(was_training)
+    return computed
+
+
+def _computed_record(base: MeanPooledClassifier, kind: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
     ids = torch.tensor([record["input_ids"]], device=base.device)
     mask = torch.ones_like(ids)
     with torch.no_grad():

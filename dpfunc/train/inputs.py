@@ -59,8 +59,12 @@ def _check_class(data: DataSection, row: Row, where: str, folder: Path) -> None:
 
 def _check_known(given: list[str], data: DataSection, where: str) -> None:
     labels = data.labels or ()
-    if not set(given) <= set(labels):
-        raise InvalidArgument(f"Expected one of data.labels ({', '.join(labels)}) in {where}, got another.")
+    others = set(given) - set(labels)
+    if others:
+        alike = {label.strip().casefold() for label in labels} & {label.strip().casefold() for label in others}
+        hint = "an empty one" if others == {""} else "another"
+        hint += ", which differs in capitals or in spaces around it" if alike else ""
+        raise InvalidArgument(f"Expected one of data.labels ({', '.join(labels)}) in {where}, got {hint}.")
 
 
 def _check_number(data: DataSection, row: Row, where: str, folder: Path) -> None:

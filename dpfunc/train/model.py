@@ -90,6 +90,13 @@ def load_processing(job: Job) -> Any:
     with _here_or_downloaded(job, path), one_line(f"a tokenizer in {path!r}{offline}"):
         processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
     tokenizer = getattr(processing, "tokenizer", processing)
+    _check_tokenizer(tokenizer, job, path)
+    if tokenizer.pad_token is None:
+        tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
+    return processing
+
+
+def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
     if tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None):
         raise InvalidArgument(f"Expected an end-of-text token in the tokenizer of {path!r}, which has none.")
     if job.task == "token_classification" and not tokenizer.is_fast:
@@ -97,9 +104,6 @@ def load_processing(job: Job) -> Any:
             f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
             "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."
         )
-    if tokenizer.pad_token is None:
-        tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
-    return processing
 
 
 def load_base(job: Job, processing: Any) -> nn.Module:
@@ -108,7 +112,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
     New parameters are drawn from the job's seed, which is public.
 
     Raises:
-        InvalidArgument: no such model, or one of another kind.
+        InvalidArgument: no such model, one of another kind, or one that takes fewer tokens than data.max_length.
         UnsupportedModel: 4 bits without bitsandbytes, or for another strategy.
 
     Guarantees:
@@ -129,6 +133,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
         torch_seed(key_of(job, "model")),
     ):
         config = transformers.AutoConfig.from_pretrained(path, **options, **_changes(job, processing))
+        _check_length(job, config, processing)
         if getattr(config, "quantization_config", None) is not None:
             packed = {}  # the weights in the folder are packed already
         model = _read(job, config, {**options, **packed})
@@ -139,6 +144,23 @@ def load_base(job: Job, processing: Any) -> nn.Module:
             f"{f'quantised weights in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}."
         )
     return model if quantised else model.float()
+
+
+def _check_length(job: Job, config: Any, processing: Any) -> None:
+    """Check that the model has a position for each token: a long record would end the run in the midst of it.
+
+    Raises:
+        InvalidArgument: it has fewer than data.max_length.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if job.task == "vqa" or not isinstance(positions, int) or positions < 1:
+        return
+    most = min(positions, getattr(processing, "model_max_length", positions))
+    if job.data.max_length > most:
+        raise InvalidArgument(
+            f"Expected data.max_length <= {most}, the tokens that the model in {job.model.path!r} takes, got "
+            f"{job.data.max_length}. Longer texts are cut."
+        )
 
 
 def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
@@ -197,31 +219,37 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
     Guarantees:
         tests/cli/test_train.py::test_strategies_train_what_they_say.
     """
-    lora = job.lora
     if job.task == "vqa":
-        from dpfunc.hf.vision_language.strategies import prepare
-
-        if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):
-            raise InvalidArgument("Expected rank, alpha and targets alone in the section lora of a vqa job.")
-        if job.strategy not in ADAPTERS:
-            return prepare(model, job.strategy)
-        with torch_seed(key_of(job, "adapters")):
-            return prepare(model, job.strategy, rank=lora.rank, alpha=lora.alpha, targets=_targets(lora))
+        return _with_strategy(model, job)
     if job.strategy in ADAPTERS:
         return _with_lora(model, job)
-    base = f"{getattr(model, 'base_model_prefix', '')}."
-    head = [] if job.task not in NEW_HEAD else [n for n, _ in model.named_parameters() if not n.startswith(base)]
-    biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
-    chosen = {
-        "full": [name for name, _ in model.named_parameters()],
-        "head": head,
-        "bitfit": [*biases, *head] if biases else [],
-    }[job.strategy]
+    names = [name for name, _ in model.named_parameters()]
+    head = _names_of_new_head(model) if job.task in NEW_HEAD else []
+    biases = [name for name in names if name.endswith("bias")]
+    chosen = {"full": names, "head": head, "bitfit": [*biases, *head] if biases else []}[job.strategy]
     if not chosen:
         raise InvalidArgument(f"Expected parameters for strategy={job.strategy!r}, {type(model).__name__} has none.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in set(chosen))
     return model
+
+
+def _names_of_new_head(model: nn.Module) -> list[str]:
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    return [name for name, _ in model.named_parameters() if not name.startswith(base)]
+
+
+def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
+    """A vision-language model with one of its own strategies."""
+    from dpfunc.hf.vision_language.strategies import prepare
+
+    lora = job.lora
+    if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):
+        raise InvalidArgument("Expected rank, alpha and targets alone in the section lora of a vqa job.")
+    if job.strategy not in ADAPTERS:
+        return prepare(model, job.strategy)
+    with torch_seed(key_of(job, "adapters")):
+        return prepare(model, job.strategy, rank=lora.rank, alpha=lora.alpha, targets=_targets(lora))
 
 
 def _targets(lora: LoraSection) -> str | list[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import nn
 
@@ -20,20 +21,25 @@ _RECIPES: dict[str, Strategy] = {
 
 def with_shape(job: Job) -> Job:
     """The job with what decides the shape of its model: how tokens are pooled, and which layers get adapters."""
-    pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
-    pooling = job.model.pooling
-    if pooling == "mean" and not pools:
-        raise InvalidArgument(
-            "Expected model.pooling: mean with classes or numbers of single texts and strategy head or lora only, got "
-            f"task={job.task!r}, strategy={job.strategy!r}, data.text_pair_column={job.data.text_pair_column!r}."
-        )
-    if pooling == "auto":
-        pooling = "mean" if pools and job.model.init == "pretrained" and wants_mean(job.model.path) else "model"
-    lora = job.lora
+    pooling, lora = _pooling(job), job.lora
     by_recipe = job.training.learning_rate is None and lora.targets is None and lora.top_layers is None
     if job.strategy == "lora" and pooling == "mean" and by_recipe:
         lora = dataclasses.replace(lora, top_layers=1)
     return dataclasses.replace(job, model=dataclasses.replace(job.model, pooling=pooling), lora=lora)
+
+
+def _pooling(job: Job) -> Literal["model", "mean"]:
+    """How tokens become the input of a head: as the job says; `auto` takes the mean where the model was made so."""
+    pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
+    if job.model.pooling == "auto":
+        mean = pools and job.model.init == "pretrained" and wants_mean(job.model.path)
+        return "mean" if mean else "model"
+    if job.model.pooling == "mean" and not pools:
+        raise InvalidArgument(
+            "Expected model.pooling: mean with classes or numbers of single texts and strategy head or lora only, got "
+            f"task={job.task!r}, strategy={job.strategy!r}, data.text_pair_column={job.data.text_pair_column!r}."
+        )
+    return job.model.pooling
 
 
 def with_recipe(job: Job, model: nn.Module, dataset_size: int) -> tuple[Job, Recipe | None]:
@@ -51,19 +57,8 @@ def with_recipe(job: Job, model: nn.Module, dataset_size: int) -> tuple[Job, Rec
     training, missing = job.training, job.training.missing
     if not missing:
         return job, None
-    strategy, (epsilon, delta) = _RECIPES.get(job.strategy), (job.privacy.dp_epsilon, job.privacy.dp_delta)
-    named = " and ".join(f"training.{name}" for name in missing)
-    if strategy is None or epsilon is None or delta is None:
-        why = (
-            f"there is no recipe for strategy={job.strategy!r}" if strategy is None else
-            "the recipe needs privacy.dp_epsilon and privacy.dp_delta, which have no default"
-        )  # fmt: skip
-        raise InvalidArgument(f"Expected {named} in the job: {why}.")
-    # A model in 4 bits is not run in evaluation mode before it is trained: bitsandbytes would pack it for inference.
-    measure = job.strategy != "qlora"
-    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=measure)
+    found = _found(job, model, dataset_size)
     by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
-    physical = training.physical_batch_size or job.privacy.dp_physical_batch_size
     batch = training.batch_size or found.expected_batch_size
     filled = dataclasses.replace(
         training,
@@ -71,9 +66,30 @@ def with_recipe(job: Job, model: nn.Module, dataset_size: int) -> tuple[Job, Rec
         head_rate=found.head_rate if by_recipe else training.head_rate,
         batch_size=batch,
         steps=found.num_steps if "steps" in missing else training.steps,
-        physical_batch_size=physical or min(max(1, PHYSICAL // (job.data.max_records_per_unit or 1)), batch),
+        physical_batch_size=_physical(job, batch),
     )
     return dataclasses.replace(job, training=filled), found
+
+
+def _physical(job: Job, batch_size: int) -> int:
+    """Units that are differentiated at once: as the job says, or as many as have the usual number of records."""
+    at_once = max(1, PHYSICAL // (job.data.max_records_per_unit or 1))
+    return job.training.physical_batch_size or job.privacy.dp_physical_batch_size or min(at_once, batch_size)
+
+
+def _found(job: Job, model: nn.Module, dataset_size: int) -> Recipe:
+    strategy, epsilon, delta = _RECIPES.get(job.strategy), job.privacy.dp_epsilon, job.privacy.dp_delta
+    named = " and ".join(f"training.{name}" for name in job.training.missing)
+    if strategy is None:
+        raise InvalidArgument(f"Expected {named} in the job: there is no recipe for strategy={job.strategy!r}.")
+    if epsilon is None or delta is None:
+        raise InvalidArgument(
+            f"Expected {named} in the job: the recipe needs privacy.dp_epsilon and privacy.dp_delta, which have no "
+            "default."
+        )
+    # A model in 4 bits is not run in evaluation mode before it is trained: bitsandbytes would pack it for inference.
+    measure = job.strategy != "qlora"
+    return model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=measure)
 
 
 def recipe_lines(found: Recipe | None, missing: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument
@@ -56,21 +56,17 @@ def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
     integer("rank", rank, minimum=1)
     if quantised_layers(model):
         raise InvalidArgument("Expected weights in float, got quantised ones. Load the model without quantization.")
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    width = {name: parameter.element_size() for name, parameter in model.named_parameters()}
-    layers = [model.get_submodule(name) for name in language_layers(model)]
-    shapes = [layer.get_parameter("weight").shape for layer in layers]
-    adapters = sum(rank * (out + into) for out, into in shapes)
-    packed = {f"{name}.weight" for name in language_layers(model)}
-    weights = sum(sizes[name] * width[name] for name in sizes)
-    in_4_bits = sum(sizes[name] // 2 if name in packed else sizes[name] * width[name] for name in sizes)
-    item = max(width.values())
-    trained = {
-        "full": sum(sizes[name] for name in trained_parameters(model, "full")),
-        "lora": adapters,
-        "qlora": adapters,
-        "projector": sum(sizes[name] for name in trained_parameters(model, "projector")),
-    }
+    own = dict(model.named_parameters())
+    packed = {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in language_layers(model)}
+    weights = sum(parameter.nbytes for parameter in own.values())
+    saved = sum(own[name].nbytes - own[name].numel() // 2 for name in packed.keys() & own.keys())
+    in_4_bits = weights - saved
+    item = max(map(Tensor.element_size, own.values()))
+    adapters = sum(rank * sum(weight.shape) for weight in packed.values())
+    full, projector = (
+        sum(own[name].numel() for name in trained_parameters(model, strategy)) for strategy in ("full", "projector")
+    )
+    trained = {"full": full, "lora": adapters, "qlora": adapters, "projector": projector}
     return tuple(
         StrategyCost(name, trained[name], in_4_bits if name == "qlora" else weights, trained[name] * (4 * item + 8))
         for name in STRATEGIES

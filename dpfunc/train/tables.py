@@ -49,8 +49,9 @@ def read_table(
         lists: those of the columns that may hold a list of texts; given back as JSON, a text as well.
 
     Raises:
-        InvalidArgument: no such file, another kind of file, a row without a column, a unit that is empty or is neither
-            a text nor a whole number, or no rows; the row is named by its number, never shown.
+        InvalidArgument: no such file, another kind of file, a row without a column or with one of them twice, a row of
+            a .csv with more values than its header has names, a unit that is empty or is neither a text nor a whole
+            number, or no rows; the row is named by its number, never shown.
 
     Guarantees:
         tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row.
@@ -64,7 +65,7 @@ def read_table(
     """
     file = Path(path)
     read = partial(_row, columns=columns, unit=unit, lists=lists, path=file)
-    numbered = [(number, read(row, number=number)) for number, row in _rows(file)]
+    numbered = [(number, read(row, number=number)) for number, row in _rows(file, columns)]
     if not numbered:
         raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
     kept = numbered
@@ -76,22 +77,61 @@ def read_table(
     return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept), len(numbered) - len(kept))
 
 
-def _rows(path: Path) -> list[tuple[int, Any]]:
+def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
     if path.suffix not in (".jsonl", ".csv"):
-        raise InvalidArgument(f"Expected a .jsonl or .csv file, got {str(path)!r}.")
+        raise InvalidArgument(
+            f"Expected a .jsonl or .csv file, got {str(path)!r}. Write an object a line, or a header and commas."
+        )
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
-                return list(enumerate(csv.DictReader(file, strict=True), start=1))
-            return [(number, _object(line, number, path)) for number, line in enumerate(file, start=1) if line.strip()]
+                return _rows_of_csv(csv.DictReader(file, strict=True), columns, path)
+            return [
+                (number, _object(line, number, columns, path))
+                for number, line in enumerate(file, start=1)
+                if line.strip()
+            ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidArgument(f"Expected a readable table, got {str(path)!r}: {error}.") from error
+        raise InvalidArgument(
+            f"Expected a readable table, got {str(path)!r}: {error}. Write it as UTF-8; a text of a .csv that has "
+            "commas, quotes or line ends needs quotes around it, and one of over 131072 characters a .jsonl."
+        ) from error
 
 
-def _object(line: str, number: int, path: Path) -> Any:
+def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
+    """Numbered rows, if each has at most as many values as there are names, and no name is there twice."""
+    names = list(reader.fieldnames or ())
+    twice = [column for column in columns if names.count(column) > 1]
+    if twice:
+        raise InvalidArgument(
+            f"Expected one column {twice[0]!r} in the first line of {path.name}, got {names.count(twice[0])}. Rename "
+            "or remove the others."
+        )
+    found = list(enumerate(reader, start=1))
+    for number, row in found:
+        if any(row.get(None) or ()):  # values beyond the last name, which DictReader keeps under None
+            raise InvalidArgument(
+                f"Expected at most {len(names)} values in row {number} of {path.name}, as its first line has names, "
+                "got more: texts with commas need quotes around them, or the row would be cut off."
+            )
+    return found
+
+
+def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
     """The values in a line. The line is private, and messages do not show it."""
+    twice = ""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal twice
+        names = [name for name, _ in pairs]
+        twice = next((column for column in columns if names.count(column) > 1), twice)
+        return dict(pairs)
+
     try:
-        return json.loads(line)
+        found = json.loads(line, object_pairs_hook=once)
+        if not twice:
+            return found
+        reason = f"it has {twice!r} twice"
     except json.JSONDecodeError as error:
         reason = error.msg
     except RecursionError:
@@ -104,27 +144,34 @@ def _object(line: str, number: int, path: Path) -> Any:
 def _row(
     row: object, *, columns: Sequence[str], unit: str | None, lists: Sequence[str], number: int, path: Path
 ) -> Row:
+    where = f"in row {number} of {path.name}"
     if not isinstance(row, dict):
-        raise InvalidArgument(f"Expected an object with names in row {number} of {path.name}.")
+        raise InvalidArgument(f"Expected an object with names {where}.")
     values: Row = {}
     for column in columns:
-        value = row.get(column)
-        texts = column in lists and isinstance(value, list) and all(_is_value(each) for each in value)
-        if not texts and not _is_value(value):
-            raise InvalidArgument(
-                f"Expected a text in the column {column!r} in row {number} of {path.name}, got none. "
-                f"{_hint(row, column)}"
-            )
+        value = _value(row, column, column in lists, where)
         if column == unit:
-            _check_unit(value, column, number, path)
-        text = [_text(each) for each in value or ()] if texts else _text(value)
+            _check_unit(value, column, where)
+        text = [_text(each) for each in value] if isinstance(value, list) else _text(value)
         values[column] = json.dumps(text, ensure_ascii=False) if column in lists else str(text)
-        if not values[column].isascii() and any("\ud800" <= sign <= "\udfff" for sign in values[column]):
-            raise InvalidArgument(
-                f"Expected a text in the column {column!r} in row {number} of {path.name}, got half of a surrogate "
-                "pair, which no text has. Write the table as UTF-8 again, or leave the row out."
-            )
+        _check_unicode(values[column], column, where)
     return values
+
+
+def _value(row: dict[str, Any], column: str, several: bool, where: str) -> object:
+    """What a row has in a column: a value, or with `several` also a list of values."""
+    value = row.get(column)
+    if _is_value(value) or (several and isinstance(value, list) and all(map(_is_value, value))):
+        return value
+    raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
+
+
+def _check_unicode(text: str, column: str, where: str) -> None:
+    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise InvalidArgument(
+            f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. Write "
+            "the table as UTF-8 again, or leave the row out."
+        )
 
 
 def _is_value(value: object) -> bool:
@@ -135,17 +182,17 @@ def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
-def _check_unit(value: object, column: str, number: int, path: Path) -> None:
+def _check_unit(value: object, column: str, where: str) -> None:
     """Check the value that says whose record a row is: what two spellings hide would be protected as two people."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).strip():
         raise InvalidArgument(
-            f"Expected a person in the column {column!r} in row {number} of {path.name}: a text that is not empty, or "
-            "a whole number. Leave the row out, or give it a name of its own if it is nobody else's."
+            f"Expected a person in the column {column!r} {where}: a text that is not empty, or a whole number. "
+            " Leave the row out, or give it a name of its own if it is nobody else's."
         )
     if str(value) != str(value).strip():
         raise InvalidArgument(
-            f"Expected a person without spaces around in the column {column!r} in row {number} of {path.name}: with "
-            "and without them a name would be two people."
+            f"Expected a person without spaces around in the column {column!r} {where}: with and "
+            "without them a name would be two people."
         )
 
 
@@ -158,7 +205,8 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
         return f"There is {close[0]!r}: name it in the section data, e.g. text_column."
     return (
         f"None of its {len(row)} columns has this name. Name yours in the section data, e.g. text_column; a .csv needs "
-        "a first line with the names of its columns. (They are not shown: without such a line they are a record.)"
+        "a first line with the names of its columns, and commas between them. (They are not shown: without such a line "
+        "they are a record.)"
     )
 
 

@@ -18,14 +18,20 @@ GROUPINGS = {
     "mapping": clipping.ByName({name: "head" if name.startswith("head") else "body" for name in NAMES}),
 }
 
-# name -> (rule for a bound and a grouping, name of its factor in reference.FACTORS)
+# name -> (rule for a bound and a grouping, its factor by norm n and bound c: the formula written again)
 RULES = {
-    "flat": (lambda c, g: clipping.Flat(clip_norm=c, groups=g), "flat"),
-    "auto_s": (lambda c, g: clipping.Automatic(clip_norm=c, groups=g), "auto_s"),
-    "auto_v": (lambda c, g: clipping.auto_v(clip_norm=c, groups=g), "auto_v"),
-    "threshold": (lambda c, g: clipping.Threshold(clip_norm=c, threshold=2.0, groups=g), "threshold"),
-    "normalized": (lambda c, g: clipping.normalized(c, regularizer=0.1, groups=g), "normalized"),
-    "psac": (lambda c, g: clipping.PSAC(clip_norm=c, regularizer=0.1, groups=g), "psac"),
+    "flat": (lambda c, g: clipping.Flat(clip_norm=c, groups=g), lambda n, c: min(1.0, c / n) if n > 0 else 1.0),
+    "auto_s": (lambda c, g: clipping.Automatic(clip_norm=c, groups=g), lambda n, c: c / (n + 0.01)),
+    "auto_v": (lambda c, g: clipping.auto_v(clip_norm=c, groups=g), lambda n, c: c / n if n > 0 else 0.0),
+    "threshold": (
+        lambda c, g: clipping.Threshold(clip_norm=c, threshold=2.0, groups=g),
+        lambda n, c: c / 2.0 if n <= 2.0 else 0.0,
+    ),
+    "normalized": (lambda c, g: clipping.normalized(c, regularizer=0.1, groups=g), lambda n, c: c / (0.1 + n)),
+    "psac": (
+        lambda c, g: clipping.PSAC(clip_norm=c, regularizer=0.1, groups=g),
+        lambda n, c: c / (n + 0.1 / (n + 0.1)),
+    ),
 }
 
 

@@ -144,7 +144,7 @@ def read(folder, kind):
 
 
 def strided(folder):
-    """Parameters as FSDP2 cuts those that are cut for tensor parallelism already."""
+    """Parameters as FSDP2 shards those that are sharded for tensor parallelism already."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

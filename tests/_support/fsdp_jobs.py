@@ -183,8 +183,8 @@ def managed_refusals():
     found["frozen"] = [caught(functionalize_managed, net().requires_grad_(False), ranks_of(mesh))], 0, 0
     evaluated = forward(params, data()["ids"][:3])
     expected = net(nn.Linear)(data()["ids"][:3])
-    cut = all(is_dtensor(p) for p in dict(forward.module.layers.named_parameters()).values())
-    return found, float((evaluated - expected).abs().max()), cut
+    sharded = all(is_dtensor(p) for p in dict(forward.module.layers.named_parameters()).values())
+    return found, float((evaluated - expected).abs().max()), sharded
 
 
 def plan(size=2.9, steps=8, clip=None):
@@ -224,8 +224,8 @@ def train(way, engine, whole=False, microbatch_size=None, size=2.9, adam=False, 
         optimizer.step()
         counts.append(len(indices))
     held = [local(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim]
-    cut = sum(is_dtensor(p) and local(p).shape != p.shape for p in weights.values())
-    return distributed.unshard(weights), state.ledger.to_json(), counts, (cut, sum(v.numel() for v in held))
+    sharded = sum(is_dtensor(p) and local(p).shape != p.shape for p in weights.values())
+    return distributed.unshard(weights), state.ledger.to_json(), counts, (sharded, sum(v.numel() for v in held))
 
 
 def train_with(options):
@@ -404,8 +404,8 @@ def after_an_error(backward):
     first = one_step(forward, params, ranks_of(mesh_of()))
     handle.remove()
     found = one_step(forward, params, ranks_of(mesh_of()))
-    cut = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
-    return first[0], found, one_step(*built("helper", mesh_of()), ranks_of(mesh_of())), cut
+    sharded = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
+    return first[0], found, one_step(*built("helper", mesh_of()), ranks_of(mesh_of())), sharded
 
 
 def one_replica_differs():
@@ -420,7 +420,7 @@ def one_replica_differs():
 
 
 def an_error_of_one_with_parts():
-    """Whole models with cut parameters: an error of one process aborts the step on all, and it can be taken again."""
+    """Whole models with sharded parameters: an error of one process aborts the step on all, and it can be taken again."""
     mesh = mesh_of()
     forward, params = built("full", mesh)
     plainly, calls = classes(forward), []
@@ -487,7 +487,7 @@ def guide(code, folder):
 
 
 def an_adapter_is_sharded():
-    """Whether the original module is as it was, merging works, and the adapter's own parts are cut."""
+    """Whether the original module is as it was, merging works, and the adapter's own parts are sharded."""
     original = net(nn.Linear)
     before = {name: (p.detach().clone(), p.requires_grad) for name, p in original.named_parameters()}
     adapter = dpfunc.lora.attach(original, insecure_key(5), targets="up", rank=2, alpha=4, train="B")

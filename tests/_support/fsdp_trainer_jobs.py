@@ -107,7 +107,7 @@ def facts(trainer, folder):
     return {
         "params": distributed.unshard(dict(trainer._run.params)),
         "held": sum(local(p).numel() for p in trainer.model.parameters()),
-        "cut": all(is_dtensor(p) for p in trainer.model.parameters()),
+        "sharded": all(is_dtensor(p) for p in trainer.model.parameters()),
         "logs": [[log["unreleased/loss"], log["grad_norm"]] for log in seen.logs if "unreleased/loss" in log],
         "eval": (before, after),
         "ledger": trainer.ledger.to_json(),

@@ -156,7 +156,7 @@ def document(code):
 
 
 def part_of_the_mesh():
-    """Parameters that are cut over some of the processes with other records only: what a step says."""
+    """Parameters that are sharded over some of the processes with other records only: what a step says."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("rep", "shard"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dpfunc import noise
@@ -15,9 +17,12 @@ def remembering(noise_multiplier, weight=0.5):
         return {"steps": 0, "previous": {name: torch.zeros_like(p.detach()) for name, p in params.items()}}
 
     def add(clipped, state, key):
-        noisy, _ = plain.add(clipped, (), key)
-        drawn = {name: noisy[name] - value for name, value in clipped.sums.items()}
-        released = {name: value - weight * state["previous"][name] for name, value in noisy.items()}
+        # Noise on zeros, and not a noisy sum minus the sum: the rounding of that depends on the data, and the state
+        # takes it into the next release.
+        zeros = {name: torch.zeros_like(value) for name, value in clipped.sums.items()}
+        drawn, _ = plain.add(replace(clipped, sums=zeros), (), key)
+        noise = {name: value - weight * state["previous"][name] for name, value in drawn.items()}
+        released = {name: value + noise[name] for name, value in clipped.sums.items()}
         return released, {"steps": state["steps"] + 1, "previous": drawn}
 
     return noise.Mechanism(init, add)

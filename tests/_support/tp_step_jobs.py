@@ -1,4 +1,4 @@
-"""What the workers of test_tensor_parallel_steps.py do: whole noisy runs of models that are cut over processes."""
+"""What the workers of test_tensor_parallel_steps.py do: whole noisy runs of models that are sharded over processes."""
 
 from __future__ import annotations
 

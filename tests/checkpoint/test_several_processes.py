@@ -79,7 +79,7 @@ def test_the_state_of_noise_is_laid_out_anew(tmp_path):
 
 @pytest.mark.parametrize("kind", ["grid", "hybrid"])
 def test_two_dimensions(saved_by_four, tmp_path, kind):
-    """Four processes as two by two: everything comes back as its parameter is cut, moments too."""
+    """Four processes as two by two: everything comes back as its parameter is sharded, moments too."""
     folder = copied(saved_by_four, tmp_path)
     values, moment, _ = read(copied(folder, tmp_path / "alone"), "alone")
     for theirs, its_moment, alike in run(4, "checkpoint_jobs:read", folder, kind):

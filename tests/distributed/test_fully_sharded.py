@@ -22,12 +22,12 @@ def test_a_managed_model_gives_the_same(case):
     settings = {"way": "managed", "engine": None, "microbatch_size": microbatch_size, "adam": True, **options}
     found, wanted = run(size, "fsdp_jobs:train_with", settings), expected("full", "loop", adam=True)
     check(found, wanted)
-    assert all(cut >= len(wanted[0]) - 1 and held < 0.65 * wanted[3][1] for _, _, _, (cut, held) in found)
+    assert all(sharded >= len(wanted[0]) - 1 and held < 0.65 * wanted[3][1] for _, _, _, (sharded, held) in found)
 
 
 def test_refusals():
     """Any other engine or ranks would give no gradient, or that of one process: an error on all, nothing is spent."""
-    for found, difference, cut in run(2, "fsdp_jobs:managed_refusals"):
+    for found, difference, sharded in run(2, "fsdp_jobs:managed_refusals"):
         for case, (errors, step, spent) in found.items():
             kind, text = errors[0]
             assert kind in ("UnsupportedModel", "InvalidArgument"), (case, kind, text)
@@ -35,7 +35,7 @@ def test_refusals():
         assert "does not use the trained parameters" in found["unused"][0][0][1]
         assert "does not manage them" in found["ignored"][0][0][1]
         assert difference < 1e-6
-        assert cut
+        assert sharded
 
 
 def test_one_layer_is_gathered_at_a_time():

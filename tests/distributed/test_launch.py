@@ -190,7 +190,7 @@ def test_what_the_processes_share(trained):
     for each in found:
         assert each["timeout"] == timedelta(minutes=4)
         assert each["again"]
-        assert each["same"][0] == "nothing"
+        assert each["same"][0] == "ok"
         assert each["other"][0] == "RankMismatch"
         assert each["alone"][0] == "InvalidArgument"
         assert "use_cpu=True" in each["alone"][1]

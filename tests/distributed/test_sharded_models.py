@@ -32,7 +32,7 @@ def test_a_sharded_base_gives_the_same(case):
 
 
 def test_replicas_of_parts():
-    """HSDP: two replicas, each cut in two."""
+    """HSDP: two replicas, each sharded in two."""
     found = run(4, "fsdp_jobs:train_with", {"way": "helper", "engine": "bookkeeping", "hsdp": True})
     check(found, expected("helper", "loop"))
 
@@ -47,9 +47,9 @@ def test_transformers_and_peft_with_gradient_checkpointing():
 def test_each_process_holds_its_part():
     """And puts layers together once for each forward and each backward pass."""
     for counts in run(2, "fsdp_jobs:what_is_held"):
-        share, gathers, cut = counts[None]
+        share, gathers, sharded = counts[None]
         assert 0.4 < share < 0.6
-        assert (gathers, cut) == (5, True)  # two layers and the rest, and the layers once more
+        assert (gathers, sharded) == (5, True)  # two layers and the rest, and the layers once more
         assert counts[False][1:] == (3, True)
 
 
@@ -106,15 +106,15 @@ def test_what_one_process_refuses_all_refuse(engine):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_step_after_an_error(backward):
-    """Nothing of the broken pass is left: the gradients are right, and layers are cut again."""
-    for [(kind, _)], (found, step, spent, grads), wanted, cut in run(2, "fsdp_jobs:after_an_error", backward):
+    """Nothing of the broken pass is left: the gradients are right, and layers are sharded again."""
+    for [(kind, _)], (found, step, spent, grads), wanted, sharded in run(2, "fsdp_jobs:after_an_error", backward):
         assert (kind, found) == ("ValueError", [("ok", "")])
-        assert (step, spent, cut) == (1, 1, True)
+        assert (step, spent, sharded) == (1, 1, True)
         close(grads, wanted[3], 0)
 
 
 def test_the_original_of_an_adapter_is_left_alone():
-    """Its parameters stay whole and equal, so that merging still works; those of the adapter's copy are cut."""
-    for kept, whole, cut, difference, constants in run(2, "fsdp_jobs:an_adapter_is_sharded"):
-        assert (kept, whole, cut, constants) == (True, True, True, 2)
+    """Its parameters stay whole and equal, so that merging still works; those of the adapter's copy are sharded."""
+    for kept, whole, sharded, difference, constants in run(2, "fsdp_jobs:an_adapter_is_sharded"):
+        assert (kept, whole, sharded, constants) == (True, True, True, 2)
         assert difference < 1e-6

@@ -27,7 +27,7 @@ def test_parts_give_the_same(case):
     check(found, wanted)
     whole = wanted[3][1]
     assert sum(held for _, _, _, (_, held) in found) < 1.2 * whole  # a few small ones are held by both
-    assert all(cut > len(wanted[0]) // 2 and held < 0.65 * whole for _, _, _, (cut, held) in found)
+    assert all(sharded > len(wanted[0]) // 2 and held < 0.65 * whole for _, _, _, (sharded, held) in found)
 
 
 def test_replicas_of_parts():
@@ -44,8 +44,8 @@ def test_each_process_draws_the_noise_of_its_part(size, hsdp):
     for shape in found[0]:
         parts = [row[shape] for row in found]
         assert all(equal for _, equal, _ in parts)
-        cut = 2 if hsdp else size
-        assert sum(part[0] for part, _, _ in parts) == shape[0] * (size // cut)
+        parts_of = 2 if hsdp else size
+        assert sum(part[0] for part, _, _ in parts) == shape[0] * (size // parts_of)
         if hsdp:  # replicas
             assert torch.equal(parts[0][2], parts[2][2])
             assert torch.equal(parts[1][2], parts[3][2])

@@ -1,4 +1,4 @@
-"""Whole steps of models that are cut over processes: the parameters, the ledger and the errors of one process."""
+"""Whole steps of models that are sharded over processes: the parameters, the ledger and the errors of one process."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cases import RULES
 from models import CASES, build
-from reference import FACTORS, loop_clipped_sum
+from reference import loop_clipped_sum
 
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
@@ -25,7 +26,7 @@ def expected_sums(case, groups, bound, rule="flat"):
     """Clipped sums by the loop over single samples, with the bounds of the groups."""
     parts = partition(groups, tuple(case.params))
     bounds = {group: c * (1 - SLACK) for group, c in group_bounds(bound, parts.group_names).items()}
-    return loop_clipped_sum(case.loss_fn, case.params, case.batch, FACTORS[rule], parts.group_of, bounds)
+    return loop_clipped_sum(case.loss_fn, case.params, case.batch, RULES[rule][1], parts.group_of, bounds)
 
 
 def ones(params, num_samples):

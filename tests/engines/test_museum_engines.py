@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import RULES
 from models import build
-from reference import FACTORS, loop_clipped_sum
+from reference import loop_clipped_sum
 from torch import nn
 
 from dpfunc import clipping, engines
@@ -22,7 +23,7 @@ def check(engine, loss_fn, params, batch, rule, factor, **options):
     """The clipped sum is that of the loop, and clipping has changed it."""
     parts = partition(rule.groups, tuple(params))
     bounds = {group: rule.clip_norm / len(parts.group_names) ** 0.5 * (1 - SLACK) for group in parts.group_names}
-    expected = loop_clipped_sum(loss_fn, params, batch, FACTORS[factor], parts.group_of, bounds)
+    expected = loop_clipped_sum(loss_fn, params, batch, RULES[factor][1], parts.group_of, bounds)
     raw = loop_clipped_sum(loss_fn, params, batch, lambda n, c: 1.0, parts.group_of, bounds)
     got, _ = clipped_grad(loss_fn, params, batch, rule, engine=ENGINES[engine](), **options)
     for name in params:

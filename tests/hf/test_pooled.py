@@ -52,7 +52,7 @@ def test_padding_changes_nothing():
 def test_what_is_frozen_can_be_computed_before(layer):
     ids, mask = rows()
     made = model()
-    assert made.cut_at(layer)
+    assert made.split_at(layer)
     whole = made(ids, mask).logits
     torch.testing.assert_close(made(hidden=made.lower(ids, mask), attention_mask=mask).logits, whole)
     torch.testing.assert_close(made(features=made.pooled(ids, mask)).logits, whole)
@@ -61,17 +61,17 @@ def test_what_is_frozen_can_be_computed_before(layer):
 def test_an_encoder_of_another_form_is_not_cut():
     config = DistilBertConfig(vocab_size=50, num_labels=3, dim=16, hidden_dim=24, n_layers=2, n_heads=2)
     made = MeanPooledClassifier(config)
-    assert not made.cut_at(1)
+    assert not made.split_at(1)
     assert made.training
     ids, mask = rows()
     assert made(ids, mask).logits.shape == (4, 3)
 
 
 def test_a_cut_in_the_wrong_place_is_seen(monkeypatch):
-    """The parts are compared with the whole: layers that take another mask, e.g., are not cut."""
+    """The parts are compared with the whole: layers that take another mask, e.g., are not divided."""
     made = model()
     monkeypatch.setattr("dpfunc.hf.pooled._through", lambda layers, x, mask: x)
-    assert not made.cut_at(1)
+    assert not made.split_at(1)
 
 
 def test_it_is_saved_and_read(tmp_path):

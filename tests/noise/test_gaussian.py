@@ -81,11 +81,8 @@ def test_allocations_have_equal_privacy(clipped, noise_multiplier):
 def test_optimal_is_optimal(clipped, data):
     """Every other allocation with equal privacy has at least as much noise in total."""
     groups = list(clipped.sensitivities)
-    raw = dict(
-        zip(
-            groups, data.draw(st.lists(st.floats(0.01, 100.0), min_size=len(groups), max_size=len(groups))), strict=True
-        )
-    )
+    stds = data.draw(st.lists(st.floats(0.01, 100.0), min_size=len(groups), max_size=len(groups)))
+    raw = dict(zip(groups, stds, strict=True))
     distance = sum((clipped.sensitivities[g] / raw[g]) ** 2 for g in groups)
     other = {g: raw[g] * math.sqrt(distance) for g in groups}  # now it is that of z = 1
     best = total_variance(clipped, noise_std(clipped, 1.0, "optimal"))

@@ -159,6 +159,24 @@ class Interrupt(TrainerCallback):
             signal.raise_signal(signal.SIGINT)
 
 
+def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
+    table = Path("mails.jsonl").read_text()
+    Path("same.jsonl").write_text(table)
+    seen = train("--eval_fraction", "0", "--data.eval", "same.jsonl", "--dry-run")
+    assert seen.exit_code == 0, seen.output
+    number = len(table.splitlines())
+    assert f"WARNING: {number} of {number} evaluation records are trained on as well" in seen.stdout
+    assert "WARNING" not in train("--dry-run").stdout
+    long = train("--max_length", "4096", "--dry-run")
+    assert "Expected data.max_length <= " in long.stderr
+    rows = [json.loads(line) for line in table.splitlines()]
+    Path("mails.jsonl").write_text("".join(json.dumps({**row, "label": "sport"}) + "\n" for row in rows))
+    assert "of two classes or more to train on in 'mails.jsonl', got one class alone" in train("--dry-run").stderr
+    for label, hint in {" Sport": "which differs in capitals", "": "got an empty one.", "eggs": "got another."}.items():
+        Path("mails.jsonl").write_text(table + json.dumps({**rows[0], "label": label}) + "\n")
+        assert hint in train("--dry-run").stderr
+
+
 def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     """A version of the library with other recipes goes on with the old values."""
     make = train_job.make_trainer

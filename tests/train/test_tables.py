@@ -28,6 +28,22 @@ def test_jsonl_and_csv_agree(tmp_path):
     assert list(read_table(first, ["text", "label"]).rows) == rows
 
 
+def test_files_of_other_systems_are_the_same_table(tmp_path):
+    rows = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
+    lines = {"t.jsonl": [json.dumps(row) for row in rows], "t.csv": ["text,label", "one,a", "two,b"]}
+    for name, each in lines.items():
+        for end in ("\n", "\r\n"):
+            for begin in (b"", b"\xef\xbb\xbf"):
+                (tmp_path / name).write_bytes(begin + end.join(each).encode())
+                assert list(read_table(tmp_path / name, ["text", "label"]).rows) == rows
+
+
+def test_columns_that_are_not_read_may_be_there_twice(tmp_path):
+    (tmp_path / "t.csv").write_text("more,text,more,\nb,a,c,,\n")
+    (tmp_path / "t.jsonl").write_text('{"more": 1, "text": "a", "more": 2}')
+    assert read_table(tmp_path / "t.csv", ["text"]) == read_table(tmp_path / "t.jsonl", ["text"])
+
+
 def test_numbers_become_text(tmp_path):
     path = write(tmp_path / "t.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": True}])
     assert [row["label"] for row in read_table(path, ["text", "label"]).rows] == ["1", "true"]
@@ -77,7 +93,11 @@ BAD = {
         r"column 'text' in row 2 of t.jsonl, got none. None of its 1 columns has this name",
     ),
     "no header": ("t.csv", "my secret,spam\nanother secret,ham\n", "a .csv needs a first line with the names"),
-    "a long row": ("t.csv", "label\nham,my secret,secret\n", "None of its 2 columns has this name"),
+    "a long row": (
+        "t.csv",
+        "label\nham,my secret,secret\n",
+        "at most 1 values in row 1 of t.csv, as its first line has names",
+    ),
     "another case": ("t.csv", "secret, Text\nham,my secret\n", "There is ' Text': name it in the section data"),
     "an empty value": ("t.jsonl", '{"text": null, "secret": "a"}', "It is empty, or a list or an object"),
     "deep JSON": ("t.jsonl", '{"text": ' + "[" * 100_000, "another line 1: its values are nested too deeply"),
@@ -86,7 +106,12 @@ BAD = {
     "a nested value": ("t.jsonl", '{"text": ["my secret"]}', "Expected a text in the column 'text' in row 1"),
     "an empty table": ("t.jsonl", "\n", "Expected records"),
     "a short row": ("t.csv", "label,text\nmy secret\n", "Expected a text in the column 'text'"),
-    "no text at all": ("t.csv", b"text\n\xff\xfe\n", "Expected a readable table"),
+    "no text at all": ("t.csv", b"text\n\xff\xfe\n", "Expected a readable table.* Write it as UTF-8"),
+    "a very long text": ("t.csv", "text\n" + "secret " * 20_000, "over 131072 characters a .jsonl"),
+    "a column twice": ("t.csv", "text,b,text\na,b,my secret\n", "one column 'text' in the first line of t.csv, got 2"),
+    "a name twice": ("t.jsonl", '{"text": "my secret", "text": "another"}', "another line 1: it has 'text' twice"),
+    "a comma without quotes": ("t.csv", "text,label\na,ham\nmy secret, of mine,ham\n", "at most 2 values in row 2"),
+    "semicolons": ("t.csv", "text;label\nmy secret;ham\n", "and commas between them"),
 }
 
 

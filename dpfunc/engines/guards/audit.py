@@ -77,15 +77,21 @@ class Audits:
         if on_any_process(bool(doubts)):  # all processes compute the same number of rows
             return min(count, max(_UNPROVEN_ROWS, -(-count // _UNPROVEN_IN)))
         size = (count, *signature(batch))
-        untraced, new = (untraced and not in_lockstep(), size not in self.sizes and not in_lockstep())
-        wanted = count // ROWS_IN
-        if not new and not in_lockstep():  # each process has a clock of its own
+        wanted, new = count // ROWS_IN, size not in self.sizes
+        if in_lockstep():  # each process has a clock, sizes and tensors of its own
+            new = untraced = False
+        elif not new:
             wanted = min(wanted, int(self.saved / self.row_seconds) if self.row_seconds else 0)
-        if new or untraced or self.since >= STEPS_IN - 1:
-            wanted = max(wanted, FIRST_ROWS if untraced or not self.sizes else 1)
+        wanted = max(wanted, self._least(new, untraced))
         self.since = 0 if wanted else self.since + 1
         self.sizes.add(size)
         return min(count, wanted)
+
+    def _least(self, new: bool, untraced: bool) -> int:
+        """Rows to compute alone whatever they cost: of a new size of batch, with untraced tensors, or now and then."""
+        if not new and not untraced and self.since < STEPS_IN - 1:
+            return 0
+        return FIRST_ROWS if untraced or not self.sizes else 1
 
     @contextmanager
     def drawn(
@@ -161,27 +167,15 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
     """
     if not chosen:
         return
-    problem = ""
     try:
-        alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
-        problem = _compare(params, credited, alone, {})
-        differs_anywhere = bool(anywhere(torch.tensor([bool(problem)]), params))
-        if differs_anywhere:
-            unstable = {row: _unstable(loss_fn, params, batch, credited, row, alone[row]) for row in chosen}
-            problem = _compare(params, credited, alone, unstable)
-            differs_anywhere = bool(anywhere(torch.tensor([bool(problem)]), params))
-        if differs_anywhere and not _repeats(loss_fn, params, batch, credited, chosen[0]) and problem:
-            problem = "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
+        problem = _problem(loss_fn, params, batch, credited, chosen)
     except OtherDraws:
         problem = "alone it draws other random numbers" if credited.doubts else ""
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
-    if bool(anywhere(torch.tensor([bool(problem)]), params)):
-        doubts = (
-            f" The trace doubts the step as well: {shorten(list(dict.fromkeys(credited.doubts)))}."
-            if credited.doubts
-            else ""
-        )
+    if _on_any_rank(problem, params):
+        doubts = shorten(list(dict.fromkeys(credited.doubts)))
+        doubts = f" The trace doubts the step as well: {doubts}." if credited.doubts else ""
         raise UnsupportedModel(
             f"A row of this batch was computed alone, and differs from what it has beside the others: "
             f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on its "
@@ -192,6 +186,23 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
             "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was "
             "spent."
         )
+
+
+def _on_any_rank(problem: str, params: Params) -> bool:
+    return bool(anywhere(torch.tensor([bool(problem)]), params))
+
+
+def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> str:
+    """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
+    alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
+    problem = _compare(params, credited, alone, {})
+    if not _on_any_rank(problem, params):
+        return problem
+    unstable = {row: _unstable(loss_fn, params, batch, credited, row, alone[row]) for row in chosen}
+    problem = _compare(params, credited, alone, unstable)
+    if not _on_any_rank(problem, params) or _repeats(loss_fn, params, batch, credited, chosen[0]) or not problem:
+        return problem
+    return "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
 
 
 def _alone(loss_fn: LossFn, params: Params, batch: Batch, draws: Sequence[Draw], row: int) -> PerSample:
@@ -266,40 +277,70 @@ def _compare_gradients(
     unstable: Mapping[int, _Unstable],
     tolerance: float,
 ) -> str:
+    finite: dict[int, float] = {}
+    for row, single in alone.items():
+        squares = {name: value[0] for name, value in single.sq_norms().items()}
+        norm = float(torch.stack(list(squares.values())).sum().sqrt())
+        difference = _compare_norms(params, credited, row, squares, norm, unstable.get(row, _STABLE), tolerance)
+        if difference:
+            return difference
+        if math.isfinite(norm):
+            finite[row] = norm
+    if credited.per_sample is None or not finite:
+        return ""
+    return _compare_sums(params, credited, credited.per_sample, alone, finite, unstable, tolerance)
+
+
+def _compare_norms(
+    params: Params,
+    credited: Credited,
+    row: int,
+    squares: Mapping[str, Tensor],
+    norm: float,
+    unstable: _Unstable,
+    tolerance: float,
+) -> str:
+    """The first parameter with another norm; `squares` and `norm` are those of the row alone."""
+    given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
+    beside = bool(torch.isfinite(given).all())
+    if beside != math.isfinite(norm):
+        alone_is, beside_is = ("not ", "") if beside else ("", " not")
+        return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
+    for name, value in zip(params, given, strict=True) if beside else ():
+        off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
+        if off > tolerance * norm + _explained(unstable.gradients.get(name, 0.0), norm, credited) + 1e-12:
+            return (
+                f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
+                f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
+            )
+    return ""
+
+
+def _compare_sums(
+    params: Params,
+    credited: Credited,
+    per_sample: PerSample,
+    alone: Mapping[int, PerSample],
+    finite: Mapping[int, float],
+    unstable: Mapping[int, _Unstable],
+    tolerance: float,
+) -> str:
+    """The first parameter of which a combination of the rows with finite norms is another one."""
     signs_B = torch.zeros_like(credited.losses_B, dtype=torch.float32)
     expected: dict[str, Tensor] = {}
-    largest = 0.0
-    for index, (row, single) in enumerate(alone.items()):
-        squares = {name: value[0] for name, value in single.sq_norms().items()}
-        total = float(torch.stack(list(squares.values())).sum().sqrt())
-        given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
-        finite = torch.isfinite(given).all(), torch.isfinite(torch.tensor(total))
-        if bool(finite[0] != finite[1]):
-            alone_is, beside_is = ("", " not") if finite[1] else ("not ", "")
-            return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
-        if not bool(finite[0]):
-            continue
-        largest = max(largest, total)
-        for name, value in zip(params, given, strict=True):
-            off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
-            change = unstable.get(row, _STABLE).gradients.get(name, 0.0)
-            if off > tolerance * total + _explained(change, total, credited) + 1e-12:
-                return (
-                    f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
-                    f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
-                )
-        sign = -1.0 if expected and index % 2 else 1.0
-        signs_B[row] = sign
-        for name, grad in single.grads.items():
+    for index, row in enumerate(finite):
+        sign = signs_B[row] = -1.0 if index % 2 else 1.0
+        for name, grad in alone[row].grads.items():
             part = grad.dense()[0]  # of the first row as it is: a table of embeddings is large
             expected[name] = torch.add(expected[name], part, alpha=sign) if name in expected else part
-    if credited.per_sample is None or not bool(signs_B.any()):
-        return ""
-    combined = credited.per_sample.weighted_sum(dict.fromkeys(params, signs_B))
+    combined = per_sample.weighted_sum(dict.fromkeys(params, signs_B))
+    scale = max(finite.values()) * len(alone) ** 0.5
     for name, value in expected.items():
         off = float(torch.linalg.vector_norm(combined[name].to(value.dtype).sub_(value).flatten()))
-        allowed = 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12
         change = sum(row.gradients[name] for row in unstable.values())
-        if not off <= allowed + _explained(change, largest * len(alone) ** 0.5, credited):
-            return f"the gradients of {name!r} of rows {sorted(alone)} differ by {off:.3g} (norms up to {largest:.3g})"
+        if not off <= 2 * tolerance * scale + 1e-12 + _explained(change, scale, credited):
+            return (
+                f"the gradients of {name!r} of rows {sorted(alone)} differ by {off:.3g} "
+                f"(norms up to {max(finite.values()):.3g})"
+            )
     return ""

@@ -7,7 +7,7 @@ row or step may reach the gradients of another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -57,21 +57,32 @@ def python_state(loss_fn: object) -> int:
 
 def _inside(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, and what a function reaches."""
-    if isinstance(value, dict):
-        return (*value.keys(), *value.values())
-    if isinstance(value, (list, tuple)):
-        return value
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, MethodType):
-        return (value.__self__, value.__func__)
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        used = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-        return (*cells, *used, *(value.__defaults__ or ()))
+    for kinds, inside in _INSIDE:
+        if isinstance(value, kinds):
+            return inside(value)
     return vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    """The elements of a set, in an order that is the same each time."""
+    return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
+
+
+def _reached(function: Any) -> Iterable[Any]:
+    """Values that a function reaches: in its closure, among global names that it uses, and its defaults."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    used = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    return (*cells, *used, *(function.__defaults__ or ()))
+
+
+_INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
+    ((dict,), lambda value: (*value.keys(), *value.values())),
+    ((list, tuple), lambda value: value),
+    ((set, frozenset), _elements),
+    ((functools.partial,), lambda value: (value.func, *value.args, *value.keywords.values())),
+    ((MethodType,), lambda value: (value.__self__, value.__func__)),
+    ((FunctionType,), _reached),
+)
 
 
 def _filled(cell: Any) -> bool:

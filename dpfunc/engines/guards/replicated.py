@@ -31,10 +31,14 @@ def anywhere(flags: Tensor, params: Params) -> Tensor:
         if is_dtensor(param) and param.device_mesh not in meshes:
             meshes.append(param.device_mesh)
     counts = flags.to(torch.float32, copy=True)
-    for mesh in meshes:
-        for dim in range(mesh.ndim):
-            dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    for mesh, dim in _axes(meshes):
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return any_process(counts > 0)
+
+
+def _axes(meshes: Sequence[DeviceMesh]) -> list[tuple[DeviceMesh, int]]:
+    """Each axis of each mesh."""
+    return [(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
 
 
 def on_any_rank(params: Params, *flags: bool) -> list[bool]:
@@ -66,22 +70,24 @@ def check_replicated(
         return
     tolerance = max(TOLERANCES.get(dtype, COARSE) for dtype in (losses_B.dtype, *(p.dtype for p in params.values())))
     scale = max(float(_size(grad)) for grad in grads.values())
-    for mesh in meshes:
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            replicated = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
-            differing = _differing({"": losses_B, **replicated}, group, tolerance, scale)
-            if "" in differing:
-                raise UnsupportedModel(
-                    "The loss of a record differs between ranks that hold parts of the same layers: they have "
-                    "different records, or parts of one (context parallelism). Give all of them the same records."
-                )
-            if differing:
-                raise UnsupportedModel(
-                    f"The parameters {shorten(differing)} are on every rank, but their gradients differ: each rank "
-                    "applies them to a part of the activations, so each has a part of the gradient. Apply them where "
-                    "activations are whole, split them with parallelize_module, or leave them out."
-                )
+    for mesh, dim in _axes(meshes):
+        replicated = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
+        _refuse(_differing({"": losses_B, **replicated}, mesh.get_group(dim), tolerance, scale))
+
+
+def _refuse(differing: Sequence[str]) -> None:
+    """Refuse a step in which ranks differ in the losses (named "") or in gradients of these parameters."""
+    if "" in differing:
+        raise UnsupportedModel(
+            "The loss of a record differs between ranks that hold parts of the same layers: they have "
+            "different records, or parts of one (context parallelism). Give all of them the same records."
+        )
+    if differing:
+        raise UnsupportedModel(
+            f"The parameters {shorten(differing)} are on every rank, but their gradients differ: each rank "
+            "applies them to a part of the activations, so each has a part of the gradient. Apply them where "
+            "activations are whole, split them with parallelize_module, or leave them out."
+        )
 
 
 def _split(param: Tensor, mesh: DeviceMesh, dim: int) -> bool:

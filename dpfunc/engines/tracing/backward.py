@@ -43,6 +43,10 @@ _DERIVATIVES = frozenset(
 """Nodes of torch whose gradients of a row are made of the gradients and saved numbers of that row, and of constants."""
 
 
+class Unsettled(Exception):
+    """The backward pass must be followed, and the forward pass was followed in part; never leaves the engines."""
+
+
 _REVIEWED: set[type] = {GradientTap._backward_cls}
 
 
@@ -58,7 +62,8 @@ def reviewed(function: type[torch.autograd.Function]) -> type[torch.autograd.Fun
 
 def is_plain(losses_B: Tensor) -> bool:
     """True if there is a graph behind the losses, and it has only nodes of `_DERIVATIVES`, and those of engines."""
-    return losses_B.grad_fn is not None and all(_is_plain(type(node)) for node in nodes_behind(losses_B))
+    kinds = {type(node) for node in nodes_behind(losses_B)}
+    return bool(kinds) and all(map(_is_plain, kinds))
 
 
 @functools.cache

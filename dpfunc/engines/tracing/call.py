@@ -103,6 +103,13 @@ def doubted(kind: Rows | None, doubt: str) -> Type:
     return Mixed(doubt) if doubt else None
 
 
+def shaped_too(kind: Type) -> Type:
+    """The same, of a tensor whose shape depends on values of the batch."""
+    if isinstance(kind, Mixed):
+        return kind._replace(shaped=True)
+    return kind and kind._replace(ragged=True)
+
+
 class Aligned(NamedTuple):
     """A tensor whose axis `axis` corresponds to an axis of the result; -1 where it has none."""
 
@@ -140,26 +147,48 @@ def combined(call: Call, operands: Sequence[Aligned], forbidden: Sequence[int] =
         Rows if all tensors with rows have the same ones along the same axis, and the others are the same for each row;
         rows with a doubt where that is probable and not proven; Mixed otherwise.
     """
+    kinds = [call.type_of(operand.tensor) for operand in operands]
+    found = _rows_of_all(call, operands, kinds, forbidden)
+    if isinstance(found, Mixed):
+        return found
+    constants = [operand for operand, kind in zip(operands, kinds, strict=True) if kind is None]
+    differing = "" if found is None else _doubt_of_constants(call, constants, found)
+    return doubted(found, next(filter(None, map(doubt_in, kinds)), differing))
+
+
+def _rows_of_all(call: Call, operands: Sequence[Aligned], kinds: Sequence[Type], forbidden: Sequence[int]) -> Type:
+    """The rows that all operands with rows have in the result; Mixed if they are different ones, None without any."""
     found: Rows | None = None
-    doubt, constants = "", []
-    for operand in operands:
-        kind = call.type_of(operand.tensor)
-        doubt = doubt or doubt_in(kind)
-        if kind is None:
-            constants.append(operand)
-        elif isinstance(kind, Rows):
-            axis = ONE_SAMPLE if kind.axis == ONE_SAMPLE else operand.axis_of(kind.axis)
-            if kind.axis != ONE_SAMPLE and (axis < 0 or axis in forbidden):
-                return call.mixed()
-            if found is not None and (found.axis != axis or not alike(found, kind)):
-                return call.mixed("of different samples")
-            if found is None or kind.of > found.of:
-                found = kind if axis == kind.axis else kind.moved(axis)
-    if found is not None and found.axis != ONE_SAMPLE:
-        for operand in constants:
-            if not call.types.uniform(operand.tensor, found, operand.axis_in(found.axis)):
-                doubt = doubt or f"{call.name} (with values that differ between positions of the batch)"
-    return doubted(found, doubt)
+    for operand, kind in zip(operands, kinds, strict=True):
+        if not isinstance(kind, Rows):
+            continue
+        here = _in_result(kind, operand, forbidden)
+        if here is None:
+            return call.mixed()
+        if found is not None and (found.axis != here.axis or not alike(found, here)):
+            return call.mixed("of different samples")
+        if found is None or here.of > found.of:
+            found = here
+    return found
+
+
+def _in_result(rows: Rows, operand: Aligned, forbidden: Sequence[int]) -> Rows | None:
+    """The rows of an operand on their axis of the result; None if the positions of that axis are combined."""
+    if rows.axis == ONE_SAMPLE:
+        return rows
+    axis = operand.axis_of(rows.axis)
+    if axis < 0 or axis in forbidden:
+        return None
+    return rows if axis == rows.axis else rows.moved(axis)
+
+
+def _doubt_of_constants(call: Call, constants: Sequence[Aligned], rows: Rows) -> str:
+    """The doubt that constants differ between rows of the result; empty if each row has the same."""
+    if rows.axis == ONE_SAMPLE:
+        return ""
+    if all(call.types.uniform(each.tensor, rows, each.axis_in(rows.axis)) for each in constants):
+        return ""
+    return f"{call.name} (with values that differ between positions of the batch)"
 
 
 def assumed(call: Call, reason: str) -> list[Type]:

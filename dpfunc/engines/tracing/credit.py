@@ -39,17 +39,24 @@ def check_credited(trace: Trace, tensor: Tensor, sample_axis: SampleAxis, what: 
     kind = trace.type_of(tensor)
     if sample_axis.guess is not None and kind is not None and not _agrees(kind, sample_axis):
         raise WrongGuess(sample_axis.guess)
-    if kind is None:
-        expected = Rows(sample_axis.axis, trace.num_samples, sample_axis.pre, sample_axis.post)
-        if sample_axis.ids is None and not trace.uniform(tensor, expected, sample_axis.axis):
-            trace.doubts.append(f"{what} differs between positions of the batch and does not depend on it")
-    elif isinstance(kind, Mixed):
-        trace.doubts.append(f"{what} comes from {kind.reason}")
-    elif (kind.axis, kind.pre, kind.post) != (sample_axis.axis, sample_axis.pre, sample_axis.post):
-        trace.doubts.append(f"{what} has its samples elsewhere than expected")
-    elif not same_ids(kind.ids, sample_axis.ids) or not same_slots(
-        kind, Rows(0, 1, slots=sample_axis.slots, of=sample_axis.of)
-    ):
-        trace.doubts.append(f"{what} has its samples in another order")
-    elif kind.doubt:
-        trace.doubts.append(f"{what} comes from {kind.doubt}")
+    doubt = _doubt_of_constant(trace, tensor, sample_axis) if kind is None else _doubt_of_type(kind, sample_axis)
+    if doubt:
+        trace.doubts.append(f"{what} {doubt}")
+
+
+def _doubt_of_constant(trace: Trace, tensor: Tensor, sample_axis: SampleAxis) -> str:
+    expected = Rows(sample_axis.axis, trace.num_samples, sample_axis.pre, sample_axis.post)
+    if sample_axis.ids is not None or trace.uniform(tensor, expected, sample_axis.axis):
+        return ""
+    return "differs between positions of the batch and does not depend on it"
+
+
+def _doubt_of_type(kind: Rows | Mixed, sample_axis: SampleAxis) -> str:
+    if isinstance(kind, Mixed):
+        return f"comes from {kind.reason}"
+    if (kind.axis, kind.pre, kind.post) != (sample_axis.axis, sample_axis.pre, sample_axis.post):
+        return "has its samples elsewhere than expected"
+    slots = Rows(0, 1, slots=sample_axis.slots, of=sample_axis.of)
+    if not same_ids(kind.ids, sample_axis.ids) or not same_slots(kind, slots):
+        return "has its samples in another order"
+    return f"comes from {kind.doubt}" if kind.doubt else ""

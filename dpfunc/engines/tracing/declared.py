@@ -32,21 +32,13 @@ def declare_parts(trace: Trace, source: Tensor, offsets: Tensor, positions_NL: T
         The positions; those of an empty part are the first one of its sample.
     """
     kind, count = trace.type_of(source), trace.num_samples
-    if (
-        trace.alone
-        or not isinstance(kind, Rows)
-        or kind.axis != 0
-        or not len(positions_NL)
-        or len(positions_NL) % count
-    ):
+    if trace.alone or not isinstance(kind, Rows) or kind.axis != 0:
         return positions_NL
-    each, samples = len(positions_NL) // count, rows_module.samples_by_position(kind)
-    starts_B = torch.searchsorted(samples, torch.arange(count))
-    offsets_Bm = offsets[:-1].cpu().reshape(count, each)
-    # the parts of a sample are all of its numbers, whatever others hold
-    outer = torch.equal(offsets_Bm[:, 0], starts_B) and int(offsets[-1]) == len(samples)
-    if not outer or not _are_own_offsets(trace, offsets_Bm - starts_B[:, None]):
+    samples = rows_module.samples_by_position(kind)
+    starts_B = _starts_of_parts(trace, samples, offsets)
+    if starts_B is None:
         return positions_NL
+    each = len(positions_NL) // count
     firsts_N1 = starts_B.repeat_interleave(each)[:, None].to(positions_NL.device)
     positions_NL = torch.where(real_NL.any(1, keepdim=True), positions_NL, firsts_N1).clamp(
         max=max(0, len(samples) - 1)
@@ -56,6 +48,21 @@ def declare_parts(trace: Trace, source: Tensor, offsets: Tensor, positions_NL: T
         for tensor in (positions_NL, real_NL):
             trace.note(tensor, stored(Rows(0, count, 1, each, None, kind.doubt), tensor))
     return positions_NL
+
+
+def _starts_of_parts(trace: Trace, samples: Tensor, offsets: Tensor) -> Tensor | None:
+    """The start of each sample, where its parts are all of its numbers, whatever others hold; else None.
+
+    Args:
+        samples: of each position of the tensor. offsets: of the parts, see `declare_parts`.
+    """
+    count, number = trace.num_samples, len(offsets) - 1
+    if not number or number % count:
+        return None
+    starts_B = torch.searchsorted(samples, torch.arange(count))
+    offsets_Bm = offsets[:-1].cpu().reshape(count, -1)
+    every = torch.equal(offsets_Bm[:, 0], starts_B) and int(offsets[-1]) == len(samples)
+    return starts_B if every and _are_own_offsets(trace, offsets_Bm - starts_B[:, None]) else None
 
 
 def _are_own_offsets(trace: Trace, offsets_Bm: Tensor) -> bool:
@@ -101,8 +108,8 @@ def declare_padded(trace: Trace, data_Nd: Tensor, sizes_T: Tensor, rows_TB: Tens
     Returns:
         True if the sizes follow from lengths, and the rows are those of the samples.
     """
-    kind, entry = trace.type_of(data_Nd), trace.entries.get(key_of(sizes_T))
-    if entry is None or entry[1] not in (Constant.SIZES, Constant.SORTED) or not isinstance(kind, Rows) or kind.axis:
+    kind, known_sizes = trace.type_of(data_Nd), trace.entry_of(sizes_T) in (Constant.SIZES, Constant.SORTED)
+    if not known_sizes or not isinstance(kind, Rows) or kind.axis:
         return False
     samples, count = rows_module.samples_by_position(kind), int(sizes_T[0])
     first, steps = samples[:count], len(rows_TB) // count
@@ -135,9 +142,9 @@ def declare_over_time(
 
 def are_sorted(trace: Trace, tensor: Tensor) -> bool:
     """True for sizes of sorted samples, and for rows in an order that depends on several samples."""
-    entry = trace.entries.get(key_of(tensor))
-    if entry is None or isinstance(entry[1], Constant):
-        return entry is not None and entry[1] is Constant.SORTED
+    entry = trace.entry_of(tensor)
+    if entry is None or isinstance(entry, Constant):
+        return entry is Constant.SORTED
     kind = trace.type_of(tensor)
     return isinstance(kind, Rows) and kind.slots is not None
 
@@ -170,16 +177,15 @@ def ordered(
     """
     kind = trace.type_of(tensor)
     made = tensor.clone(memory_format=torch.contiguous_format)
-    if kind is None or trace.alone:
-        trace.note(made, Constant.ANY if kind is None else stored(Rows(ONE_SAMPLE, 1), made))
+    if kind is None:
+        trace.note(made, Constant.ANY)
         return made
-    if isinstance(kind, Rows) and kind.axis == axis and fits(kind, made):
-        kind = _relabelled(trace, kind, changed=changed, is_sorted=is_sorted)
-        kind = kind.doubted(doubt)
+    if trace.alone:
+        kind = Rows(ONE_SAMPLE, 1)
+    elif isinstance(kind, Rows) and kind.axis == axis and fits(kind, made):
+        kind = _relabelled(trace, kind, changed=changed, is_sorted=is_sorted).doubted(doubt)
     elif isinstance(kind, Rows):
-        if kind.axis != ONE_SAMPLE or kind.slots is not None:
-            kind = Mixed("packed rows on another axis")
-        else:
-            kind = kind.doubted(doubt)
+        elsewhere = kind.axis != ONE_SAMPLE or kind.slots is not None
+        kind = Mixed("packed rows on another axis") if elsewhere else kind.doubted(doubt)
     trace.note(made, stored(kind, made) if isinstance(kind, Rows) else kind)
     return made

@@ -15,6 +15,7 @@ from dpfunc.engines.guards.lockstep import refused_by_all
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.tracing.any_values import AnyValuesTrace
+from dpfunc.engines.tracing.backward import Unsettled
 from dpfunc.engines.tracing.credit import WrongGuess
 from dpfunc.engines.tracing.entries import part
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key
@@ -90,12 +91,13 @@ class DiscoveryCache:
     Args:
         wrong: guesses of sample axes by size that gradients have shown to be wrong. reads: the first number of rows
             that was given to Python, as a doubt. outside: memory that was made without an operation of the step, by
-            key.
+            key. settled: the last backward pass was proven by its forward pass.
     """
 
     wrong: MutableMapping[LossFn, set[tuple[Key, int]]] = field(default_factory=WeakIdKeyDictionary)
     reads: MutableMapping[LossFn, str] = field(default_factory=WeakIdKeyDictionary)
     outside: MutableMapping[LossFn, dict[int, StorageWeakRef]] = field(default_factory=WeakIdKeyDictionary)
+    settled: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary)
 
     def run_with_rediscovery(
         self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[DiscoveryRecorder], R]
@@ -105,18 +107,21 @@ class DiscoveryCache:
         Python may keep numbers that an earlier step gave to it, so all later steps have the doubt of that step.
         """
         wrong = self.wrong.setdefault(loss_fn, set())
-        discovery = DiscoveryRecorder(Trace(num_samples, recording=True), wrong)
         try:
             while True:
+                trace = Trace(num_samples, recording=True, whole=self.settled.get(loss_fn, False))
+                discovery = DiscoveryRecorder(trace, wrong)
                 try:
                     result = compute(discovery)
                     break
                 except WrongGuess as error:  # a guess by shape, which the gradient has shown to be wrong
                     wrong.add(error.args[0])
-                    discovery = DiscoveryRecorder(Trace(num_samples, recording=True), wrong)
+                except Unsettled:
+                    self.settled[loss_fn] = False
         finally:
             if discovery.trace.reads:
                 self.reads.setdefault(loss_fn, f"{discovery.trace.reads[0]}, which may be kept")
+        self.settled[loss_fn] = trace.settled
         _check_norms(result, params, discovery.trace.meshes)
         kept = (self.reads[loss_fn],) if loss_fn in self.reads and not discovery.trace.reads else ()
         return replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -79,7 +79,19 @@ ORDERED = frozenset((
     "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy",
     "index_select", "sort", "_pack_padded_sequence", "_pack_padded_sequence_backward",
 ))  # fmt: skip
+# Numbers that follow from Python numbers.
+_COUNTING = frozenset(("arange", "linspace"))
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
+
+_OWN = ("aten", "prims")
+_BY_NAME = {
+    "lift_fresh": Kind.UNKNOWN,  # a view of a tensor made of Python numbers
+    **dict.fromkeys(_FILLED, Kind.FILLED),
+    **dict.fromkeys(_RANDOM, Kind.RANDOM),
+}
+_HANDLERS = {
+    **dict.fromkeys(_OWN, FAMILIES), **dict.fromkeys(_EXCHANGING, EXCHANGES), "bitsandbytes": FOUR_BITS,
+}  # fmt: skip
 
 # By identity: torch hashes operations in Python. The operation is kept, so that its identity is its own.
 _known: dict[int, tuple[Any, Known]] = {}
@@ -96,21 +108,30 @@ def known_operation(func: Any) -> Known:
 def _look_up(func: Any) -> Known:
     if not isinstance(func, torch._ops.OpOverload):
         return Known(Kind.UNKNOWN, str(func), None, ())
-    schema, name = func._schema, func._schema.name.rpartition("::")[2]
-    arguments = schema.arguments
-    written = tuple(
+    name = func._schema.name.rpartition("::")[2]
+    found = _kind_of(func, name, _written_arguments(func._schema.arguments))
+    random, exchange = draws_numbers(func), communicates(func)
+    shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
+    pure = not random and not exchange and _follows_from_types(found, func.namespace)
+    return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)
+
+
+def _written_arguments(arguments: Sequence[Any]) -> tuple[int | str, ...]:
+    """The arguments that an operation writes into: their positions, or names."""
+    return tuple(
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    found = _kind_of(func, name, written)
-    exchange = communicates(func)
-    shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
-    random = draws_numbers(func)
-    pure = not (found.written or random or exchange or name in WRITING_STATISTICS) and (
-        found.kind in (Kind.POINTWISE, Kind.FILLED) or (found.kind is Kind.FAMILY and name in PURE)
-    )
-    return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)
+
+
+def _follows_from_types(known: Known, namespace: str) -> bool:
+    """True if the type of the result follows from shapes, types and Python numbers, whatever the numbers are."""
+    if known.written or known.name in WRITING_STATISTICS:
+        return False
+    if known.kind is Kind.FAMILY:
+        return known.name in PURE
+    return known.kind in (Kind.POINTWISE, Kind.FILLED) or (known.name in _COUNTING and namespace == "aten")
 
 
 def _composite(func: Any) -> bool:
@@ -119,26 +140,26 @@ def _composite(func: Any) -> bool:
 
 
 def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:
-    own = func.namespace in ("aten", "prims")
-    plain = name.rstrip("_") if not name.startswith("__") else name
-    if name == "lift_fresh":  # a tensor made of Python numbers
-        return Known(Kind.UNKNOWN, name, None, ())
-    if name in _FILLED:
-        return Known(Kind.FILLED, name, None, written)
-    if name in _RANDOM:
-        return Known(Kind.RANDOM, name, None, written)
-    if func.namespace in _EXCHANGING and plain in EXCHANGES:
-        return Known(Kind.FAMILY, name, EXCHANGES[plain], written)
-    if func.namespace == "bitsandbytes" and name in FOUR_BITS and not written:
-        return Known(Kind.FAMILY, name, FOUR_BITS[name], written)
-    if func.is_view or name in _ALIASES or (func.namespace in _EXCHANGING and name in _WAITING):
+    if name in _BY_NAME:
+        return Known(_BY_NAME[name], name, None, written)
+    if _gives_its_argument(func, name):
         return Known(Kind.VIEW, name, None, ())
-    if own and plain in FAMILIES:
-        return Known(Kind.FAMILY, name, FAMILIES[plain], written)
-    pointwise = torch.Tag.pointwise in func.tags
-    if not pointwise and own:
-        packet = getattr(torch.ops.aten, plain, None)
-        pointwise = packet is not None and any(
-            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
-        )
-    return Known(Kind.POINTWISE if pointwise else Kind.UNKNOWN, name, None, written)
+    plain = name.rstrip("_") if not name.startswith("__") else name
+    handler = _HANDLERS.get(func.namespace, {}).get(plain)
+    if handler is not None and not (written and func.namespace == "bitsandbytes"):
+        return Known(Kind.FAMILY, name, handler, written)
+    return Known(Kind.POINTWISE if _is_pointwise(func, plain) else Kind.UNKNOWN, name, None, written)
+
+
+def _gives_its_argument(func: Any, name: str) -> bool:
+    """True for operations whose result usually is, or is in, the memory of their argument."""
+    return func.is_view or name in _ALIASES or (func.namespace in _EXCHANGING and name in _WAITING)
+
+
+def _is_pointwise(func: Any, plain: str) -> bool:
+    """True if torch says so of an operation, or of another overload of it."""
+    if torch.Tag.pointwise in func.tags:
+        return True
+    packet = getattr(torch.ops.aten, plain, None) if func.namespace in _OWN else None
+    overloads = () if packet is None else packet.overloads()
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)

@@ -7,7 +7,7 @@ constant that may differ between samples) is not kept. Only answers without a do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,11 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from dpfunc.engines.tracing.entries import COARSE_DTYPES, Constant, is_doubtful, key_of
-from dpfunc.engines.tracing.operations import Known
-from dpfunc.engines.tracing.rows import Stored
+from dpfunc.engines.tracing.operations import Kind, Known
+from dpfunc.engines.tracing.rows import Mixed, Stored
 
 if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
+    from dpfunc.engines.uses.tracked import Tracked
 
 KEPT = 1 << 14
 """Different calls that are kept; a model has a few hundred."""
@@ -29,7 +30,7 @@ _CONSTANTS = {Constant.EQUAL: -1, Constant.RANDOM: -2, Constant.ANY: -3}
 _PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """The shape and strides of the result, the entry of its memory, and whether it has numbers of 16 bits."""
 
     shape: torch.Size
@@ -38,7 +39,7 @@ class _Answer(NamedTuple):
     coarse: bool
 
 
-_answers: dict[object, tuple[_Answer, ...]] = {}
+_answers: dict[object, tuple[Answer, ...]] = {}
 
 
 class _Unkeyed(Exception):
@@ -56,49 +57,72 @@ def key_of_call(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[
     return key_of_values(trace, (known.number, *kwargs), (*args, *kwargs.values()) if kwargs else args)
 
 
-def key_of_values(trace: Trace, names: tuple[object, ...], values: tuple[Any, ...]) -> object:
-    """Key of these names and of all properties of values that a rule may read; None if they have too many."""
+def is_keyed_write(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True of an elementwise write into its first argument, if the type of that follows from a key."""
+    if known.kind is not Kind.POINTWISE or known.written != (0,) or known.random or known.exchange:
+        return False
+    return key_of_values(trace, (), (*args, *kwargs.values())) is not None
+
+
+def key_of_values(
+    trace: Trace, names: tuple[object, ...], values: tuple[Any, ...], tracked: Mapping[int, Tracked] | None = None
+) -> object:
+    """Key of these names and of all properties of values that a rule may read; None if they have too many.
+
+    Args:
+        tracked: where given, the key has the names of tracked tensors, and other values of parameters have no key.
+    """
     if trace.alone or trace.ragged:
         return None
     found: list[object] = [*names, trace.num_samples]
     try:
-        _collect(trace, values, found)
+        _collect(trace, values, found, tracked)
     except _Unkeyed:
         return None
     return tuple(found)
 
 
-def _collect(trace: Trace, values: Iterable[Any], found: list[object]) -> None:
-    entries = trace.entries
+def _collect(trace: Trace, values: Iterable[Any], found: list[object], tracked: Mapping[int, Tracked] | None) -> None:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            if value.layout is not torch.strided:
-                raise _Unkeyed
-            key = value.untyped_storage()._cdata
-            entry = entries.get(key)
-            if entry is None:
-                if key not in trace.untraced_memory:
-                    trace.type_of(value)
-                found.append(0)
-            else:
-                stored = entry[1]
-                if type(stored) is Stored:
-                    if stored.ids is not None or is_doubtful(stored):
-                        raise _Unkeyed
-                    found += (stored.base, stored.step, stored.count, stored.end, value.storage_offset())
-                elif type(stored) is Constant and stored in _CONSTANTS:
-                    found.append(_CONSTANTS[stored])
-                else:
-                    raise _Unkeyed
-            found += (value.shape, value.stride(), value.dtype)
+            if tracked is not None:
+                own = tracked.get(id(value))
+                if own is not None:
+                    found.append((own.name,))
+                elif value.requires_grad and trace.depends_on_none(value):
+                    raise _Unkeyed  # computed from parameters, unseen
+            found += (*_memory_of(trace, value), value.shape, value.stride(), value.dtype)
         elif kind in _PLAIN:
             found.append(value)
         elif kind is list or kind is tuple:
             found.append(len(value))
-            _collect(trace, value, found)
+            _collect(trace, value, found, tracked)
         else:
             raise _Unkeyed
+
+
+def _memory_of(trace: Trace, tensor: Tensor) -> tuple[object, ...]:
+    """The samples of the memory of a tensor, and where it lies there, as numbers."""
+    if tensor.layout is not torch.strided:
+        raise _Unkeyed
+    key = tensor.untyped_storage()._cdata
+    known = trace.entries.get(key)
+    if known is None:
+        if key not in trace.untraced_memory:
+            trace.type_of(tensor)
+        return (0,)
+    entry = known[1]
+    if type(entry) is Stored and _is_regular(entry):
+        return (entry.base, entry.step, entry.count, entry.end, tensor.storage_offset())
+    if type(entry) is Constant and entry in _CONSTANTS:
+        return (_CONSTANTS[entry],)
+    raise _Unkeyed
+
+
+def _is_regular(entry: Stored) -> bool:
+    """True for rows 0, 1, 2, ... without a doubt: all that a rule may read of them are a few numbers."""
+    return entry.ids is None and not is_doubtful(entry)
 
 
 def recall(trace: Trace, key: object, result: Any) -> bool | None:
@@ -108,8 +132,11 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:
         True if a result has numbers of 16 bits.
     """
     answers = _answers.get(key)
-    if answers is None:
-        return None
+    return None if answers is None else note_again(trace, answers, result)
+
+
+def note_again(trace: Trace, answers: tuple[Answer, ...], result: Any) -> bool | None:
+    """The same, with these answers."""
     results = result if type(result) is tuple or type(result) is list else (result,)
     if len(results) != len(answers):
         return None
@@ -119,7 +146,7 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:
     coarse = False
     for answer, tensor in zip(answers, results, strict=True):
         storage = tensor.untyped_storage()
-        coarse = coarse or answer.coarse
+        coarse |= answer.coarse
         trace.entries[storage._cdata] = StorageWeakRef(storage), answer.entry
     return coarse
 
@@ -130,23 +157,31 @@ def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> bo
     Returns:
         True if they were kept.
     """
+    answers = answers_for(trace, inputs, result)
+    if answers:
+        if len(_answers) >= KEPT:
+            _answers.clear()
+        _answers[key] = answers
+    return bool(answers)
+
+
+def answers_for(trace: Trace, inputs: Sequence[Tensor], result: Any) -> tuple[Answer, ...]:
+    """The types that were just noted; none if one has a doubt, or a result has no memory of its own."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     given = {key_of(tensor) for tensor in inputs}
     answers = []
     for tensor in results:
-        if type(tensor) is not Tensor or tensor.storage_offset() or key_of(tensor) in given:
-            return False
-        entry = trace.entries.get(key_of(tensor))
-        if entry is None:
-            return False
-        kind = entry[1]
-        if isinstance(kind, Stored):
-            if kind.ids is not None or kind.end or is_doubtful(kind):
-                return False
-        elif not isinstance(kind, Constant) or kind not in _CONSTANTS:
-            return False
-        answers.append(_Answer(tensor.shape, tensor.stride(), kind, tensor.dtype in COARSE_DTYPES))
-    if len(_answers) >= KEPT:
-        _answers.clear()
-    _answers[key] = tuple(answers)
-    return True
+        answer = None if type(tensor) is not Tensor or key_of(tensor) in given else _answer(trace, tensor)
+        if answer is None:
+            return ()
+        answers.append(answer)
+    return tuple(answers)
+
+
+def _answer(trace: Trace, tensor: Tensor) -> Answer | None:
+    """All that is kept of a result in new memory; None if its type is more than a few numbers."""
+    entry = trace.entry_of(tensor)
+    if tensor.storage_offset() or entry is None or isinstance(entry, Mixed):
+        return None
+    regular = not entry.end and _is_regular(entry) if isinstance(entry, Stored) else entry in _CONSTANTS
+    return Answer(tensor.shape, tensor.stride(), entry, tensor.dtype in COARSE_DTYPES) if regular else None

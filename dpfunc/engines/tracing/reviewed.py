@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type
-from dpfunc.engines.tracing.entries import key_of, part
+from dpfunc.engines.tracing.entries import part
 from dpfunc.engines.tracing.readers import (
     DRAWING,
     EACH_IMAGE,
@@ -72,7 +72,7 @@ def _same_for_all(trace: Trace, value: Tensor) -> bool:
 
 def _same_for_all_in_memory(trace: Trace, own: Tensor) -> bool:
     """True if the numbers of all images in the memory of a tensor of one image are the same for each."""
-    entry = trace.entries[key_of(own)][1]
+    entry = trace.entry_of(own)
     if not isinstance(entry, Stored) or entry.ids is not None or entry.count != trace.num_samples:
         return False
     memory = own.detach().new_empty(0).set_(own.untyped_storage())
@@ -90,8 +90,6 @@ def as_numbers(trace: Trace, call: Call, kind: Type) -> bool:
     if not isinstance(kind, Mixed) or not isinstance(call.out, Tensor) or call.out.is_floating_point():
         return False
     given = [tensor for tensor in call.inputs if trace.type_of(tensor) is not None]
-    if any(tensor.is_floating_point() for tensor in given):
-        return False
     module, _, name = reader()
     return bool(given) and listed(SAME_FOR_ALL, module, name) and all(_same_for_all(trace, tensor) for tensor in given)
 

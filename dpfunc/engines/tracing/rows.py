@@ -123,7 +123,9 @@ def shuffled(ids: Tensor, axis: int, slots: Tensor, of: int, num_samples: int, a
 
 
 def slots_of(rows: Rows, num_samples: int) -> tuple[Tensor, int]:
-    """The labels of positions along the axis of ordinary rows: their samples where each has one, or the positions."""
+    """The labels of positions along the axis: of ordinary rows the samples, where each has one, or the positions."""
+    if rows.slots is not None:
+        return rows.slots, rows.of
     ids = samples_by_position(rows)
     if len(ids) == num_samples and len(ids.unique()) == num_samples:
         return ids, num_samples
@@ -160,28 +162,29 @@ def stored(rows: Rows, tensor: Tensor) -> Stored:
 
 
 def located(memory: Stored, tensor: Tensor, num_samples: int) -> Rows | None:
-    """Rows of any tensor in this memory; None where its axes run across rows in no regular way.
-
-    A part of rows whose order, or whose number, depends on several samples has a doubt. Where each sample has as many
-    numbers as the others, a part is that of each sample, or of one, as it is of any rows: in a batch in which they have
-    different numbers, it is not.
-    """
+    """Rows of any tensor in this memory; None where its axes run across rows in no regular way."""
     offset = tensor.storage_offset() * tensor.element_size() - memory.base
-    if offset < 0 or memory.step <= 0:  # before the rows; or rows that share their memory
-        return None
-    if memory.end and end_in_storage(tensor) > memory.end:
+    if offset < 0 or (memory.end and end_in_storage(tensor) > memory.end):  # before the rows, or behind them
         return None
     if memory.step == _UNBOUNDED_STEP:
         return Rows(ONE_SAMPLE, 1, ids=memory.ids, doubt=memory.doubt, ragged=memory.ragged)
     view = _rows_in_view(memory.step, memory.count, offset, tensor.element_size(), tensor.shape, tensor.stride())
     if view is None:
         return None
-    ids = memory.ids
-    if view.count != memory.count or view.axis == ONE_SAMPLE:
-        ids = _chosen(memory, view, num_samples)
+    whole = view.count == memory.count and view.axis != ONE_SAMPLE
+    ids = memory.ids if whole else _chosen(memory, view, num_samples)
     found = Rows(view.axis, view.count, view.pre, view.post, ids, memory.doubt, memory.ragged)
+    return found if memory.slots is None and not memory.ragged else _checked_part(memory, found, num_samples)
+
+
+def _checked_part(memory: Stored, found: Rows, num_samples: int) -> Rows:
+    """Rows of a view; with a doubt if they are a part of rows whose order, or number, depends on several samples.
+
+    Where each sample has as many numbers as the others, a part is that of each sample, or of one, as it is of any rows:
+    in a batch in which they have different numbers, it is not.
+    """
     even = memory.ids is None and memory.count == num_samples
-    if memory.ragged and not even and memory.count > 1 and found.count < memory.count:
+    if memory.ragged and not even and found.count < memory.count:
         return found.doubted("a part of rows whose number depends on values of the batch")
     if memory.slots is None:
         return found
@@ -210,32 +213,45 @@ def _rows_in_view(
     Axes that stay within a block are of one row; one axis may run over rows; those that skip whole periods of all rows
     are free. `step`, `offset` and `size` are bytes.
     """
+    if step <= 0:  # rows that share their memory
+        return None
     first, inner = (offset // step) % count, offset % step
-    found: _View | None = None
-    period = step * count
+    found = _View(ONE_SAMPLE, 1, 1, 1, first, 1)
     for stride, length, axis in sorted(zip(strides, shape, range(len(shape)), strict=True)):
         jump = stride * size
-        if length <= 1 or jump == 0 or (jump >= period and jump % period == 0):
+        if length <= 1 or jump % (step * count) == 0:
             continue
-        if jump < step:
-            if inner + jump * (length - 1) < step:
-                inner += jump * (length - 1)
-                continue
-            post = step // jump
-            if step % jump or length % post or inner >= jump or found is not None:
-                return None
-            rows, stride_in_rows = length // post, 1
-        else:
-            post, rows, stride_in_rows = 1, length, jump // step
-            if jump % step or found is not None:
-                return None
-        pre = 1
-        if first + stride_in_rows * (rows - 1) >= count:  # more than one period
-            if first or stride_in_rows != 1 or rows % count:
-                return None
-            pre, rows = rows // count, count
-        found = _View(axis, rows, pre, post, first, stride_in_rows)
-    return _View(ONE_SAMPLE, 1, 1, 1, first, 1) if found is None else found
+        if jump < step and inner + jump * (length - 1) < step:
+            inner += jump * (length - 1)
+            continue
+        over = _over_rows(step, jump, inner, length)
+        view = None if over is None else _in_periods(found._replace(axis=axis), count, *over)
+        if view is None or found.axis != ONE_SAMPLE:
+            return None
+        found = view
+    return found
+
+
+def _over_rows(step: int, jump: int, inner: int, length: int) -> tuple[int, int, int] | None:
+    """The rows that an axis runs over, its positions in each, and its step from one to the next; None if irregular.
+
+    Args:
+        step, jump: bytes of a row, and from one position of the axis to the next. inner: bytes of a row before the
+            first position. length: of the axis.
+    """
+    if jump >= step:
+        return None if jump % step else (length, 1, jump // step)
+    post = step // jump
+    return None if step % jump or length % post or inner >= jump else (length // post, post, 1)
+
+
+def _in_periods(view: _View, count: int, rows: int, post: int, step: int) -> _View | None:
+    """A view of that many rows, or of whole periods of all `count` rows; None for a part of several periods."""
+    if view.first + step * (rows - 1) < count:
+        return view._replace(count=rows, post=post, step=step)
+    if view.first or step != 1 or rows % count:
+        return None
+    return view._replace(count=count, pre=rows // count, post=post)
 
 
 def end_in_storage(tensor: Tensor) -> int:

@@ -5,9 +5,9 @@ The cache is for compiled steps: dynamo traces no dispatch mode, so a step is tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -106,17 +106,22 @@ class DiscoveryRecorder:
         sample: what is computed from them is the same for all, and each sample has a row of its own in it.
         """
         count = self.trace.num_samples
-        for axis, size in enumerate(after):
-            own = axis - (len(after) - len(before))  # an axis of the parameter itself is none of the samples
-            if size == count and (axis == 0 or private) and not (own >= 0 and before[own] == size and not private):
-                if (key, axis) in self.wrong:
-                    continue
-                self._record(key, SampleAxis(axis))
-                return SampleAxis(axis, guess=(key, axis))
-        first = after[0] if len(after) > len(before) else 0
-        if first > count and first % count == 0 and (key, 0) not in self.wrong:  # several rows a sample
-            self._record(key, SampleAxis(0, 1, first // count))
-            return SampleAxis(0, 1, first // count, guess=(key, 0))
+        sizes = list(enumerate(after))
+        if not private:
+            own = before[len(before) - len(after) :][:1] if len(before) >= len(after) else ()
+            sizes = [] if after[:1] == own else sizes[:1]  # an axis of the parameter itself is none of the samples
+        guesses = [(axis, size) for axis, size in sizes if size == count]
+        if len(after) > len(before) and after[0] > count and after[0] % count == 0:  # several rows a sample
+            guesses.append((0, after[0]))
+        return self._first_guess(key, guesses)
+
+    def _first_guess(self, key: Key, guesses: Iterable[tuple[int, int]]) -> SampleAxis | None:
+        """The first of these axes, with their sizes, that no gradient has shown to be wrong."""
+        for axis, size in guesses:
+            if (key, axis) not in self.wrong:
+                found = SampleAxis(axis, 1, size // self.trace.num_samples)
+                self._record(key, found)
+                return replace(found, guess=(key, axis))
         self._record(key, None)
         return None
 
@@ -130,9 +135,7 @@ class DiscoveryRecorder:
             if isinstance(kind, Mixed):
                 raise NoSampleAxis
             here = kind if kind.axis == ONE_SAMPLE else kind.moved(kind.axis + ndim - tensor.ndim)
-            if found is not None and (here.axis, here.pre, here.post) != (found.axis, found.pre, found.post):
-                raise NoSampleAxis
-            if found is not None and found.axis == ONE_SAMPLE and not same_ids(found.ids, here.ids):
+            if found is not None and not _on_one_axis(found, here):
                 raise NoSampleAxis
             found = here
         if found is not None and found.axis == ONE_SAMPLE:  # of one sample, which a compiled step does not know
@@ -150,12 +153,7 @@ class DiscoveryRecorder:
             (axis, size) for axis, size in enumerate(after)
             if size and size % count == 0 and (axis < shift or (before[axis - shift] == 1 and size > 1))
         ]  # fmt: skip
-        for axis, size in sorted(grown, key=lambda found: found[1] != count):
-            if (key, axis) not in self.wrong:
-                self._record(key, SampleAxis(axis, 1, size // count))
-                return SampleAxis(axis, 1, size // count, guess=(key, axis))
-        self._record(key, None)
-        return None
+        return self._first_guess(key, sorted(grown, key=lambda found: found[1] != count))
 
     def constant(self, value: Tensor) -> bool:
         return self.trace.depends_on_none(value)
@@ -198,6 +196,13 @@ class DiscoveryRecorder:
             sample_axis is not None and sample_axis.ids is not None
         ):
             self.unclear.add(key)
+
+
+def _on_one_axis(one: Rows, other: Rows) -> bool:
+    """True if two tensors have their samples along the same axis, or are both of one sample, the same one."""
+    if (one.axis, one.pre, one.post) != (other.axis, other.pre, other.post):
+        return False
+    return one.axis != ONE_SAMPLE or same_ids(one.ids, other.ids)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dpfunc.engines.guards.draws import Draw, drawn
 from dpfunc.engines.guards.modes import DispatchMode, unseen
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
-from dpfunc.engines.tracing.backward import is_plain, saving_hooked
+from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
 from dpfunc.engines.tracing.credit import WrongGuess, check_credited
 from dpfunc.engines.tracing.entries import (
@@ -45,7 +45,7 @@ from dpfunc.engines.tracing.entries import (
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
-from dpfunc.engines.tracing.repeated import keep, key_of_call, recall
+from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
@@ -57,6 +57,8 @@ from dpfunc.types import Batch
 __all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
 
 _KEPT_INTEGERS = 8
+SEVERAL = "several results"
+"""What is heard of an operation with several results."""
 
 
 @dataclass(eq=False)
@@ -72,13 +74,14 @@ class Trace(DispatchMode):
         untraced_memory: memory that was made without an operation of this step: parameters, constants of the loss.
         integers: the last integers that are numbers of each sample's own, such as experts.
         shuffled: rows are in an order that depends on several samples.
-        constants: numbers of a constant before values of the batch were written into it.
         meshes: meshes of the split layers that were computed. marks: notes of families about tensors.
         numbers_read: the type of the last result depends on the numbers of a constant.
-        heard: names of operations, if somebody asks: empty for those with several results, or whose types do not follow
-            from a key (`repeated`).
+        heard: names of operations, if somebody asks: empty for those whose types do not follow from a key (`repeated`),
+            `SEVERAL` for those with several results.
         clean: no number that can carry a gradient depends on several samples so far, for certain.
         settled: the backward pass is proven by the forward pass.
+        whole: functions of several operations that occur again may run as a whole: the operations inside of them are
+            not followed, which is right only if the step is settled. skipped: one did.
     """
 
     num_samples: int
@@ -93,13 +96,14 @@ class Trace(DispatchMode):
     untraced_memory: dict[int, StorageWeakRef] = field(default_factory=dict)
     integers: deque[Tensor] = field(default_factory=lambda: deque(maxlen=_KEPT_INTEGERS))
     shuffled: bool = False
-    constants: Tensor | None = None
     meshes: list[Any] = field(default_factory=list)
     marks: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
     numbers_read: bool = False
     heard: list[str] | None = None
     clean: bool = True
     settled: bool = False
+    whole: bool = False
+    skipped: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -132,33 +136,53 @@ class Trace(DispatchMode):
     def type_of(self, tensor: Tensor) -> Type:
         """The type of a tensor, from the entry of its memory."""
         own = part(tensor)
-        if type(own) is not Tensor and has_own_dispatch(type(own)):
-            return Rows(ONE_SAMPLE, 1) if self.alone else Mixed(f"a {type(own).__name__}, which is not followed")
-        if own.layout is not torch.strided:
-            if own.layout is torch.sparse_coo and self._is_constant(own):
-                return None
-            return Rows(ONE_SAMPLE, 1) if self.alone else Mixed("a tensor that is not strided, which is not followed")
-        key = key_of(own)
-        entry = self.entries.get(key)
-        if entry is None:
-            if key in EARLIER_MEMORY and not EARLIER_MEMORY[key].expired():
-                raise UnsupportedModel(
-                    f"The loss uses a tensor {tuple(tensor.shape)} that was computed from another batch (a memory "
-                    "bank, a running mean, a cache): its records would reach the gradients of this one. Compute it "
-                    "from the batch of this step, or from what was released."
-                )
-            if key not in self.untraced_memory and own.untyped_storage().nbytes():  # what is empty has no numbers
-                self.untraced_memory[key] = StorageWeakRef(own.untyped_storage())
+        if (type(own) is not Tensor and has_own_dispatch(type(own))) or own.layout is not torch.strided:
+            return self._type_without_memory(own)
+        known = self.entries.get(key_of(own))
+        if known is None:
+            self._note_untraced(own, tuple(tensor.shape))
             return None
-        if isinstance(entry[1], Constant) or not own.numel():
+        entry = known[1]
+        if isinstance(entry, Constant) or not own.numel():
             return None
-        if isinstance(entry[1], Mixed):
-            return entry[1]
-        found = located(entry[1], own, self.num_samples)
+        if isinstance(entry, Mixed):
+            return entry
+        found = located(entry, own, self.num_samples)
         if found is None:
             self.clean = self.clean and not carries_gradients(own)
             return Mixed(f"a view {tuple(tensor.shape)} across samples")
         return found
+
+    def _type_without_memory(self, own: Tensor) -> Type:
+        """The type of a tensor without a memory of its own that can be followed: mixed, but for sparse constants."""
+        if type(own) is not Tensor and has_own_dispatch(type(own)):
+            what = f"a {type(own).__name__}"
+        elif own.layout is torch.sparse_coo and self._is_constant(own):
+            return None
+        else:
+            what = "a tensor that is not strided"
+        return Rows(ONE_SAMPLE, 1) if self.alone else Mixed(f"{what}, which is not followed")
+
+    def _note_untraced(self, own: Tensor, shape: tuple[int, ...]) -> None:
+        """Note that a tensor of this shape has memory that was made outside of this step.
+
+        Raises:
+            UnsupportedModel: it was computed from the batch of an earlier step.
+        """
+        key = key_of(own)
+        if key in EARLIER_MEMORY and not EARLIER_MEMORY[key].expired():
+            raise UnsupportedModel(
+                f"The loss uses a tensor {shape} that was computed from another batch (a memory bank, a running mean, "
+                "a cache): its records would reach the gradients of this one. Compute it from the batch of this step, "
+                "or from what was released."
+            )
+        if key not in self.untraced_memory and own.untyped_storage().nbytes():  # what is empty has no numbers
+            self.untraced_memory[key] = StorageWeakRef(own.untyped_storage())
+
+    def entry_of(self, tensor: Tensor) -> Entry | None:
+        """The entry of the memory of a tensor; None if it was made outside of this step."""
+        known = self.entries.get(key_of(part(tensor)))
+        return None if known is None else known[1]
 
     def depends_on_none(self, tensor: Tensor) -> bool:
         """True if the type of a tensor is None. Quick where its memory has rows."""
@@ -171,8 +195,7 @@ class Trace(DispatchMode):
     def _is_constant(self, sparse: Tensor) -> bool:
         """True of a sparse tensor made here of constants: of others, the memory was made elsewhere, or is mixed."""
         positions, values = pieces_of(sparse)
-        known = self.entries.get(key_of(values))
-        return known is not None and isinstance(known[1], Constant) and self.type_of(positions) is None
+        return isinstance(self.entry_of(values), Constant) and self.type_of(positions) is None
 
     def uniform(self, tensor: Tensor, rows: Rows, axis: int) -> bool:
         """True if a tensor without rows has equal numbers for each row along an axis."""
@@ -221,15 +244,20 @@ class Trace(DispatchMode):
         """Note a doubt where a shape that follows from values of the batch is read."""
         if not self.ragged or value.layout is not torch.strided:
             return
-        entry = self.entries.get(key_of(part(value)))
-        kind = entry[1] if entry is not None and isinstance(entry[1], Mixed) else self.type_of(value)
-        if (isinstance(kind, Rows) and kind.ragged) or (isinstance(kind, Mixed) and kind.shaped):
-            if checks_itself():
-                return
-            module, line, name = reader()
-            own_axis = value.ndim == 1 and isinstance(kind, Rows) and kind == Rows(0, self.num_samples, ragged=True)
-            if not own_axis and not may_measure(self, kind, module, name):
-                self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
+        kind = self.shaped_by_values(value)
+        if kind is None or checks_itself():
+            return
+        module, line, name = reader()
+        own_axis = value.ndim == 1 and kind == Rows(0, self.num_samples, ragged=True)
+        if not own_axis and not may_measure(self, kind, module, name):
+            self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
+
+    def shaped_by_values(self, tensor: Tensor) -> Type:
+        """The type of a tensor whose shape depends on values of the batch; None for other tensors."""
+        entry = self.entry_of(tensor)
+        kind = entry if isinstance(entry, Mixed) else self.type_of(tensor)  # also of nothing that was selected
+        shaped = kind is not None and (kind.ragged if isinstance(kind, Rows) else kind.shaped)
+        return kind if shaped else None
 
     def credited(self, tensor: Tensor, sample_axis: SampleAxis, what: str) -> None:
         """Check a tensor before it is split by samples: it must have these rows, and no doubt; see `credit`."""
@@ -258,10 +286,10 @@ class Trace(DispatchMode):
 
     def mark_ragged(self, tensor: Tensor, *, ragged: bool = True) -> None:
         """Note that the number of rows of a new tensor depends on values of the batch, or no longer does."""
-        entry = self.entries.get(key_of(part(tensor)))
-        if entry is not None and isinstance(entry[1], Stored):
-            self.ragged = self.ragged or ragged
-            self.note(part(tensor), replace(entry[1], ragged=ragged))
+        entry = self.entry_of(tensor)
+        if isinstance(entry, Stored):
+            self.ragged |= ragged
+            self.note(part(tensor), replace(entry, ragged=ragged))
 
     def check_own(self, tensor: Tensor | None, what: str) -> None:
         """Check that a result of a row computed alone does not depend on other rows.
@@ -281,15 +309,6 @@ class Trace(DispatchMode):
     def shuffle(self) -> None:
         """Note that rows are in an order that depends on several samples from here on."""
         self.shuffled = True
-
-    def keep_constants(self, numbers: Tensor) -> None:
-        """Keep a copy of constants until the write into them is typed."""
-        self.constants = numbers
-
-    def pop_constants(self) -> Tensor | None:
-        """Return the copy of `keep_constants`, and forget it."""
-        constants, self.constants = self.constants, None
-        return constants
 
     def assign_rows(self, result: Tensor, rows: Rows) -> bool:
         """Give a new tensor these rows if it is the same for each; return False if it is not the same."""
@@ -330,7 +349,7 @@ class Trace(DispatchMode):
         if known.shares and not types and not self.ragged:
             return func(*args, **kwargs) if kwargs else func(*args)
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is not part of the loss
-            return self._followed(known, func, types, args, kwargs)
+            return self._followed(known, func, types, args, kwargs or {})
 
     def _followed(
         self,
@@ -338,34 +357,38 @@ class Trace(DispatchMode):
         func: Any,
         types: Sequence[type],
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        kwargs: dict[str, Any],
     ) -> Any:
         if known.exchange and not self.alone:  # engines that compute rows alone check collectives themselves
             check_own(func)
         constants = None
         self.clean = self.clean and not saving_hooked()
         if known.written:
-            refuse_writes(self, known, args, kwargs or {})
+            refuse_writes(self, known, args, kwargs)
             constants = copy_before_write(self, known, args)
-        if self.recording and known.random:
-            self.draws.append(drawn(func, args, kwargs or {}))
+        draws = self.recording and known.random
+        if draws:
+            self.draws.append(drawn(func, args, kwargs))
         try:
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
-            if any(self.type_of(tensor) is not None for tensor in tensors_of((*args, *(kwargs or {}).values()))):
-                self.doubts.append(
-                    f"{known.name}, which failed for values of the batch: {str(error).splitlines()[0][:80]}"
-                )
+            self._note_failure(known, (*args, *kwargs.values()), error)
             raise
-        if self.recording and known.random:
+        if draws:
             self.draws[-1] = self.draws[-1].of(result)
         if types:  # of tensors that are split over processes, the parts are followed
             note_meshes(func, args, self.meshes)
-            own_args, own_kwargs, own_result, constants = parts((args, kwargs or {}, result, constants))
+            own_args, own_kwargs, own_result, constants = parts((args, kwargs, result, constants))
             self._type(known, own_args, own_kwargs, own_result, constants, split=True)
         else:
-            self._type(known, args, kwargs or {}, result, constants, split=False)
+            self._type(known, args, kwargs, result, constants, split=False)
         return result
+
+    def _note_failure(self, known: Known, given: tuple[Any, ...], error: Exception) -> None:
+        """Note a doubt where an operation failed for values of the batch, on which the rest of the step may depend."""
+        if any(self.type_of(tensor) is not None for tensor in tensors_of(given)):
+            reason = str(error).splitlines()[0][:80]
+            self.doubts.append(f"{known.name}, which failed for values of the batch: {reason}")
 
     def _type(
         self,
@@ -384,20 +407,28 @@ class Trace(DispatchMode):
         if key is not None and self.recalls(key, result):
             self._hear(known, result)
             return
-        self.numbers_read = False
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
+        written = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
+        self._type_by_rule(known, call, args, constants)
+        kept = self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
+        self._hear(known if kept and not self.numbers_read else None, result)
+        if split:
+            check_complete(self, known, call)
+
+    def _is_certain(self, tensor: Tensor) -> bool:
+        """True if the memory of a tensor has an entry without a doubt."""
+        entry = self.entry_of(tensor)
+        return entry is not None and not is_doubtful(entry)
+
+    def _type_by_rule(self, known: Known, call: Call, args: tuple[Any, ...], constants: Tensor | None) -> None:
+        """Type all that an operation made or wrote into; `call` has `constants` in place of what was written into."""
+        self.numbers_read = False
         if known.exchange and known.kind is Kind.UNKNOWN:
             type_exchanged(self, known, call)
         elif known.written:
-            write(self, known, call, args)
+            write(self, known, call, args, constants)
         else:
             type_results(self, known, call)
-            if key is not None and not self.numbers_read and keep(self, key, call.inputs, result):
-                self._hear(known, result)
-                return
-        self._hear(None, result)
-        if split and not self.alone:
-            check_complete(self, known, call)
 
     def recalls(self, key: object, result: Any) -> bool:
         """Note the types of the results of a call that was typed before; False if it was not."""
@@ -411,22 +442,23 @@ class Trace(DispatchMode):
 
     def _hear(self, known: Known | None, result: object) -> None:
         if self.heard is not None:
-            self.heard.append(known.name if known is not None and type(result) is Tensor else "")
+            self.heard.append("" if known is None else known.name if type(result) is Tensor else SEVERAL)
 
     def store(self, result: Tensor, kind: Type, constant: Constant) -> None:
         """Store the type of a result; `constant` is the kind of constant if it depends on no sample."""
         own = part(result)
-        if own.dtype in COARSE_DTYPES:
-            self.coarse = True
+        self.coarse |= own.dtype in COARSE_DTYPES
         if kind is None:
             self.note(own, constant)
-        elif isinstance(kind, Mixed) or (kind.ragged and not own.numel()):
-            kind = kind if isinstance(kind, Mixed) else Mixed("nothing that was selected", shaped=True)
-            self.ragged = self.ragged or kind.shaped
+            return
+        if isinstance(kind, Rows) and kind.ragged and not own.numel():
+            kind = Mixed("nothing that was selected", shaped=True)
+        if isinstance(kind, Mixed):
+            self.ragged |= kind.shaped
             self.note(own, kind)
         elif own.numel():
-            self.ragged = self.ragged or kind.ragged
-            self.shuffled = self.shuffled or kind.slots is not None
+            self.ragged |= kind.ragged
+            self.shuffled |= kind.slots is not None
             self.note(
                 own, stored(kind, own) if fits(kind, own) else Mixed("a result of another shape than was expected")
             )
@@ -450,8 +482,15 @@ def following(trace: Trace, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def backward_pass(trace: Trace, losses_B: Tensor, *, hooked: bool) -> Iterator[None]:
-    """Inside of `following`, follow the backward pass of these losses, unless the forward pass proves it."""
-    with _pop_mode_temporarily() if trace.settle(losses_B, hooked) else nullcontext():
+    """Inside of `following`, follow the backward pass of these losses, unless the forward pass proves it.
+
+    Raises:
+        Unsettled: it does not, and operations of the forward pass were not followed.
+    """
+    settled = trace.settle(losses_B, hooked)
+    if trace.skipped and not settled:
+        raise Unsettled
+    with _pop_mode_temporarily() if settled else nullcontext():
         yield
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
 
+_LAWS = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}
+
+
 def copy_before_write(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
     """Copy a tensor of constants before numbers of the batch are computed into it.
 
@@ -27,23 +31,21 @@ def copy_before_write(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tens
     """
     if 0 not in known.written or known.kind is not Kind.POINTWISE or not isinstance(args[0], Tensor) or trace.alone:
         return None
-    entry = trace.entries.get(key_of(part(args[0])))
-    if entry is None or entry[1] is not Constant.ANY or all(trace.type_of(t) is None for t in tensors_of(args[1:])):
+    if trace.entry_of(args[0]) is not Constant.ANY or all(trace.type_of(t) is None for t in tensors_of(args[1:])):
         return None
     own = part(args[0]).detach()
     numbers = own.new_empty(0).set_(own.untyped_storage().clone())
-    trace.keep_constants(numbers)
     constants = numbers.as_strided(own.shape, own.stride(), own.storage_offset())
     trace.note(constants, Constant.ANY)
     return constants
 
 
-def _was_uniform(trace: Trace, made: Stored) -> bool:
-    """True if each row of this memory was the same before the last write."""
-    constants = trace.pop_constants()
+def _was_uniform(constants: Tensor | None, made: Stored) -> bool:
+    """True if each row of this memory was the same before the write, by the copy that was taken of it."""
     if constants is None:
         return False
-    numbers = constants.view(torch.uint8)[made.base :]
+    memory = constants.new_empty(0, dtype=torch.uint8).set_(constants.untyped_storage())
+    numbers = memory[made.base :]
     if len(numbers) != made.step * made.count:
         return False
     rows = numbers.view(made.count, made.step)
@@ -52,19 +54,23 @@ def _was_uniform(trace: Trace, made: Stored) -> bool:
 
 def refuse_writes(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse writes into the caller's batch, and of values of the batch into memory from outside of the loss."""
-    for argument in known.written:
-        given = args[argument] if isinstance(argument, int) and argument < len(args) else kwargs.get(str(argument))
-        for target in tensors_of([given]):
-            own = part(target)
-            if own.layout is not torch.strided or not own.numel():
-                continue
-            found = trace.entries.get(key_of(own))
-            if found is not None and isinstance(found[1], Stored) and found[1].end:
-                raise UnsupportedModel(
-                    f"The loss writes into a tensor of its batch ({known.name}), which others share. Clone it first."
-                )
-            if found is None:
-                _refuse_outside(trace, known, target, args, kwargs)
+    for target in _written(known, args, kwargs):
+        own = part(target)
+        if own.layout is not torch.strided or not own.numel():
+            continue
+        entry = trace.entry_of(own)
+        if entry is None:
+            _refuse_outside(trace, known, target, args, kwargs)
+        elif isinstance(entry, Stored) and entry.end:
+            raise UnsupportedModel(
+                f"The loss writes into a tensor of its batch ({known.name}), which others share. Clone it first."
+            )
+
+
+def _written(known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes into."""
+    given = (kwargs.get(at) if isinstance(at, str) else args[at : at + 1] for at in known.written)
+    return list(tensors_of(given))
 
 
 def _refuse_outside(trace: Trace, known: Known, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,51 +83,84 @@ def _refuse_outside(trace: Trace, known: Known, target: Tensor, args: tuple[Any,
         )
 
 
-def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...]) -> None:
-    """Store the types of the memory that an operation writes into."""
-    targets = [args[argument] if isinstance(argument, int) else call.kwargs.get(argument) for argument in known.written]
-    flat = list(tensors_of(targets))
-    if known.kind in (Kind.FILLED, Kind.RANDOM):
-        given = [tensor for tensor in call.inputs if not any(tensor is target for target in flat)]
-        kinds: list[Type] = [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in flat]
-    elif known.name == "copy_":
-        kinds = [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
-    elif call.constant():
-        kinds = [None] * len(flat)
-    else:
-        kinds = types_of(trace, known, call, len(flat))
-    made = constant_of(trace, known, call.inputs)
-    for target, kind in zip(flat, kinds, strict=True):
-        _overwrite(trace, part(target), kind, known, made)
+@dataclass(frozen=True)
+class _Write:
+    """Numbers that were written into a tensor.
+
+    Args:
+        target: the tensor. covers_all: it is all of its memory. kind: type of the numbers, None for constants.
+        law: of constants; filled: they are one number, or random. constants: a copy of the memory before.
+    """
+
+    target: Tensor
+    covers_all: bool
+    kind: Type
+    law: Constant
+    filled: bool
+    constants: Tensor | None
+
+    @staticmethod
+    def of(target: Tensor, kind: Type, law: Constant, filled: bool, constants: Tensor | None) -> _Write:
+        """Compare the target with its memory, and with the shape that rows imply."""
+        covers_all = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        if isinstance(kind, Rows) and not fits(kind, target):
+            kind = Mixed("a result of another shape than was expected")
+        return _Write(target, covers_all, kind, law, filled, constants)
+
+
+def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...], constants: Tensor | None) -> None:
+    """Store the types of the memory that an operation writes into.
+
+    Args:
+        args: of the operation; the first one in `call` is what it was before, where that was copied (`constants`).
+    """
+    targets = _written(known, args, call.kwargs)
+    kinds = _types_written(trace, known, call, targets)
+    law = _LAWS.get(known.kind) or constant_of(trace, known, call.inputs)
+    for target, kind in zip(map(part, targets), kinds, strict=True):
+        if target.layout is torch.strided:
+            _overwrite(trace, _Write.of(target, kind, law, known.kind in _LAWS, constants))
+        else:
+            _overwrite_sparse(trace, target, kind)
     for result in tensors_of([call.out]):
-        if not any(result is target for target in flat) and key_of(part(result)) not in trace.entries:
+        if not any(result is target for target in targets) and trace.entry_of(result) is None:
             trace.store(result, kinds[0], Constant.ANY)
 
 
-def _overwrite(trace: Trace, target: Tensor, kind: Type, known: Known, made: Constant) -> None:
-    if target.layout is not torch.strided:
-        _overwrite_sparse(trace, target, kind)
+def _types_written(trace: Trace, known: Known, call: Call, targets: Sequence[Tensor]) -> list[Type]:
+    """The types of the numbers that are written into each tensor."""
+    if known.kind in _LAWS:
+        given = [tensor for tensor in call.inputs if not any(tensor is target for target in targets)]
+        return [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in targets]
+    if known.name == "copy_":
+        return [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
+    return [None] * len(targets) if call.constant() else types_of(trace, known, call, len(targets))
+
+
+def _overwrite(trace: Trace, write: _Write) -> None:
+    """Note the entry of a memory after a write."""
+    before = trace.entry_of(write.target)
+    if (before is None and write.kind is None) or not write.target.numel():
         return
-    known_entry = trace.entries.get(key_of(target))
-    if (known_entry is None and kind is None) or not target.numel():
-        return
-    entry = Constant.ANY if known_entry is None else known_entry[1]
-    if isinstance(kind, Rows) and not fits(kind, target):
-        kind = Mixed("a result of another shape than was expected")
-    if trace.alone and isinstance(kind, Rows) and not isinstance(entry, Mixed):
-        trace.note(target, stored(kind, target))
-        return
-    covers_all = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-    if (isinstance(entry, Stored) and entry.ragged) or (isinstance(entry, Mixed) and entry.shaped):
-        if covers_all and kind is None:  # its shape still depends on values
+    entry = Constant.ANY if before is None else before
+    if _is_shaped_by_values(entry):
+        if write.covers_all and write.kind is None:  # its shape still depends on values
             return
-        kind = _type_of_ragged_write(trace, target, entry, kind)
-    if kind is None:
-        _overwrite_by_constant(trace, target, entry, known, covers_all, made)
-    elif isinstance(kind, Mixed):
-        trace.note(target, kind if covers_all or not isinstance(entry, Stored) else doubted(entry, kind.reason))
-    else:
-        trace.note(target, _entry_after_write(trace, target, kind, entry, covers_all))
+        write = replace(write, kind=_type_of_ragged_write(trace, write.target, entry, write.kind))
+    trace.note(write.target, _entry_after(trace, write, entry))
+
+
+def _is_shaped_by_values(entry: Entry) -> bool:
+    return entry.ragged if isinstance(entry, Stored) else isinstance(entry, Mixed) and entry.shaped
+
+
+def _entry_after(trace: Trace, write: _Write, entry: Entry) -> Entry:
+    """The entry of a memory after a write."""
+    if write.kind is None:
+        return _entry_after_constants(trace, write, entry)
+    if isinstance(write.kind, Rows):
+        return _entry_after_rows(trace, write, write.kind, entry)
+    return write.kind if write.covers_all or not isinstance(entry, Stored) else doubted(entry, write.kind.reason)
 
 
 def _overwrite_sparse(trace: Trace, target: Tensor, kind: Type) -> None:
@@ -130,67 +169,80 @@ def _overwrite_sparse(trace: Trace, target: Tensor, kind: Type) -> None:
             trace.note(piece, Mixed("a sparse tensor of the batch"))
 
 
-def _type_of_ragged_write(trace: Trace, target: Tensor, entry: Stored | Mixed, kind: Type) -> Type:
+def _type_of_ragged_write(trace: Trace, target: Tensor, entry: Entry, kind: Type) -> Type:
     """Type of a write into a tensor whose shape depends on values: its own rows, or mixed."""
     if isinstance(kind, Mixed):
         return kind._replace(shaped=True)
-    current = located(entry, target, trace.num_samples) if isinstance(entry, Stored) else None
-    if kind is None or (current is not None and current.axis == kind.axis and rows_module.alike(current, kind)):
+    if kind is None or _has_rows(trace, target, entry, kind):
         return kind
     return Mixed("a write into a tensor whose shape depends on values of the batch", shaped=True)
 
 
-def _overwrite_by_constant(
-    trace: Trace, target: Tensor, entry: Entry, known: Known, covers_all: bool, made: Constant
-) -> None:
+def _has_rows(trace: Trace, target: Tensor, entry: Entry, kind: Rows) -> bool:
+    """True if a tensor has these rows already, by the entry of its memory."""
+    current = located(entry, target, trace.num_samples) if isinstance(entry, Stored) else None
+    return current is not None and current.axis == kind.axis and rows_module.alike(current, kind)
+
+
+def _entry_after_constants(trace: Trace, write: _Write, entry: Entry) -> Entry:
+    """The entry of the memory of a tensor after constants were written into it."""
     if isinstance(entry, Constant):
-        kept = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}.get(known.kind, made)
-        trace.note(target, kept if covers_all else Constant.ANY)
-    elif covers_all and known.kind in (Kind.FILLED, Kind.RANDOM):
-        trace.note(target, Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM)
-    elif isinstance(entry, Stored) and not trace.alone:
-        current = located(entry, target, trace.num_samples)
-        if current is not None and current.doubt:
-            trace.note(target, doubted(entry, current.doubt))
-            return
-        every = (
-            current is not None and current.count == entry.count and (current.axis != ONE_SAMPLE or entry.count == 1)
-        )
-        same_for_each = known.kind is Kind.FILLED or known.kind is Kind.RANDOM or made is not Constant.ANY
-        if not every or current is None or not (same_for_each or rows_module.uniform(target, current, current.axis)):
-            trace.note(target, doubted(entry, "a write of constants that differ between positions of the batch"))
+        return write.law if write.covers_all else Constant.ANY
+    if write.covers_all and write.filled:
+        return write.law
+    if isinstance(entry, Mixed) or trace.alone:
+        return entry
+    current = located(entry, write.target, trace.num_samples)
+    if current is not None and current.doubt:
+        return doubted(entry, current.doubt)
+    if _same_for_each_row(write, current, entry):
+        return entry
+    return doubted(entry, "a write of constants that differ between positions of the batch")
 
 
-def _entry_after_write(trace: Trace, target: Tensor, kind: Rows, entry: Entry, covers_all: bool) -> Entry:
+def _same_for_each_row(write: _Write, rows: Rows | None, entry: Stored) -> bool:
+    """True if a tensor has all rows of its memory, and the same constants were written into each."""
+    if rows is None:
+        return False
+    every = rows.count == entry.count and (rows.axis != ONE_SAMPLE or entry.count == 1)
+    return every and (write.law is not Constant.ANY or rows_module.uniform(write.target, rows, rows.axis))
+
+
+def _entry_after_rows(trace: Trace, write: _Write, kind: Rows, entry: Entry) -> Entry:
     """The entry of the memory of a tensor after rows were written into it."""
-    if trace.alone:
-        return entry if isinstance(entry, Mixed) else stored(Rows(ONE_SAMPLE, 1), target)
     if isinstance(entry, Mixed):
-        return stored(kind, target) if covers_all else entry
+        return stored(kind, write.target) if write.covers_all and not trace.alone else entry
+    if trace.alone or (isinstance(entry, Constant) and write.covers_all):
+        return stored(kind, write.target)
     if isinstance(entry, Constant):
-        made = stored(kind, target) if covers_all else _rows_of_base(trace, target, kind)
-        if made is None:
-            return Mixed("a write into a part of a tensor")
-        if not covers_all and entry is not Constant.EQUAL and not _was_uniform(trace, made):
-            return doubted(made, "a write into a tensor whose other values differ between positions")
+        return _entry_of_base(trace, write, kind, entry)
+    if _has_rows(trace, write.target, entry, kind):
+        return doubted(entry, kind.doubt)
+    return stored(kind, write.target) if write.covers_all else Mixed("a write over other samples")
+
+
+def _entry_of_base(trace: Trace, write: _Write, kind: Rows, before: Constant) -> Entry:
+    """The entry of a memory of constants after rows were written into a part of it, the first one."""
+    made = _rows_of_base(trace, write.target, kind)
+    if made is None:
+        return Mixed("a write into a part of a tensor")
+    if before is Constant.EQUAL or _was_uniform(write.constants, made):
         return made
-    current = located(entry, target, trace.num_samples)
-    if current is None or current.axis != kind.axis or not rows_module.alike(current, kind):
-        return stored(kind, target) if covers_all else Mixed("a write over other samples")
-    return doubted(entry, kind.doubt)
+    return doubted(made, "a write into a tensor whose other values differ between positions")
 
 
 def _rows_of_base(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:
     """Rows of a base tensor, from the rows of the first part that is written; None if they do not follow from it."""
     base = target._base if target._base is not None else target
-    if kind.axis != ONE_SAMPLE and kind.ids is None and kind.count == trace.num_samples:
+    if kind.axis == ONE_SAMPLE:
+        ids = kind.ids
+    elif kind.ids is None and kind.count == trace.num_samples:
         return replace(stored(kind, target), base=int(base.storage_offset()) * base.element_size())
-    ids = rows_module.samples_by_position(kind) if kind.axis != ONE_SAMPLE else kind.ids
-    for axis, length in enumerate(base.shape):  # one sample, or some: the axis on which they are at their own positions
-        if length != trace.num_samples or ids is None:
-            continue
-        made = stored(Rows(axis, length, doubt=kind.doubt), base)
-        current = located(made, target, trace.num_samples)
-        if current is not None and current.axis == kind.axis and rows_module.alike(current, kind):
+    else:
+        ids = rows_module.samples_by_position(kind)
+    own_axes = [axis for axis, length in enumerate(base.shape) if length == trace.num_samples and ids is not None]
+    for axis in own_axes:  # one sample, or some: the axis on which they are at their own positions
+        made = stored(Rows(axis, trace.num_samples, doubt=kind.doubt), base)
+        if _has_rows(trace, target, made, kind):
             return made
     return None

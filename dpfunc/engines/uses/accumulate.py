@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import local
 from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
 from dpfunc.engines.uses.tracked import Tracked, version
 from dpfunc.engines.uses.tracker import Tracker
@@ -50,8 +51,10 @@ def collect(
     Args:
         uses: identity of a tracked tensor -> its gradients, one a use. Used up.
     """
+    with unseen():
+        written = {target for target, own in tracker.tracked.items() if own.used and version(own.tensor) != own.used[0]}
     for target, derived in reversed(tuple(tracker.tracked.items())):
-        if derived.used and version(derived.tensor) != derived.used[0]:
+        if target in written:
             raise UnsupportedModel(
                 f"The loss writes into a value computed from {derived.name!r}, or into a view of it, after it was "
                 'used: its gradient would be that of other values. Use out-of-place operations, or engine="loop".'

@@ -1,13 +1,15 @@
-"""Uses of parameters that occur again: what was found about one holds for each with the same key.
+"""Functions that occur again, with parameters or without: what was found about one holds for each with the same key.
 
-A step repeats the uses of the step before. The key of a call has all that the way through a tracker looks at: the
+A step repeats the calls of the step before. The key of a call has all that the way through a tracker looks at: the
 function, the names of the parameters, and shape, strides, dtype and rows of each tensor. So the second time the
 function runs as a whole, without a mode that follows its operations, and its result has the rows of the first time.
 
-Only functions of torch are kept, whose operations follow from their arguments, and only if they were one operation with
-one result, whose rows follow from the key. Its derivative needs nothing but arguments and result, which the trace knows
-if it must follow the backward pass. (Before it, the only argument that is no parameter may be copied: only derivatives
-of parameters would need the copy, and torch computes none.)
+Only functions of torch are kept, whose operations follow from their arguments, and only if the rows of each operation
+follow from the key. The derivative of one operation with one result needs nothing but arguments and result, which the
+trace knows if it must follow the backward pass. (Before it, the only argument that is no parameter may be copied: only
+derivatives of parameters would need the copy, and torch computes none.) A function of more operations runs as a whole
+only where the forward pass proves the backward pass, which is then not followed. If it does not after all, the step is
+computed again, and each operation is followed (`Trace.whole`).
 
 A call goes the long way wherever somebody else could change what it does: under another mode, a transform of
 torch.func, autocast, or hooks on saved tensors.
@@ -25,26 +27,49 @@ from torch import Tensor
 from dpfunc.engines.rules import FAMILIES, RULES, Rule
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.tracing.backward import saving_hooked
-from dpfunc.engines.tracing.repeated import KEPT, keep, key_of_values
-from dpfunc.engines.tracing.trace import Trace
-from dpfunc.engines.uses.tracked import Recorder, Tracked, version
+from dpfunc.engines.tracing.repeated import KEPT, Answer, answers_for, key_of_values, note_again
+from dpfunc.engines.tracing.trace import SEVERAL, Trace
+from dpfunc.engines.uses.tracked import Recorder, Tracked, tensors_in, version
 
 _OWN: Mapping[Callable[..., Any], Rule] = {op: rule for family in FAMILIES for rule in family.RULES for op in rule.ops}
 _ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+_SPACES = (torch, torch.special, torch._C._nn, torch.nn.functional, torch._C.TensorBase, Tensor)
+
+
+def _is_torchs(value: object) -> bool:
+    return (getattr(value, "__module__", None) or "torch").startswith("torch")
+
+
+# Functions by which torch computes, less those that gave nothing but a view, whose keys would be of no use.
+_repeatable: set[Any] = {
+    value
+    for space in _SPACES
+    for value in vars(space).values()
+    if callable(value) and not isinstance(value, type) and _is_torchs(value)
+} | set(_OWN)
 
 
 class _Known(NamedTuple):
-    """A use, and the positions among the values of a call of the parameters and of the tensors that its rule needs."""
+    """A call: the types of its result, and its use of parameters.
 
-    use: Use
+    Args:
+        answers: types. whole: it was more than one operation with one result. use: None if it takes no parameter.
+        targets, needed: positions among the values of the call of the parameters, and of the tensors that the rule of
+            the use needs, by argument.
+    """
+
+    answers: tuple[Answer, ...]
+    whole: bool
+    use: Use | None
     targets: Mapping[str, int]
     needed: Mapping[str, int | None]
 
 
+_WITHOUT_PARAMETERS = _Known((), False, None, {}, {})
 _known: dict[object, _Known] = {}
 
 
-def key_of_use(
+def key_of_function(
     trace: Trace,
     tracked: Mapping[int, Tracked],
     func: Callable[..., Any],
@@ -52,26 +77,18 @@ def key_of_use(
     kwargs: Mapping[str, Any],
 ) -> object:
     """The key of a call; None if it goes the long way."""
-    if RULES.get(func) is not _OWN.get(func) or not torch.is_grad_enabled() or _is_watched(trace):
+    if func not in _repeatable or RULES.get(func) is not _OWN.get(func) or _is_watched():
         return None
-    names = []
-    for value in (*args, *kwargs.values()):
-        own = tracked.get(id(value))
-        if own is not None:
-            names.append(own.name)
-        elif isinstance(value, Tensor) and value.requires_grad and trace.depends_on_none(value):
-            return None  # computed from parameters, unseen
-        else:
-            names.append("")
-    if not any(names):
-        return None
-    return key_of_values(trace, (func, len(args), *names, *kwargs), (*args, *kwargs.values()))
+    if kwargs:
+        return key_of_values(trace, (func, len(args), *kwargs), (*args, *kwargs.values()), tracked)
+    return key_of_values(trace, (func, len(args)), args, tracked)
 
 
-def _is_watched(trace: Trace) -> bool:
-    """True where more than this trace takes part in an operation."""
+def _is_watched() -> bool:
+    """True where more than one trace takes part in an operation, or no graph is made."""
     return (
-        torch._C._len_torch_dispatch_stack() != 1
+        not torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack() != 1
         or torch._C._len_torch_function_stack() != 0
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
@@ -88,20 +105,29 @@ def repeat(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Tensor | None:
-    """The result of a use that occurred before; None if it did not."""
+    """The result of a call that occurred before; None if it did not."""
     known = _known.get(key)
-    if known is None:
+    if known is None or (known.whole and not trace.whole):
         return None
-    values = (*args, *kwargs.values())
-    found = [tracked.get(id(value)) for value in values]
+    values = (*args, *kwargs.values()) if kwargs else args
+    found = () if known.use is None else [tracked.get(id(value)) for value in values]
     with torch._C._DisableTorchDispatch():
-        plain = [value if own is None else own.plain for value, own in zip(values, found, strict=True)]
+        plain = values
+        if known.use is not None:
+            plain = tuple(value if own is None else own.plain for value, own in zip(values, found, strict=True))
         try:
-            output: Tensor = func(*plain[: len(args)], **dict(zip(kwargs, plain[len(args) :], strict=True)))
+            if kwargs:
+                output: Tensor = func(*plain[: len(args)], **dict(zip(kwargs, plain[len(args) :], strict=True)))
+            else:
+                output = func(*plain)
         except _ERRORS:  # the long way notes it
             return None
-        if not trace.recalls(key, output):
+        coarse = note_again(trace, known.answers, output)
+        if coarse is None:
             return None
+        trace.coarse, trace.skipped = trace.coarse or coarse, trace.skipped or known.whole
+        if known.use is None:
+            return output
         for own in found:
             if own is not None:
                 own.used.append(version(own.tensor))
@@ -124,6 +150,26 @@ def hearing(trace: Trace | None) -> Iterator[Sequence[str]]:
         trace.hear(None)
 
 
+def run_and_remember(
+    trace: Trace, key: object, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result of a function without parameters, which is kept if its rows follow from the key."""
+    inputs = tensors_in((*args, *kwargs.values()))
+    before = _versions(inputs)
+    with hearing(trace) as heard:
+        output = func(*args, **kwargs)
+    if not heard and func not in _OWN:  # a view
+        _repeatable.discard(func)
+    elif type(output) is Tensor and before is not None and before == _versions(inputs):
+        _keep(trace, key, heard, inputs, output)
+    return output
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
+    """The number of writes into each; None where torch does not count them."""
+    return None if any(tensor.is_inference() for tensor in tensors) else [tensor._version for tensor in tensors]
+
+
 def remember(
     trace: Trace,
     key: object,
@@ -134,19 +180,34 @@ def remember(
     kwargs: Mapping[str, Any],
     needed: Mapping[str, Tensor | None],
 ) -> None:
-    """Keep a use that was one operation, whose rows follow from the key."""
+    """Keep a use whose rows follow from the key."""
     places = {**dict(zip(use.rule.names or (), range(len(args)), strict=False)),
               **{name: len(args) + number for number, name in enumerate(kwargs)}}  # fmt: skip
-    values = (*args, *kwargs.values())
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     others = len(tensors) - len(use.wanted)
     names = [name for name in heard if name != "clone" or others > 1]
-    if len(names) != 1 or not names[0] or use.sample_axis.guess is not None:
+    if use.sample_axis.guess is not None:
         return
-    if any(not tensor.numel() for tensor in (output, *tensors)):
+    targets = {name: places[name] for name in use.wanted}
+    positions = {name: None if tensor is None else places[name] for name, tensor in needed.items()}
+    _keep(trace, key, names, tensors, output, _Known((), False, use, targets, positions))
+
+
+def _keep(
+    trace: Trace,
+    key: object,
+    heard: Sequence[str],
+    inputs: Sequence[Tensor],
+    output: Tensor,
+    known: _Known = _WITHOUT_PARAMETERS,
+) -> None:
+    whole = len(heard) != 1 or heard[0] == SEVERAL
+    if not (heard and all(heard)) or (whole and not trace.clean):
         return
-    if len(_known) >= KEPT:
-        _known.clear()
-    if keep(trace, key, tensors, output):
-        positions = {name: None if tensor is None else places[name] for name, tensor in needed.items()}
-        _known[key] = _Known(use, {name: places[name] for name in use.wanted}, positions)
+    if any(not tensor.numel() for tensor in (output, *inputs)):
+        return
+    answers = answers_for(trace, inputs, output)
+    if answers:
+        if len(_known) >= KEPT:
+            _known.clear()
+        _known[key] = known._replace(answers=answers, whole=whole)

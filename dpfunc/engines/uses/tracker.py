@@ -27,7 +27,7 @@ from dpfunc.engines.tracing.python_values import SIZES
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key, NoSampleAxis, SampleAxes
 from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.gradient_taps import catch_any, leaf, watched
-from dpfunc.engines.uses.repeated_uses import hearing, key_of_use, remember, repeat
+from dpfunc.engines.uses.repeated_uses import hearing, key_of_function, remember, repeat, run_and_remember
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tensor_parallel import check_use, unsupported
 from dpfunc.engines.uses.torch_functions import (
@@ -84,8 +84,8 @@ class Tracker(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if func in RULES and self._trace is not None:
-            key = self._key = key_of_use(self._trace, self.tracked, func, args, kwargs)
+        if self._trace is not None:
+            key = self._key = key_of_function(self._trace, self.tracked, func, args, kwargs)
             if key is not None:
                 result = repeat(self._trace, self.tracked, self.recorder, key, func, args, kwargs)
                 if result is not None:
@@ -114,7 +114,9 @@ class Tracker(TorchFunctionMode):
         if func in RULES or is_pointwise(func):
             self._track_untracked(args)
         if not self._has_tracked(args) and not (kwargs and self._has_tracked(kwargs.values())):
-            return func(*args, **kwargs)
+            if self._trace is None or self._key is None:
+                return func(*args, **kwargs)
+            return run_and_remember(self._trace, self._key, func, args, kwargs)
         return self._with_parameters(func, args, kwargs)
 
     def _with_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
+from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.engines.by_name import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
-from dpfunc.plan import ACCOUNTANTS, Plan
+from dpfunc.plan import Plan
 from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
 _CLIPS = ("flat", "automatic")
+# Of numbers that may be left out.
+_DOMAINS: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), positive),
+    "dp_delta": open_unit,
+    **dict.fromkeys(("dp_physical_batch_size", "dp_dataset_size"), partial(integer, minimum=1)),
+}
 
 # What other libraries call the same thing. `disable_dp` is the opposite of `dp_enabled`.
 OTHER_NAMES = {
@@ -105,14 +113,9 @@ class PrivacyArguments:
                 f"dp_delta={self.dp_delta}: the recipe depends on them, also for the twin without privacy."
             )
         probability("dp_warn_at", self.dp_warn_at)
-        for name in ("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"):
+        for name, check in _DOMAINS.items():
             if getattr(self, name) is not None:
-                positive(name, getattr(self, name))
-        if self.dp_delta is not None:
-            open_unit("dp_delta", self.dp_delta)
-        for name in ("dp_physical_batch_size", "dp_dataset_size"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), minimum=1)
+                check(name, getattr(self, name))
         if self.dp_enabled:
             self._check_complete()
 

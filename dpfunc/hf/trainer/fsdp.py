@@ -23,6 +23,10 @@ _FOLLOWED = (
     "activation_checkpointing", "cpu_ram_efficient_loading",
 )  # fmt: skip
 
+# What is not said: in Transformers, and in `accelerate launch`.
+_DEFAULTS = {"version": 2, "auto_wrap_policy": _POLICIES[0]}
+_LAUNCHED = {"version": 1, "auto_wrap_policy": _POLICIES[2]}
+
 # Settings that FSDP2 has not, and those of files that a private run does not write: values with which nobody asks.
 _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "backward_prefetch": (*OFF, "no_prefetch"),
@@ -115,16 +119,10 @@ without_effect=())
     settings = _from_environment(environment) | _from_config(config or {})
     for name, value in settings.items():
         _refuse(name, value)
-    if str(settings.get("version", 2 if args.fsdp else 1)) != "2":
-        raise InvalidArgument(
-            f"Expected FSDP2, got version={settings.get('version', 1)!r}: FSDP1 flattens parameters, which have no "
-            'per-sample gradients then. Set fsdp_config={"version": 2}, or `accelerate launch --fsdp_version 2`.'
-        )
-    policy = str(settings.get("auto_wrap_policy", _POLICIES[0] if args.fsdp else _POLICIES[2])).upper()
-    if policy not in _POLICIES:
-        raise InvalidArgument(f"Expected auto_wrap_policy to be one of {_POLICIES}, got {policy!r}.")
+    defaults = _DEFAULTS if args.fsdp else _LAUNCHED
+    policy = _policy(defaults | settings)
     return Sharding(
-        policy=cast("_Policy", policy),
+        policy=policy,
         layers=_layers(settings, policy),
         min_num_params=_size(settings, policy),
         reshard=_switch("reshard_after_forward", settings.get("reshard_after_forward", True)),
@@ -135,6 +133,18 @@ without_effect=())
             if _word(settings.get(name)) not in harmless
         ),
     )
+
+
+def _policy(settings: Mapping[str, Any]) -> _Policy:
+    if str(settings["version"]) != "2":
+        raise InvalidArgument(
+            f"Expected FSDP2, got version={settings['version']!r}: FSDP1 flattens parameters, which have no "
+            'per-sample gradients then. Set fsdp_config={"version": 2}, or `accelerate launch --fsdp_version 2`.'
+        )
+    policy = str(settings["auto_wrap_policy"]).upper()
+    if policy not in _POLICIES:
+        raise InvalidArgument(f"Expected auto_wrap_policy to be one of {_POLICIES}, got {policy!r}.")
+    return cast("_Policy", policy)
 
 
 def refuse_with_sharding(args: Any, privacy: PrivacyArguments, optimizers: Sequence[object]) -> None:

@@ -46,18 +46,17 @@ def model_recipe(
         (test_the_length_of_features_is_measured_without_data).
     """
     head = new_head(strategy, model)
-    weights = [p for p in head.values() if p.dim() == 2]
-    linear = len(weights) == 1 and all(p.shape in (weights[0].shape, weights[0].shape[:1]) for p in head.values())
-    if strategy == "head" and not linear:
+    weight = _weight_of_linear([*head.values()])
+    if strategy == "head" and weight is None:
         raise InvalidArgument(
             f"Expected one linear layer to be trained with the recipe 'head', got {sorted(head)}. Freeze the others "
             "(requires_grad_(False)); or give batch size, steps and rate yourself."
         )
     classes = getattr(getattr(model, "config", None), "num_labels", None)
     facts: dict[str, Any] = {}
-    if strategy == "head" or (linear and len(weights[0]) == classes):  # not the vocabulary of a language model
+    if weight is not None and (strategy == "head" or len(weight) == classes):  # not the words of a language model
         facts = {
-            "num_classes": len(weights[0]),
+            "num_classes": len(weight),
             "num_head_parameters": sum(p.numel() for p in head.values()),
             "feature_norm": _feature_norm(model, list(head.values())) if measure else None,
         }
@@ -69,6 +68,13 @@ def model_recipe(
         delta=delta,
         **facts,
     )
+
+
+def _weight_of_linear(params: list[Tensor]) -> Tensor | None:
+    """The weight, where parameters are those of one linear layer."""
+    weights = [p for p in params if p.dim() == 2]
+    one = len(weights) == 1 and all(p.shape in (weights[0].shape, weights[0].shape[:1]) for p in params)
+    return weights[0] if one else None
 
 
 def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:

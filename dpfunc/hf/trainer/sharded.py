@@ -23,7 +23,7 @@ from dpfunc.functional.fsdp import fsdp_parts
 from dpfunc.hf.trainer.fsdp import Sharding
 
 _AXIS = "dp"
-_UNCUT = "The model was not sharded"
+_NOT_SHARDED = "The model was not sharded"
 _FROZEN = "frozen parameters"
 
 
@@ -35,7 +35,7 @@ class Division:
     frozen: str
 
 
-def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
+def shard_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
     """Shard a model in place with `fully_shard`, after all processes got the values of the first one.
 
     Args:
@@ -56,8 +56,8 @@ def cut_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device:
 
     if ranks is None:
         raise InvalidArgument("Expected several processes to hold the parts of a model, got one.")
-    all_or_none(partial(_refuse_parameters, model), ranks, _UNCUT)
-    names = all_or_none(partial(part_names, model, sharding), ranks, _UNCUT)
+    all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
+    names = all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
     distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")
     mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=(_AXIS,))
     distributed.replicate((*model.parameters(), *model.buffers()), ranks)
@@ -80,40 +80,49 @@ def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
     >>> part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=("Linear",)))
     ['2.0', '0']
     """
-    inner = [(name, module) for name, module in model.named_modules() if name][::-1]
+    inner = [*model.named_modules()][:0:-1]  # without the model itself, which comes first
     tied = _tied(model)
     if sharding.policy == "NO_WRAP":
         return []
     if sharding.policy == "SIZE_BASED_WRAP":
         return [
-            name for name, module in inner
-            if type(module).forward is not nn.Module.forward and not _split(tied, name)
-            and sum(param.numel() for param in module.parameters()) > sharding.min_num_params
+            name for name, module in inner if _is_large(module, sharding.min_num_params) and not _split(tied, name)
         ]  # fmt: skip
     classes = _layer_classes(model, sharding)
     layers = [name for name, module in inner if type(module).__name__ in classes]
     for layer in layers:
-        if _split(tied, layer):
-            raise UnsupportedModel(
-                f"The parameters {shorten(_split(tied, layer))} are one tensor, of which one name is in {layer} and "
-                "another is not: each part would train its own. Name other layers in transformer_layer_cls_to_wrap."
-            )
+        _refuse_split(tied, layer)
     return layers
+
+
+def _refuse_split(tied: list[list[str]], layer: str) -> None:
+    if names := _split(tied, layer):
+        raise UnsupportedModel(
+            f"The parameters {shorten(names)} are one tensor, of which one name is in {layer} and another is not: each "
+            "part would train its own. Name other layers in transformer_layer_cls_to_wrap."
+        )
+
+
+def _is_large(module: nn.Module, min_num_params: int) -> bool:
+    """True for a module that is called as a whole, with more parameters."""
+    called = type(module).forward is not nn.Module.forward
+    return called and sum(param.numel() for param in module.parameters()) > min_num_params
 
 
 def _layer_classes(model: nn.Module, sharding: Sharding) -> set[str]:
     there = {type(module).__name__ for module in model.modules()}
-    asked = sharding.layers
-    missing = [] if asked is None else [name for name in asked if name not in there]
-    found = set(getattr(model, "_no_split_modules", None) or ()) & there if asked is None else set(asked)
-    if missing or not found:
-        what = "_no_split_modules" if asked is None else "transformer_layer_cls_to_wrap"
+    if sharding.layers is None:
+        what, asked = "_no_split_modules", sorted(there & set(getattr(model, "_no_split_modules", None) or ()))
+    else:
+        what, asked = "transformer_layer_cls_to_wrap", [*sharding.layers]
+    missing = [name for name in asked if name not in there]
+    if missing or not asked:
         raise InvalidArgument(
             f"Expected {what} to name classes of layers of {type(model).__name__}, got {missing or 'none that it has'}."
             " Name them: fsdp_config={'transformer_layer_cls_to_wrap': [...]}; or put it together as a whole: "
             "{'auto_wrap_policy': 'NO_WRAP'}."
         )
-    return found
+    return set(asked)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

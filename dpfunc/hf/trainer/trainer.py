@@ -589,7 +589,7 @@ def _shard(
     if sharding.checkpointing:
         name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
         values |= {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
-    return sharded.cut_model(model, sharding, ranks, args.device), changed(args, values)
+    return sharded.shard_model(model, sharding, ranks, args.device), changed(args, values)
 
 
 def _recipe_of(model: nn.Module, train_dataset: object, privacy: PrivacyArguments) -> Recipe | None:

@@ -81,7 +81,7 @@ class ImageTextCollator:
         tokenizer = self.processor.tokenizer
         begins = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         ids = tokenizer(prompt, add_special_tokens=not begins)["input_ids"]
-        if not self.chat and tokenizer.eos_token_id is not None and ids and ids[-1] == tokenizer.eos_token_id:
+        if not self.chat and ids[-1:] == [tokenizer.eos_token_id]:
             ids = ids[:-1]  # the prompt goes on with the answer
         if ids.count(image_id) != images:
             raise InvalidArgument(
@@ -246,7 +246,7 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     torch.Size([8, 3, 8, 8])
     """
     result = dict(batch)
-    pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
+    pixels, grids, sizes = batch.get("pixel_values"), batch.get("image_grid_thw"), batch.get("image_sizes")
     if pixels is None or nested or "pixel_attention_mask" in batch:
         return result
     several = grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3)

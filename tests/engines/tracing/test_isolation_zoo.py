@@ -7,6 +7,12 @@ import torch
 from isolation.truth import ENGINES, mixed, outcomes, tolerance_of
 from isolation.zoo import HONEST, MIXING
 
+# An error in place of a warning would hide what an engine gives.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:std.*degrees of freedom is <= 0:UserWarning"),  # of one row
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning"),  # rows that are kept
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),  # of torch
+]
 named = {"ids": lambda loss: loss.name}
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 

@@ -119,7 +119,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
 
 READING = {"item", "tolist", "all", "any", "equal", "unique", "nonzero", "numpy", "are_own_integers", "keep_integers",
            "mark", "marked"}  # fmt: skip
-NOT_PURE = {"along.py: _sorting", "products.py: _grouped", "shaping.py: _samples_put_back"}
+NOT_PURE = {"along.py: _sorted_among_all", "products.py: _grouped", "shaping.py: _samples_put_back"}
 """Functions of files of `PURE` that read numbers: of operations not in it; `_samples_put_back` reads the ids of rows."""
 
 

@@ -117,3 +117,29 @@ def test_an_empty_tensor_is_no_untraced_memory():
         engine, loss_fn, params = bookkeeping(unproven="audit"), loss_of(numbers), {"w": torch.ones(3)}
         steps = [engine(loss_fn, params, torch.randn(4, 3)) for _ in range(3)]
         assert [step.untraced for step in steps] == [False, noted, noted]
+
+
+def test_a_copy_of_constants_counts_for_one_write_only():
+    """Constants that were alike for each row before they were written into do not vouch for others, which differ."""
+
+    def loss_fn(params, batch):
+        alike, differing = torch.zeros(4, 3).add(0.0).abs().cumsum(0), torch.arange(12.0).view(4, 3).sin()
+        alike.add_(batch)  # all of it: nothing is left of what it was
+        differing[:, 0].copy_(batch[:, 0])
+        return (differing * params["w"]).sum(1) + alike.sum(1)
+
+    with quiet():
+        result = bookkeeping(unproven="audit")(loss_fn, {"w": torch.ones(3)}, torch.randn(4, 3))
+    assert "other values differ between positions" in result.doubts[0]
+
+
+def test_positions_of_different_samples_are_mixed():
+    table, order = torch.randn(5, 5), torch.tensor([1, 0, 3, 2])
+
+    def loss_fn(params, batch):
+        rows, columns = batch[:, 0].long(), batch[:, 1].long()
+        return (batch @ params["w"]) * table[rows, columns[order]]
+
+    with quiet():
+        result = bookkeeping(unproven="audit")(loss_fn, {"w": torch.ones(2)}, torch.randint(5, (4, 2)).float())
+    assert "at positions of different samples" in result.doubts[0]

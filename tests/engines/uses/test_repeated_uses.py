@@ -80,7 +80,104 @@ def test_uses_are_repeated(repeated):
     params, batch = drawn()
     for steps in (0, 1, 2):
         engines.bookkeeping()(losses, params, batch)
-        assert len(repeated) == 2 * steps
+        assert len(repeated) == 5 * steps
+
+
+def normalised(params, batch):
+    return F.linear(F.rms_norm(batch, (D,)), params["w"]).square().sum(1)
+
+
+def test_functions_of_several_operations_run_as_a_whole(repeated):
+    """Their rows are those of the first time; a hook on the graph, of which they hide a part, makes the step new."""
+    params, batch = drawn()
+    del params["v"]
+    engine, calls, hooked = engines.bookkeeping(), [], []
+
+    def loss_fn(params, batch):
+        calls.append(1)
+        losses_B = normalised(params, batch)
+        if hooked:
+            losses_B.register_hook(lambda grad: grad * 1.0)
+        return losses_B
+
+    expected = gradients(engines.loop(), normalised, params, batch)
+    for step in (0, 1, 2):
+        found = gradients(engine, loss_fn, params, batch)
+        assert len(repeated) == 4 * step
+        assert len(calls) == step + 1
+        assert all(torch.allclose(found[key], value, rtol=1e-5) for key, value in expected.items())
+    hooked.append(True)
+    for tries in (2, 3):
+        found = gradients(engine, loss_fn, params, batch)
+        assert len(calls) == 3 + tries
+        assert all(torch.allclose(found[key], value, rtol=1e-5) for key, value in expected.items())
+
+
+def test_a_hook_that_mixes_rows_of_functions_that_ran_as_a_whole_is_seen(repeated):
+    params, batch = {"w": torch.randn(D, D)}, torch.randn(B, D)
+    engine, hooked = engines.bookkeeping(), []
+
+    def loss_fn(params, batch):
+        y = F.rms_norm(F.linear(batch, params["w"]), (D,))
+        if hooked:
+            y.register_hook(lambda grad: grad + grad.sum())
+        return y.pow(3).sum(1)
+
+    for _ in range(3):
+        engine(loss_fn, params, batch)
+    hooked.append(True)
+    with pytest.raises(UnsupportedModel):
+        engine(loss_fn, params, batch)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: F.relu(x, inplace=True),
+        lambda x: torch.add(x, 1.0, out=x),
+        lambda x: F.batch_norm(x.new_ones(2, D), x[0], x[1].square(), training=True) + x[:1],
+    ],
+    ids=["in place", "out", "statistics"],
+)
+def test_functions_that_write_into_arguments_are_followed(repeated, write):
+    """Also those whose result has memory of its own."""
+
+    def loss_fn(params, batch):
+        with torch.no_grad():
+            constants = torch.ones(3, D)
+        write(constants)
+        return F.linear(batch, params["w"]).square().sum(1) * constants.sum()
+
+    params, batch = {"w": torch.randn(D, D)}, torch.randn(B, D)
+    engine = engines.bookkeeping()
+    for _ in range(3):
+        engine(loss_fn, params, batch)
+    assert not [key for key in repeated_uses._known if key[0] in (F.relu, torch.add, F.batch_norm)]
+
+
+def test_values_of_parameters_are_no_constants(repeated):
+    """A value that a custom function made of a parameter is found, whatever ran before with the same shapes."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    params, batch, own = {"w": torch.randn(D)}, torch.randn(B, D), []
+
+    def loss_fn(params, batch):
+        made = Own.apply(params["w"]) if own else torch.ones(D)
+        return (batch * made).sum(1) + (batch * params["w"]).sum(1)
+
+    engine = engines.bookkeeping()
+    for made in ([], [], [True], [True]):
+        own[:] = made
+        found, expected = (gradients(each, loss_fn, params, batch) for each in (engine, engines.loop()))
+        assert all(torch.allclose(found[key], value, rtol=1e-4) for key, value in expected.items())
 
 
 class MixingOperations(TorchDispatchMode):
@@ -136,7 +233,7 @@ def test_what_changes_a_use_is_followed(repeated, around):
             return losses(params, batch)
 
     engine(loss_fn, params, batch)
-    assert len(repeated) == count == 2
+    assert len(repeated) == count == 5
 
 
 def test_rows_that_others_move_are_seen(repeated):

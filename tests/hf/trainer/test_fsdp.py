@@ -56,7 +56,7 @@ def test_a_sharded_trainer_gives_what_one_process_gives(launched, kind):
         torch.testing.assert_close(torch.tensor(ours["logs"]), torch.tensor(expected["logs"]), rtol=1e-5, atol=1e-5)
         assert ours["eval"] == pytest.approx(expected["eval"], abs=1e-3 if kind == "adapter" else 1e-5)
         assert ours["eval"][0] != ours["eval"][1]  # it sees what the optimizer has written
-        assert ours["cut"]
+        assert ours["sharded"]
         assert ours["held"] < 0.6 * expected["held"]
 
 
@@ -232,7 +232,7 @@ def test_accelerate_does_not_see_the_launcher(monkeypatch):
 
 
 def test_a_tied_tensor_is_in_one_part():
-    """Of several modules that hold it none is cut alone: each would train a tensor of its own."""
+    """Of several modules that hold it none is sharded alone: each would train a tensor of its own."""
     model = jobs.writer(0)
     names = sharded.part_names(model, Sharding("SIZE_BASED_WRAP", min_num_params=500))
     assert "transformer.h.0" in names

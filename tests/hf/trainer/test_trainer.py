@@ -32,7 +32,7 @@ from dpfunc.accounting.record import EXACT_SIZE
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.checks import changed
+from dpfunc.hf.trainer.checks import changed, refuse_model
 from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
 from dpfunc.sampling import Shuffled
 
@@ -517,6 +517,15 @@ def test_batch_norm_is_refused(tmp_path):
         private(
             Mixes(), tmp_path, loss=lambda forward, params, batch: forward(params, batch["input_ids"]).sum(1)
         ).train()
+
+
+def test_float16_is_refused(tmp_path):
+    """A folder that was saved in it is read in it; frozen, it does no harm."""
+    with pytest.raises(UnsupportedModel, match=r"float16.* Load it with from_pretrained\(..., dtype=torch.float32\)"):
+        private(classifier().half(), tmp_path).train()
+    assert not (tmp_path / "privacy_journal.jsonl").exists()
+    refuse_model(classifier().half().requires_grad_(False))
+    refuse_model(classifier().bfloat16())
 
 
 def test_a_trainer_trains_once(finished):

@@ -92,23 +92,22 @@ def _sorting(call: Call) -> Type | list[Type]:
     """
     kind = call.type_of(call.args[0])
     if isinstance(kind, Rows) and kind.axis == 0 and call.args[0].ndim == 1 and isinstance(call.out, (tuple, list)):
-        values, positions = call.out
-        if kind.slots is not None or kind.doubt:
-            return call.mixed()
-        order = positions.cpu()
-        slots, of = slots_of(kind, call.types.num_samples)
-        if not values.is_floating_point():
-            call.types.keep_integers(values)
-        return [
-            shuffled(
-                samples_by_position(kind)[order], 0, slots[order], of, call.types.num_samples, kind.slots is not None
-            ),
-            call.mixed(),
-        ]
+        return _sorted_among_all(call, kind, *call.out)
     position = 1
     if len(call.args) > 1 and isinstance(call.args[1], bool) and "dim" not in call.kwargs:
         position = 2
     return _along(position, default=-1)(call)
+
+
+def _sorted_among_all(call: Call, kind: Rows, values: Tensor, positions: Tensor) -> Type | list[Type]:
+    """The types of sorted numbers, one a row, and of the positions that they had."""
+    if kind.slots is not None or kind.doubt:
+        return call.mixed()
+    order, count = positions.cpu(), call.types.num_samples
+    slots, of = slots_of(kind, count)
+    if not values.is_floating_point():
+        call.types.keep_integers(values)
+    return [shuffled(samples_by_position(kind)[order], 0, slots[order], of, count, False), call.mixed()]
 
 
 def _cumulative(call: Call) -> Type:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined, leading
+from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, leading
 
 
 def _attention(call: Call) -> list[Type]:
@@ -20,10 +20,14 @@ def _attention_backward(call: Call) -> list[Type]:
     """`(grad, query, key, value, out, logsumexp, ...)` of the fused kernels."""
     query = call.args[1]
     tensors = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor) and v.ndim >= 2]
-    own = [t for t in tensors if t.ndim in (query.ndim, query.ndim - 1) and t.shape[0] == query.shape[0]]
-    masks = [t for t in tensors if not any(t is other for other in own)]
-    operands = [leading(tensor) for tensor in own] + [broadcast(mask, query.ndim) for mask in masks]
+    operands = [_beside(query, tensor) for tensor in tensors]
     return [combined(call, operands, (query.ndim - 2, query.ndim - 1))] * len(call.out)
+
+
+def _beside(query: Tensor, tensor: Tensor) -> Aligned:
+    """A tensor with the leading axes of the query, as a gradient or statistics; others, as masks, are broadcast."""
+    own = tensor.ndim in (query.ndim, query.ndim - 1) and tensor.shape[0] == query.shape[0]
+    return leading(tensor) if own else broadcast(tensor, query.ndim)
 
 
 _ATTENTION = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import Mixed, Rows
+from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined, doubt_in
+from dpfunc.engines.tracing.rows import Mixed
 
 _CONDITION = "a condition whose values were read"
 
@@ -17,24 +17,20 @@ def _where(call: Call) -> Type:
     the other tensor, which may be a mean over the batch. Its gradient is then zero: the same condition is read again in
     the backward pass.
     """
-    if len(call.inputs) < 3:  # the others are numbers
-        return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
-    condition, one, other = call.inputs
-    kind = call.type_of(condition)
+    chosen = _chosen_for_all(call, *call.inputs) if len(call.inputs) == 3 else None  # others are numbers
+    counted = call.inputs if chosen is None else [chosen]
+    return combined(call, [broadcast(tensor, call.out.ndim) for tensor in counted])
+
+
+def _chosen_for_all(call: Call, condition: Tensor, one: Tensor, other: Tensor) -> Tensor | None:
+    """The tensor that each sample alone would choose, too; None if they differ, or if it makes no difference."""
     unsure = isinstance(call.type_of(one), Mixed) or isinstance(call.type_of(other), Mixed)
-    clean = kind is None or (isinstance(kind, Rows) and not kind.doubt)
-    if clean and (unsure or call.types.marked(_CONDITION, condition)):
-        call.types.mark(_CONDITION, condition)
-        if bool(condition.all()):
-            return _chosen(call, one)
-        if not bool(condition.any()):
-            return _chosen(call, other)
-    return combined(call, [broadcast(tensor, call.out.ndim) for tensor in call.inputs])
-
-
-def _chosen(call: Call, tensor: Tensor) -> Type:
-    """The type of a tensor that is broadcast to the result."""
-    return combined(call, [broadcast(tensor, call.out.ndim)])
+    if doubt_in(call.type_of(condition)) or not (unsure or call.types.marked(_CONDITION, condition)):
+        return None
+    call.types.mark(_CONDITION, condition)
+    if bool(condition.all()):
+        return one
+    return None if bool(condition.any()) else other
 
 
 FAMILY: dict[str, Handler] = {"where": _where}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type, doubt_in, doubted
+from dpfunc.engines.tracing.call import Call, Handler, Type, doubt_in, doubted, shaped_too
 from dpfunc.engines.tracing.families.positions import (
     Positions,
     doubt_of,
@@ -21,9 +21,9 @@ from dpfunc.engines.tracing.families.positions import (
     equally_often,
     expanded_masks,
     indexed_axes,
+    joint_rows,
     kept_axis,
     rows_in_result,
-    same_rows,
     single_axis,
 )
 from dpfunc.engines.tracing.readers import loops_over_experts
@@ -47,7 +47,7 @@ def _index(call: Call) -> Type:
     kind = _indexed(call, self, expanded_masks(call, call.args[1]))
     masks = [item for item in call.args[1] if item is not None and item.dtype in (torch.bool, torch.uint8)]
     if any(call.type_of(mask) is not None for mask in masks):  # how many there are depends on values
-        return kind._replace(shaped=True) if isinstance(kind, Mixed) else kind and kind._replace(ragged=True)
+        return shaped_too(kind)
     return kind
 
 
@@ -82,6 +82,10 @@ class _Read(NamedTuple):
             return True
         return self.call.types.uniform(item.values, rows, rows.axis - (self.width - item.values.ndim))
 
+    def is_ragged(self) -> bool:
+        """True if the number of rows depends on values of the batch."""
+        return any(isinstance(kind, Rows) and kind.ragged for kind in (self.kind, *(item.kind for item in self.given)))
+
     def in_result(self, rows: Rows) -> Rows:
         """Rows on the common axes, on those of the result."""
         return rows if rows.axis == ONE_SAMPLE else rows.moved(rows.axis + self.start)
@@ -93,7 +97,7 @@ def _indexed(call: Call, self: Tensor, indices: Sequence[Positions | None]) -> T
     if isinstance(kind, Mixed):
         return kind
     start, width, indexed = indexed_axes(indices, self.ndim)
-    read = _Read(call, self, kind, indexed, [item for item in indices if item is not None], start, width)
+    read = _Read(call, self, kind, indexed, list(filter(None, indices)), start, width)
     if kind is None or (kind.axis not in indexed and kind.axis != ONE_SAMPLE):
         return _of_other_axes(read)
     if kind.axis == ONE_SAMPLE:
@@ -122,8 +126,7 @@ def _of_samples(read: _Read, kind: Rows, on_samples: Positions) -> Type:
         if isinstance(item.kind, Rows) and not _same_samples(item, item.kind, rows, read.width):
             return call.mixed("at positions of other samples")
         doubts.append(_doubt_about(read, item, rows, item is on_samples))
-    ragged = kind.ragged or any(isinstance(item.kind, Rows) and item.kind.ragged for item in read.given)
-    return read.in_result(rows)._replace(doubt=next(filter(None, doubts), ""), ragged=ragged)
+    return read.in_result(rows)._replace(doubt=next(filter(None, doubts), ""), ragged=read.is_ragged())
 
 
 def _rows_at(call: Call, item: Positions, ids: Tensor, axis: int, shift: int) -> Rows | None:
@@ -151,9 +154,9 @@ def _reordered(read: _Read, kind: Rows, item: Positions, ids: Tensor) -> Rows | 
     values, length, types = item.values.cpu(), read.table.shape[kind.axis], read.call.types
     if not isinstance(item.kind, Mixed) or values.ndim != 1 or kind.doubt or not equally_often(values, length):
         return None
-    if kind.slots is not None and len(kind.slots) != length:  # several positions a row
+    slots, of = slots_of(kind, types.num_samples)
+    if len(slots) != length:  # several positions a row
         return None
-    slots, of = (kind.slots, kind.of) if kind.slots is not None else slots_of(kind, types.num_samples)
     found = shuffled(ids, read.start, slots[values], of, types.num_samples, kind.slots is not None)
     if found.slots is not None and not read.call.out.is_floating_point() and read.call.out.ndim == 1:
         types.keep_integers(read.call.out)
@@ -183,16 +186,10 @@ def _doubt_about(read: _Read, item: Positions, rows: Rows, on_samples: bool) -> 
 def _of_other_axes(read: _Read) -> Type:
     """Positions on axes without samples: of a constant table, or the same for each sample."""
     call, kind = read.call, read.kind
-    rows: Rows | None = None
-    doubt = ""
-    for item in read.given:
-        if isinstance(item.kind, Rows):
-            here = rows_in_result(item.kind, item, read.width)
-            if rows is not None and (here.axis != rows.axis or not same_rows(here, rows)):
-                return call.mixed("at positions of different samples")
-            rows = here
-        if not isinstance(item.kind, Mixed) or item.values.numel() > 1 or not loops_over_experts():
-            doubt = doubt or doubt_in(item.kind)
+    rows = joint_rows(None, reversed(read.given), read.width)
+    if isinstance(rows, Mixed):
+        return call.mixed("at positions of different samples")
+    doubt = next(filter(None, map(_doubt_of_choice, read.given)), "")
     if rows is None:
         return doubted(kind and kind.moved(kept_axis(kind.axis, read.start, read.width, read.indexed)), doubt)
     if kind is not None:
@@ -201,6 +198,12 @@ def _of_other_axes(read: _Read) -> Type:
         fixed = item.kind is not None or read.positions_are_uniform(item, rows) or _all_equal_along(read.table, axis)
         doubt = doubt or ("" if fixed else "indices that differ between positions of the batch")
     return read.in_result(rows)._replace(doubt=doubt)
+
+
+def _doubt_of_choice(item: Positions) -> str:
+    """A doubt about positions on axes without samples; none about the number of an expert, over which a loop runs."""
+    is_expert = isinstance(item.kind, Mixed) and item.values.numel() <= 1 and loops_over_experts()
+    return "" if is_expert else doubt_in(item.kind)
 
 
 def _all_equal_along(table: Tensor, axis: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,9 @@ from dpfunc.engines.tracing.families.positions import (
     equally_often,
     expanded_masks,
     indexed_axes,
+    joint_rows,
     kept_axis,
     positions_of,
-    rows_in_result,
     same_rows,
 )
 from dpfunc.engines.tracing.rows import (
@@ -60,7 +60,7 @@ class _Write(NamedTuple):
 
     Args:
         call: the operation. target: the tensor; kind: its rows before, None if it was constant.
-        indices: the positions on its axes, None where all are taken; width: number of their common axes.
+        indices: the positions on its axes, None where all are taken; start, width: of their common axes.
         values: what is written; shift: their axes start that far behind those of the positions.
         rows: of the values on the common axes, or of the positions; None for constants.
         doubt: reason why the values, or the positions, may depend on other samples; empty if none.
@@ -70,15 +70,16 @@ class _Write(NamedTuple):
     target: Tensor
     kind: Rows | None
     indices: Sequence[Positions | None]
+    start: int
     width: int
     values: Tensor
     shift: int
     rows: Rows | None
     doubt: str
 
-    def positions(self) -> Iterator[tuple[int, Positions]]:
+    def positions(self) -> dict[int, Positions]:
         """The indexed axes, with their positions."""
-        return ((axis, item) for axis, item in enumerate(self.indices) if item is not None)
+        return {axis: item for axis, item in enumerate(self.indices) if item is not None}
 
     def values_are_uniform(self, rows: Rows, axis: int) -> bool:
         """True if the values are the same for each row along an axis of the positions."""
@@ -97,52 +98,45 @@ def _written(call: Call, self: Tensor, indices: Sequence[Positions | None], valu
     start, width, indexed = indexed_axes(indices, self.ndim)
     shift = self.ndim - len(indexed) + width - values.ndim - start
     rows = incoming if isinstance(incoming, Rows) else None
-    write = _Write(call, self, kind, indices, width, values, shift, rows, doubt_in(incoming))
-    if rows is not None and rows.axis != ONE_SAMPLE:
-        axis = rows.axis + shift
-        if not 0 <= axis < width:
-            others = [axis for axis in range(self.ndim) if axis not in indexed]
-            return _written_on_other_axis(write, rows.moved(others[start + axis - (0 if axis < 0 else width)]))
-        write = write._replace(rows=rows.moved(axis))
-    reordered = _written_in_changed_order(write)
+    write = _Write(call, self, kind, indices, start, width, values, shift, rows, doubt_in(incoming))
+    if rows is None or rows.axis == ONE_SAMPLE:
+        return _written_along_positions(write)
+    axis = rows.axis + shift
+    if 0 <= axis < width:
+        return _written_along_positions(write._replace(rows=rows.moved(axis)))
+    others = [axis for axis in range(self.ndim) if axis not in indexed]
+    return _written_on_other_axis(write, rows.moved(others[start + axis - (0 if axis < 0 else width)]))
+
+
+def _written_along_positions(write: _Write) -> Type:
+    """Rows written along the common axes of the positions; numbers of one sample; or constants."""
+    reordered = None if write.doubt else _written_in_changed_order(write)
     if reordered is not None:
         return reordered._replace(ragged=True) if isinstance(reordered, Rows) and write.is_ragged() else reordered
-    if any(given is not None and given.slots is not None for given in (rows, kind)):
-        return call.mixed("in an order that depends on several samples")
-    found = _rows_of_positions(write)
-    if found is None:
-        return call.mixed("at positions of different samples")
-    write = write._replace(rows=found[0], doubt=write.doubt or found[1])
-    rows = write.rows
-    if rows is None:
-        return _constants_written(write, start, indexed)
-    if kind is None and rows.axis == ONE_SAMPLE and all(_chosen_by_one_sample(item) for _, item in write.positions()):
+    if any(given is not None and given.slots is not None for given in (write.rows, write.kind)):
+        return write.call.mixed("in an order that depends on several samples")
+    given = write.positions().values()
+    rows = joint_rows(write.rows, given, write.width)  # samples may decide by positions alone what is written where
+    if isinstance(rows, Mixed):
+        return write.call.mixed("at positions of different samples")
+    write = write._replace(rows=rows, doubt=next(filter(None, (write.doubt, *map(doubt_of, given))), ""))
+    return _constants_written(write) if rows is None else _written_by_samples(write, rows)
+
+
+def _written_by_samples(write: _Write, rows: Rows) -> Type:
+    """Numbers written for each of these rows, at positions of its own."""
+    one_chose = rows.axis == ONE_SAMPLE and all(map(_chosen_by_one_sample, write.positions().values()))
+    if write.kind is None and one_chose:
         return rows.doubted(write.doubt)
-    if incoming is None and not write.values_are_uniform(rows, rows.axis):
+    constant = write.call.type_of(write.values) is None
+    if constant and not write.values_are_uniform(rows, rows.axis):
         write = write._replace(doubt=write.doubt or "values that differ between positions of the batch")
     return _written_at_own_positions(write, rows)
 
 
-def _rows_of_positions(write: _Write) -> tuple[Rows | None, str] | None:
-    """The rows of values and of all positions, and a doubt about positions; None if they are of different samples.
-
-    Without rows of values, samples decide by their positions alone what is written where.
-    """
-    rows, doubt = write.rows, ""
-    for _, item in write.positions():
-        if isinstance(item.kind, Rows):
-            here = rows_in_result(item.kind, item, write.width)
-            if rows is None:
-                rows = here
-            elif here.axis != rows.axis or not same_rows(here, rows):
-                return None
-        doubt = doubt or doubt_of(item)
-    return rows, doubt
-
-
-def _constants_written(write: _Write, start: int, indexed: Sequence[int]) -> Type:
+def _constants_written(write: _Write) -> Type:
     """Constants written at positions that depend on no sample."""
-    kind = write.kind
+    kind, start, indexed = write.kind, write.start, list(write.positions())
     if kind is None or kind.axis == ONE_SAMPLE:
         return doubted(kind, write.doubt)
     if kind.axis in indexed:
@@ -155,38 +149,40 @@ def _constants_written(write: _Write, start: int, indexed: Sequence[int]) -> Typ
 def _written_on_other_axis(write: _Write, rows: Rows) -> Type:
     """Rows written along their own axis, that of `rows` in the tensor, which is not indexed."""
     call, kind, doubt = write.call, write.kind, write.doubt
-    if any(item.kind is not None for _, item in write.positions()):
+    if any(item.kind is not None for item in write.positions().values()):
         return call.mixed("at positions of samples")
     if kind is not None and (kind.axis != rows.axis or not same_rows(kind, rows)):
         return call.mixed()
-    if kind is None and not call.types.uniform(write.target, rows, rows.axis):
-        doubt = doubt or "a tensor whose values differ between positions of the batch"
-    return rows.doubted(doubt)
+    return rows.doubted(doubt or _doubt_of_target(write, rows))
 
 
 def _written_in_changed_order(write: _Write) -> Rows | Mixed | None:
     """All rows, written or added at positions that several samples decide; None if that is not the case."""
-    given, rows = list(write.positions()), write.rows
-    axis, item = given[0]
-    if rows is None or rows.axis != 0 or len(given) > 1 or item.values.ndim != 1:
+    rows, ((axis, item), *others) = write.rows, write.positions().items()
+    if rows is None or rows.axis != 0 or others or item.values.ndim != 1:
         return None
     if rows.slots is None and not isinstance(item.kind, Mixed):
         return None
-    values, ids, length = item.values.cpu(), samples_by_position(rows), write.target.shape[axis]
-    if len(values) != len(ids) or write.doubt or not equally_often(values, length):
+    values = item.values.cpu()
+    if len(values) != len(samples_by_position(rows)) or not equally_often(values, write.target.shape[axis]):
         return None
-    if rows.slots is not None:
-        return _put_back(write, axis, values, rows, rows.slots)
+    return _permuted(write, axis, values, rows) if rows.slots is None else _put_back(write, axis, values, rows)
+
+
+def _permuted(write: _Write, axis: int, values: Tensor, rows: Rows) -> Rows | None:
+    """Ordinary rows, written over constants in another order; None if that is not the case."""
+    length, count = write.target.shape[axis], write.call.types.num_samples
     if len(values) != length or write.kind is not None:
         return None
-    slots, of = slots_of(rows, write.call.types.num_samples)
+    slots, of = slots_of(rows, count)
     inverse = torch.empty(length, dtype=torch.int64).index_put((values,), torch.arange(length))
-    return shuffled(ids[inverse], axis, slots[inverse], of, write.call.types.num_samples, False)
+    return shuffled(samples_by_position(rows)[inverse], axis, slots[inverse], of, count, False)
 
 
-def _put_back(write: _Write, axis: int, values: Tensor, rows: Rows, slots: Tensor) -> Rows | Mixed:
+def _put_back(write: _Write, axis: int, values: Tensor, rows: Rows) -> Rows | Mixed:
     """Rows in a changed order, back at the positions `values` that they had before, which are fixed."""
     call, ids, length = write.call, samples_by_position(rows), write.target.shape[axis]
+    slots, _ = slots_of(rows, call.types.num_samples)
     if rows.of % length or not torch.equal(slots // (rows.of // length), values):
         return call.mixed("at other positions than those of the rows before")
     if len(values) != length and not ("add" in call.name or call.arg(3, "accumulate", False) is True):
@@ -214,29 +210,34 @@ def _same_for_each_row(write: _Write, kind: Rows) -> bool:
 
 def _written_at_own_positions(write: _Write, rows: Rows) -> Type:
     """Rows written at positions of their own samples, on some indexed axis."""
-    call, kind, doubt = write.call, write.kind, write.doubt
-    samples_B = _broadcast_samples(rows, write.width)
-    found: list[Type] = []
-    for axis, item in write.positions():
-        if kind is not None and kind.axis not in (axis, ONE_SAMPLE):
-            continue
-        own = kind if kind is not None else _rows_of_constants(write, axis, item, samples_B)
-        if own is None or own.axis != axis or bool((samples_by_position(own)[item.values.cpu()] != samples_B).any()):
-            continue
-        problem = doubt or doubt_of(item) or doubt_of_counts(own, item, write.target.shape[axis])
-        problem = problem or _doubt_of_other_axes(write, item, rows)
-        if kind is None and not call.types.uniform(write.target, own, axis):
-            problem = problem or "a tensor whose values differ between positions of the batch"
-        found.append(own.doubted(problem))
+    kind, samples_B = write.kind, _broadcast_samples(rows, write.width)
+    along = (_written_along(write, rows, axis, item, samples_B) for axis, item in write.positions().items())
+    found = list(filter(None, along))
     of_one_sample = kind is None or (kind.axis == ONE_SAMPLE and same_ids(kind.ids, rows.ids))
     if not found and rows.axis == ONE_SAMPLE and of_one_sample:  # what is written into is of that sample
-        return rows.doubted(doubt) if doubt else rows._replace(ragged=False)
-    return found[0] if len(found) == 1 else call.mixed("at positions of other samples")
+        return rows.doubted(write.doubt) if write.doubt else rows._replace(ragged=False)
+    return found[0] if len(found) == 1 else write.call.mixed("at positions of other samples")
+
+
+def _written_along(write: _Write, rows: Rows, axis: int, item: Positions, samples_B: Tensor) -> Rows | None:
+    """The rows of the tensor, if they are along this axis and its positions are those of their own samples."""
+    own = write.kind or _rows_of_constants(write, axis, item, samples_B)
+    if own is None or own.axis != axis or bool((samples_by_position(own)[item.values.cpu()] != samples_B).any()):
+        return None
+    doubt = write.doubt or doubt_of(item) or doubt_of_counts(own, item, write.target.shape[axis])
+    return own.doubted(doubt or _doubt_of_other_axes(write, item, rows) or _doubt_of_target(write, own))
+
+
+def _doubt_of_target(write: _Write, rows: Rows) -> str:
+    """Reason why a tensor of constants that is written into would be another one for each row; empty if it is not."""
+    if write.kind is not None or write.call.types.uniform(write.target, rows, rows.axis):
+        return ""
+    return "a tensor whose values differ between positions of the batch"
 
 
 def _doubt_of_other_axes(write: _Write, own: Positions, rows: Rows) -> str:
     """Reason why positions on the other axes may depend on other samples, or on the position of a row; or empty."""
-    for _, item in write.positions():
+    for item in write.positions().values():
         if item is own:
             continue
         if isinstance(item.kind, Mixed):
@@ -261,6 +262,11 @@ def _rows_of_constants(write: _Write, axis: int, item: Positions, samples_B: Ten
     owner = _owner_of_fixed_positions(values, samples_B, length) if item.kind is None else None
     if owner is not None:
         return gathered(owner, axis, count, "")
+    return _evenly_spaced(values, samples_B, axis, length, count)
+
+
+def _evenly_spaced(values: Tensor, samples_B: Tensor, axis: int, length: int, count: int) -> Rows | None:
+    """Rows of equal size, one after the other or in turn, at whose positions their samples are written; or None."""
     if length % count:
         return None
     other = length // count

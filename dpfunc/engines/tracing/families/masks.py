@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
+from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined, shaped_too
 from dpfunc.engines.tracing.families.positions import COORDINATES
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, gathered, samples_by_position
 
@@ -15,10 +15,8 @@ def _nonzero(call: Call) -> Type:
     """The coordinates of what is not zero, (N, ndim): each of the sample that it is found in."""
     input: Tensor = call.args[0]
     kind = call.type_of(input)
-    if isinstance(kind, Mixed):
-        return kind._replace(shaped=True)
-    if kind is None or kind.axis == ONE_SAMPLE:
-        return kind and kind._replace(ragged=True)
+    if not isinstance(kind, Rows) or kind.axis == ONE_SAMPLE:
+        return shaped_too(kind)
     call.types.mark(COORDINATES, call.out[:, kind.axis])
     ids = samples_by_position(kind)[call.out[:, kind.axis].cpu()]
     return gathered(ids, 0, call.types.num_samples, kind.doubt)._replace(ragged=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,6 +110,17 @@ def kept_axis(axis: int, start: int, width: int, indexed: Sequence[int]) -> int:
 def rows_in_result(kind: Rows, positions: Positions, width: int) -> Rows:
     """Rows of positions, on the axis that theirs has among the `width` common axes of all positions."""
     return kind if kind.axis == ONE_SAMPLE else kind.moved(kind.axis + width - positions.values.ndim)
+
+
+def joint_rows(rows: Rows | None, given: Iterable[Positions], width: int) -> Rows | Mixed | None:
+    """The rows of positions on their common axes, and of `rows`; None without any, Mixed if they are different ones."""
+    for item in given:
+        if isinstance(item.kind, Rows):
+            here = rows_in_result(item.kind, item, width)
+            if rows is not None and (here.axis != rows.axis or not same_rows(here, rows)):
+                return Mixed("positions of different samples")
+            rows = here if rows is None else rows
+    return rows
 
 
 def same_rows(one: Rows, other: Rows) -> bool:

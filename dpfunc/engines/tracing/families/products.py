@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
-from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Rows
 
 
 def _product(*letters: str, out: str, first: int = 0) -> Handler:
@@ -36,8 +36,10 @@ def _grouped(call: Call) -> Type:
     kind = call.type_of(rows)
     if rows.ndim != 2 or matrices.ndim != 3 or not isinstance(offs, Tensor) or call.type_of(matrices) is not None:
         return call.mixed("gradient of weights" if matrices.ndim == 2 else "")
-    if not isinstance(kind, Rows) or kind.axis != 0:
-        return kind if kind is None or isinstance(kind, Mixed) else call.mixed()
+    if not isinstance(kind, Rows):
+        return kind
+    if kind.axis != 0:
+        return call.mixed()
     segments = torch.searchsorted(offs.long(), torch.arange(len(rows), device=offs.device), right=True)
     if int(offs[-1]) != len(rows) or not call.types.are_own_integers(segments, kind):
         return kind.doubted(f"{call.name} with segments that are not each row's own")

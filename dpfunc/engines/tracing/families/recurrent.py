@@ -30,14 +30,10 @@ def as_time_first(kind: Type, value: object) -> Type:
 
 def _recurrent_backward(call: Call) -> list[Type]:
     """Gradients of inputs, four weights, and two states."""
-    tensors = [v for v in call.args if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2]
-    weights = [v for v in call.args[1:5] if isinstance(v, Tensor)]
-    own = [t for t in tensors if not any(t is weight for weight in weights)]
-    kind = combined(call, [time_first(t) for t in own], (0, 2))
-    mixed = call.mixed("gradient of weights")
-    return [
-        mixed if 1 <= position <= 4 else as_time_first(kind, value) for position, value in enumerate(call.out)
-    ]  # fmt: skip
+    beside = [v for v in (call.args[0], *call.args[5:]) if isinstance(v, Tensor) and v.is_floating_point()]
+    kind = combined(call, [time_first(tensor) for tensor in beside if tensor.ndim >= 2], (0, 2))
+    weights = [call.mixed("gradient of weights")] * 4
+    return [as_time_first(kind, call.out[0]), *weights, *(as_time_first(kind, value) for value in call.out[5:])]
 
 
 FAMILY: dict[str, Handler] = {

@@ -22,26 +22,37 @@ def _cat(call: Call) -> Type:
 def _joined(call: Call, tensors: Sequence[Tensor], dim: int) -> Type:
     """Tensors one after the other along `dim`."""
     kinds = [call.type_of(tensor) for tensor in tensors]
-    found = [kind for kind in kinds if isinstance(kind, Rows)]
-    if all(kind.axis not in (dim, ONE_SAMPLE) for kind in found):
+    if _keeps_rows_apart(kinds, dim):
         return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])
-    if len(found) < len(kinds) and all(kind.axis == ONE_SAMPLE and same_ids(kind.ids, found[0].ids) for kind in found):
-        return combined(call, [broadcast(tensor, tensors[0].ndim) for tensor in tensors])  # one sample, and constants
     pieces, doubt = [], ""
     for tensor, kind in zip(tensors, kinds, strict=True):
         if isinstance(kind, Mixed):
             return kind
-        if kind is None or (kind.axis not in (dim, ONE_SAMPLE)):
+        if kind is None or kind.axis not in (dim, ONE_SAMPLE):
             return call.mixed("of samples and other things")
-        doubt = (
-            doubt or kind.doubt or ("" if kind.slots is None else "rows in an order that depends on several samples")
-        )
-        if kind.axis == ONE_SAMPLE:
-            sample = torch.zeros(1, dtype=torch.int64) if kind.ids is None else kind.ids
-            pieces.append(sample.expand(tensor.shape[dim]))
-        else:
-            pieces.append(samples_by_position(kind))
+        doubt = doubt or _doubt_of_piece(kind)
+        pieces.append(_samples_along(kind, tensor.shape[dim]))
     return gathered(torch.cat(pieces), dim, call.types.num_samples, doubt)
+
+
+def _keeps_rows_apart(kinds: Sequence[Type], dim: int) -> bool:
+    """True if tensors are joined along another axis than that of their rows; or one sample and constants."""
+    found = [kind for kind in kinds if isinstance(kind, Rows)]
+    if all(kind.axis not in (dim, ONE_SAMPLE) for kind in found):
+        return True
+    of_one_sample = all(kind.axis == ONE_SAMPLE and same_ids(kind.ids, found[0].ids) for kind in found)
+    return of_one_sample and len(found) < len(kinds)
+
+
+def _doubt_of_piece(rows: Rows) -> str:
+    return rows.doubt or ("" if rows.slots is None else "rows in an order that depends on several samples")
+
+
+def _samples_along(rows: Rows, length: int) -> Tensor:
+    """The sample of each position of an axis of that length: the axis of the rows, or any if all are of one sample."""
+    if rows.axis != ONE_SAMPLE:
+        return samples_by_position(rows)
+    return (torch.zeros(1, dtype=torch.int64) if rows.ids is None else rows.ids).expand(length)
 
 
 def _stack(call: Call) -> Type:
