@@ -61,6 +61,15 @@ def test_the_rate_of_a_whole_network(d, rate):
         assert found.learning_rate == pytest.approx(rate)
 
 
+@pytest.mark.parametrize(("n", "batch"), [(100, 50), (1500, 750), (5000, 1000), (10_000, 1000), (50_000, 5000)])
+def test_the_batch_of_a_whole_network(n, batch):
+    """Small batches have more noise and save hardly any time."""
+    facts = {"dataset_size": n, "num_parameters": 1000, "epsilon": 3.0, "delta": 1e-6}
+    assert recipe("full", **facts).expected_batch_size == batch
+    assert recipe("full", **facts, sampling_prob=0.1).expected_batch_size == n // 10
+    assert recipe("pretrained", **facts).expected_batch_size == n // 10
+
+
 def test_features_behind_a_layer_norm_are_the_default():
     assert head().learning_rate == pytest.approx(head(feature_norm=math.sqrt(385)).learning_rate)
 

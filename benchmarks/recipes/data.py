@@ -98,8 +98,8 @@ def sentences(texts: list[str], name: str, max_length: int) -> Tensor:
 
 
 def examples() -> None:
-    """Make the files of the main example importable."""
-    sys.path.insert(0, str(ROOT / "examples" / "main_job"))
+    """Make the files of the examples importable."""
+    sys.path[:0] = [str(ROOT / "examples" / name) for name in ("main_job", "vqa")]
 
 
 def bbc() -> tuple[Tensor, Tensor]:
@@ -141,14 +141,20 @@ def texts(name: str, pairs: list[tuple[str, str]], max_length: int) -> tuple[Ten
     return unit(x), torch.tensor([labels.index(label) for _, label in pairs])
 
 
-def images(start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Fashion-MNIST: pixels of clothes, some images of its training file."""
+def pixels(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Fashion-MNIST: pixels 0..255 (n, 784) of clothes and their kinds, some images of its training file."""
     folder = FOLDER / "fashion-mnist"
     with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
         x = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).view(-1, 784)
     with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
         y = torch.frombuffer(bytearray(file.read()[8:]), dtype=torch.uint8)
-    return unit(x[start:stop].float()), y[start:stop].long()
+    return x[start:stop].float(), y[start:stop].long()
+
+
+def images(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Features of Fashion-MNIST."""
+    x, y = pixels(start, stop)
+    return unit(x), y
 
 
 def table(path: Path) -> tuple[list[list[float]], list[str]]:

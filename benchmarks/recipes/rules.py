@@ -1,8 +1,9 @@
 """Rates on validation parts, from which rules are made: `python -m benchmarks.recipes.rules`.
 
 For each data set with `chosen_on`: accuracy on the validation part at multiples of the rate that the recipe gives, in
-closed form (closed.py), mean of `SEEDS` runs. Test parts are not read. The validation part of fashion-5k is larger
-here: 6,000 images of the same file that are in no other part.
+closed form (closed.py), mean of `SEEDS` runs. With `--batches`: of networks, at the recipe's rate and at several
+sampling probabilities. Test parts are not read. The validation part of fashion-5k is larger here: 6,000 images of the
+same file that are in no other part.
 """
 
 from __future__ import annotations
@@ -22,30 +23,45 @@ from benchmarks.recipes.__main__ import accuracy, network, recipe_of
 from benchmarks.recipes.data import SETS, Data, Part, images, load
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_rules.json"
+BATCHES = RESULT.with_name("recipes_batches.json")
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 EPSILONS = (3.0, 1.0)
+PROBS = (0.1, 0.25, 0.5)
 SEEDS = 2
 FULL = ("digits", "fashion-5k", "letter", "mnist-5k", "penbased", "satimage", "spambase")
 
 
+def runs(data: Data, strategy: str, epsilon: float, q: float | None = None, multiple: float = 1.0) -> float:
+    """Accuracy on the validation part with the recipe, or with another batch or rate; mean of `SEEDS` runs."""
+    scale, found = data.train.x.shape[1] ** 0.5, recipe_of(strategy, data, epsilon)
+    part, n = Part(data.train.x * scale, data.train.y), found.dataset_size
+    found = found if q is None else dataclasses.replace(found, expected_batch_size=round(q * n))
+    sigma, share = float(found.plan().noise_multiplier), found.expected_batch_size / n
+    rate = multiple * found.learning_rate
+    models = [
+        closed.train(network(strategy, data, seed), part, share, found.num_steps, rate, sigma, seed + 1)
+        for seed in range(SEEDS)
+    ]
+    return sum(accuracy(model, data.validation, scale) for model in models) / SEEDS
+
+
 def measure(data: Data, strategy: str, epsilon: float) -> dict[str, Any]:
     """Accuracies at multiples of the recipe's rate."""
-    scale, found = data.train.x.shape[1] ** 0.5, recipe_of(strategy, data, epsilon)
-    part, plan = Part(data.train.x * scale, data.train.y), found.plan()
-    n, accuracies = found.dataset_size, []
-    for multiple in MULTIPLES:
-        runs = [
-            closed.train(
-                network(strategy, data, seed), part, found.expected_batch_size / n, found.num_steps,
-                multiple * found.learning_rate, float(plan.noise_multiplier), seed + 1,
-            )
-            for seed in range(SEEDS)
-        ]  # fmt: skip
-        accuracies.append(sum(accuracy(run, data.validation, scale) for run in runs) / SEEDS)
+    found = recipe_of(strategy, data, epsilon)
     return {
         "data": data.name, "strategy": strategy, "epsilon": epsilon, "parameters": found.num_parameters,
         "noise_to_signal": found.noise_to_signal, "rate": found.learning_rate, "multiples": MULTIPLES,
-        "validation": accuracies,
+        "validation": [runs(data, strategy, epsilon, multiple=multiple) for multiple in MULTIPLES],
+    }  # fmt: skip
+
+
+def measure_batches(data: Data) -> dict[str, Any]:
+    """Accuracies of a network at the recipe's rate and at several sampling probabilities."""
+    found = recipe_of("full", data)
+    return {
+        "data": data.name, "n": found.dataset_size, "epsilon": found.epsilon, "probs": PROBS,
+        "recipe": found.expected_batch_size / found.dataset_size,
+        "validation": [runs(data, "full", found.epsilon, q) for q in PROBS],
     }  # fmt: skip
 
 
@@ -58,22 +74,43 @@ def line(result: dict[str, Any]) -> str:
     return row(cells)
 
 
+def line_of_batches(result: dict[str, Any]) -> str:
+    """One row of the table of batches in docs/recipes.md."""
+    values = [f"{value:.3f}" for value in result["validation"]]
+    return "| " + " | ".join([result["data"], str(result["n"]), *values, f"{result['recipe']:.2g}"]) + " |"
+
+
+def loaded(name: str) -> Data:
+    """A data set, with the larger validation part of fashion-5k."""
+    data = load(name)
+    return dataclasses.replace(data, validation=Part(*images(5000, 11000))) if name == "fashion-5k" else data
+
+
 @click.command(help=__doc__)
-@click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
-def main(out: Path) -> None:
+@click.option("--strategy", type=click.Choice(["full", "head"]), multiple=True, help="All by default.")
+@click.option("--batches", is_flag=True, help="Measure the batches of networks instead of rates.")
+@click.option("--out", type=click.Path(path_type=Path), help="File of the results; those of other strategies stay.")
+def main(strategy: tuple[str, ...], batches: bool, out: Path | None) -> None:
     """Measure, print, and write the results."""
     console = Console(width=200)
     torch.set_num_threads(1)
-    results = []
-    for strategy, names in (("full", FULL), ("head", [name for name in SETS if SETS[name][1]])):
-        for name in names:
-            data = load(name)
-            if name == "fashion-5k":
-                data = dataclasses.replace(data, validation=Part(*images(5000, 11000)))
+    if batches:
+        results = []
+        for name in FULL:
+            results.append(measure_batches(loaded(name)))
+            console.print(line_of_batches(results[-1]))
+            (out or BATCHES).write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+        return
+    file = out or RESULT
+    known = {(each["data"], each["strategy"], each["epsilon"]): each for each in json.loads(file.read_text("utf-8"))}
+    names = {"full": FULL, "head": [name for name in SETS if SETS[name][1]]}
+    for each in strategy or ("full", "head"):
+        for name in names[each]:
             for epsilon in EPSILONS:
-                results.append(measure(data, strategy, epsilon))
-                console.print(line(results[-1]))
-                out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+                result = measure(loaded(name), each, epsilon)
+                known[name, each, epsilon] = result
+                console.print(line(result))
+                file.write_text(json.dumps([*known.values()], indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

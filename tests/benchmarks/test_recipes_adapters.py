@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import dpfunc
-from benchmarks.recipes import adapters, rules, trainer
+from benchmarks.recipes import adapters, projector, rules, trainer
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
 
@@ -48,9 +48,16 @@ def test_the_clipped_sum_is_that_of_the_library(train, bound):
         torch.testing.assert_close(found[name], clipped.sums[name], rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("benchmark", [adapters, trainer, rules], ids=["adapters", "trainer", "rules"])
+@pytest.mark.parametrize("benchmark", [adapters, projector, trainer, rules], ids=["adapters", "projector", "trainer", "rules"])
 def test_the_table_is_the_committed_result(benchmark):
     results = json.loads(benchmark.RESULT.read_text("utf-8"))
     assert results
     for result in results:
         assert benchmark.line(result) in DOCUMENT
+
+
+def test_the_table_of_batches_is_the_committed_result():
+    results = json.loads(rules.BATCHES.read_text("utf-8"))
+    assert [result["data"] for result in results] == list(rules.FULL)
+    for result in results:
+        assert rules.line_of_batches(result) in DOCUMENT

@@ -53,10 +53,11 @@ def test_the_table_is_the_committed_result():
     assert kinds == {"text", "images", "tabular"}  # kept apart
 
 
-def test_the_table_has_the_rates_of_the_rules():
+def test_the_table_has_the_rates_and_batches_of_the_rules():
     """A rule that is changed must be measured again."""
     for result in json.loads(RESULT.read_text("utf-8")):
         facts = {"dataset_size": result["n"], "num_parameters": result["parameters"], "epsilon": result["epsilon"]}
         classes = result["classes"] if result["strategy"] == "head" else None
         found = recipe(result["strategy"], **facts, delta=result["delta"], num_classes=classes)
         assert result["recipe_settings"]["lr"] == pytest.approx(found.learning_rate)
+        assert result["recipe_settings"]["expected_batch_size"] == found.expected_batch_size

