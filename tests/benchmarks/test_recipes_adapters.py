@@ -48,7 +48,9 @@ def test_the_clipped_sum_is_that_of_the_library(train, bound):
         torch.testing.assert_close(found[name], clipped.sums[name], rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("benchmark", [adapters, projector, trainer, rules], ids=["adapters", "projector", "trainer", "rules"])
+@pytest.mark.parametrize(
+    "benchmark", [adapters, projector, trainer, rules], ids=["adapters", "projector", "trainer", "rules"]
+)
 def test_the_table_is_the_committed_result(benchmark):
     results = json.loads(benchmark.RESULT.read_text("utf-8"))
     assert results
