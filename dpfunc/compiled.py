@@ -76,7 +76,7 @@ class Summed(Protocol):
 
 
 class RunFacts(NamedTuple):
-    """Public facts of a step.
+    """Public facts of a step, by which it is compiled or not.
 
     Args:
         step: its number. num_steps: of the run. expected_rows: of one process in this step, before it was drawn.

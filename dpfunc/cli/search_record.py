@@ -40,7 +40,7 @@ def note_search(record: SelectionRecord) -> None:
 
 
 def refuse_method(method: str | None) -> None:
-    """Refuse other accountants.
+    """Refuse an accountant other than that of a search.
 
     Raises:
         UsageError: of click.

@@ -29,7 +29,7 @@ def with_shape(job: Job) -> Job:
 
 
 def _pooling(job: Job) -> Literal["model", "mean"]:
-    """How tokens become the input of a head: as the job says; `auto` takes the mean where the model was made so."""
+    """Input of a head made from tokens: as the job says; `auto` takes the mean where the model was made so."""
     pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
     if job.model.pooling == "auto":
         mean = pools and job.model.init == "pretrained" and wants_mean(job.model.path)

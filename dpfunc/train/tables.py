@@ -159,7 +159,7 @@ def _row(
 
 
 def _value(row: dict[str, Any], column: str, several: bool, where: str) -> object:
-    """What a row has in a column: a value, or with `several` also a list of values."""
+    """The content of a row in a column: a value, or with `several` also a list of values."""
     value = row.get(column)
     if _is_value(value) or (several and isinstance(value, list) and all(map(_is_value, value))):
         return value

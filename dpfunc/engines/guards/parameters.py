@@ -45,7 +45,7 @@ def suspicious(params: Params) -> Tensor:
 
 
 def refuse_not_finite(params: Params) -> None:
-    """Look at each number.
+    """Refuse parameters with a number that is not finite.
 
     Raises:
         InvalidArgument: naming the parameters that have NaN or inf.

@@ -136,7 +136,7 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:
 
 
 def note_again(trace: Trace, answers: tuple[Answer, ...], result: Any) -> bool | None:
-    """The same, with these answers."""
+    """Note the types of the results of a call from these answers; None if the results have other shapes."""
     results = result if type(result) is tuple or type(result) is list else (result,)
     if len(results) != len(answers):
         return None
