@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpfunc._utils.validation import (
     apart,
@@ -23,9 +23,6 @@ from dpfunc._utils.validation import (
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 RECORD_FILE = "privacy_accounting.json"
 _SCHEMA = "dpfunc.accounting/1"
@@ -167,7 +164,7 @@ def parsed(text: str | bytes, expected: str) -> Any:
         raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
 
 
-def check_fields(kind: type[DataclassInstance], values: dict[str, Any], schema: str) -> None:
+def check_fields(kind: type[Any], values: dict[str, Any], schema: str) -> None:
     """Refuse values of a file that lack a field of a record, or have another one; besides, they have a schema."""
     given = set(values) - {"schema"}
     expected = {field.name for field in dataclasses.fields(kind)} | {"neighbours"}

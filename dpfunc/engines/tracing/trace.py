@@ -410,8 +410,10 @@ class Trace(DispatchMode):
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
         written = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
         self._type_by_rule(known, call, args, constants)
-        kept = self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
-        self._hear(known if kept and not self.numbers_read else None, result)
+        kept = not self.numbers_read and (
+            self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
+        )
+        self._hear(known if kept else None, result)
         if split:
             check_complete(self, known, call)
 
