@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -63,6 +64,7 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
         dist.init_process_group("nccl", timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)
+        atexit.register(shutdown)  # threads of a group that is still there when Python ends may abort the process
     return data_parallel()
 
 

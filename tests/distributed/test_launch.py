@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -265,3 +266,19 @@ def test_nothing_holds_a_group_that_was_left():
     gone, message = done.stdout.splitlines()
     assert gone == "True"
     assert message.startswith("Expected ranks of a process group that is there")
+
+
+LEAVES = """
+import atexit, torch.distributed as dist
+atexit.register(lambda: print(dist.is_initialized()))  # the first one registered runs last
+from dpfunc.distributed import from_environment
+from_environment()
+print(dist.is_initialized())
+"""
+
+
+def test_the_group_of_processes_is_gone_before_python_ends():
+    """One that is still there then aborts the process now and then, after a run that went well."""
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run([sys.executable, "-c", LEAVES], env={**os.environ, **alone}, capture_output=True, text=True)
+    assert found.stdout.split() == ["True", "False"], found.stderr
