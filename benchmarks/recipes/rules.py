@@ -77,7 +77,7 @@ def line(result: dict[str, Any]) -> str:
 def line_of_batches(result: dict[str, Any]) -> str:
     """One row of the table of batches in docs/recipes.md."""
     values = [f"{value:.3f}" for value in result["validation"]]
-    return "| " + " | ".join([result["data"], str(result["n"]), *values, f"{result['recipe']:.2g}"]) + " |"
+    return row([result["data"], result["n"], *values, f"{result['recipe']:.2g}"])
 
 
 def loaded(name: str) -> Data:
