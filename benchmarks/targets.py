@@ -166,7 +166,7 @@ REASONS = {
         "through one by one. Tried: one product for all positions after that."
     ),
     "processes": (
-        "clipped sums take most of it, 1.14 and 1.24 of the plain step; each process draws half of the noise, reads "
+        "clipped sums take most of it, 1.03 and 1.09 of the plain step; each process draws half of the noise, reads "
         "its parameters and what it releases once for checksums, and copies its sums into one message. The parts are "
         "in distributed.json. Tried: one message for all sums, noise included; noise divided over processes."
     ),
