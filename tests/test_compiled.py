@@ -191,6 +191,26 @@ def test_powers_and_reflected_operators_are_compiled(quick):
     assert torch.allclose(got.sums["w"], expected.sums["w"], atol=1e-6)
 
 
+POSITIONS = (torch.arange(8)[None] - torch.arange(8)[:, None]).abs()
+
+
+def with_relative_positions(params, batch):
+    """A bias that is looked up alike for all samples, as in MPNet and T5."""
+    bias_1TT = nn.functional.embedding(POSITIONS, params["w"]).permute(2, 0, 1)
+    scores_BTT = batch["x"][:, :1, None] + bias_1TT.expand(len(batch["x"]), 8, 8)
+    return (scores_BTT.softmax(-1) * POSITIONS).square().sum((1, 2)) + batch["y"]
+
+
+def test_what_is_the_same_for_all_samples_is_compiled_so(quick):
+    """Each sample could own two of eight rows of positions; the eager step finds that they are not the same."""
+    params = {"w": torch.randn(8, 1, generator=torch.Generator().manual_seed(0))}
+    step = prepared(with_relative_positions, microbatch_size=4)
+    got, _ = step(params, numbers(4))
+    assert step.compilation.compiled, step.compilation.reason
+    expected, _ = clipped_grad(with_relative_positions, params, numbers(4), FLAT, engine=engines.loop())
+    assert torch.allclose(got.sums["w"], expected.sums["w"], atol=1e-6)
+
+
 def dropping(params, batch):
     return (nn.functional.dropout(params["w"] * batch["x"], 0.5, training=True)).sum(1)
 

@@ -60,8 +60,12 @@ class SampleAxes(Protocol):
         """Note that a leaf has a private copy of a parameter for each sample on an axis."""
         ...
 
-    def assign_rows(self, result: Tensor, sample_axis: SampleAxis) -> bool:
+    def assign_rows(self, key: Key, result: Tensor, guess: SampleAxis) -> bool:
         """Give the result of a guessed use the rows of the samples; return False if it is not the same for each."""
+        ...
+
+    def drop_guess(self, key: Key) -> None:
+        """Note that the result of a use has no sample axis after all."""
         ...
 
     def note_read(self, what: str, value: Tensor, result: object) -> None:
@@ -113,16 +117,19 @@ class DiscoveryRecorder:
         guesses = [(axis, size) for axis, size in sizes if size == count]
         if len(after) > len(before) and after[0] > count and after[0] % count == 0:  # several rows a sample
             guesses.append((0, after[0]))
-        return self._first_guess(key, guesses)
+        found = self._first_guess(key, guesses)
+        if found is None:
+            self._record(key, None)
+        return found
+
+    def drop_guess(self, key: Key) -> None:
+        self._record(key, None)
 
     def _first_guess(self, key: Key, guesses: Iterable[tuple[int, int]]) -> SampleAxis | None:
         """The first of these axes, with their sizes, that no gradient has shown to be wrong."""
         for axis, size in guesses:
             if (key, axis) not in self.wrong:
-                found = SampleAxis(axis, 1, size // self.trace.num_samples)
-                self._record(key, found)
-                return replace(found, guess=(key, axis))
-        self._record(key, None)
+                return SampleAxis(axis, 1, size // self.trace.num_samples, guess=(key, axis))
         return None
 
     def broadcast(self, key: Key, others: Sequence[Tensor], ndim: int) -> SampleAxis | None:
@@ -153,7 +160,9 @@ class DiscoveryRecorder:
             (axis, size) for axis, size in enumerate(after)
             if size and size % count == 0 and (axis < shift or (before[axis - shift] == 1 and size > 1))
         ]  # fmt: skip
-        return self._first_guess(key, sorted(grown, key=lambda found: found[1] != count))
+        found = self._first_guess(key, sorted(grown, key=lambda found: found[1] != count))
+        self._record(key, found)
+        return found
 
     def constant(self, value: Tensor) -> bool:
         return self.trace.depends_on_none(value)
@@ -161,10 +170,11 @@ class DiscoveryRecorder:
     def note_copies(self, leaf: Tensor, axis: int) -> None:
         self.trace.note_copies(leaf, axis)
 
-    def assign_rows(self, result: Tensor, sample_axis: SampleAxis) -> bool:
-        return self.trace.assign_rows(
-            result, Rows(sample_axis.axis, self.trace.num_samples, sample_axis.pre, sample_axis.post)
-        )
+    def assign_rows(self, key: Key, result: Tensor, guess: SampleAxis) -> bool:
+        same = self.trace.assign_rows(result, Rows(guess.axis, self.trace.num_samples, guess.pre, guess.post))
+        if same:  # a compiled step takes what is recorded, and cannot look whether it is the same
+            self._record(key, guess)
+        return same
 
     def note_read(self, what: str, value: Tensor, result: object) -> None:
         """Note a doubt, if the tensor depends on the batch."""
@@ -192,6 +202,8 @@ class DiscoveryRecorder:
         return sample_axis
 
     def _record(self, key: Key, sample_axis: SampleAxis | None) -> None:
+        if sample_axis is not None:
+            sample_axis = replace(sample_axis, guess=None)
         if self.known.setdefault(key, sample_axis) != sample_axis or (
             sample_axis is not None and sample_axis.ids is not None
         ):
@@ -235,8 +247,11 @@ class CachedSampleAxes:
     def note_copies(self, leaf: Tensor, axis: int) -> None:
         """Do nothing: no trace is active while dynamo traces."""
 
-    def assign_rows(self, result: Tensor, sample_axis: SampleAxis) -> bool:
+    def assign_rows(self, key: Key, result: Tensor, guess: SampleAxis) -> bool:
         return True
+
+    def drop_guess(self, key: Key) -> None:
+        raise UnsupportedModel(f"{key[1]} of parameter {key[0]!r} has another sample axis when it is compiled.")
 
     def note_read(self, what: str, value: Tensor, result: object) -> None:
         """Do nothing: dynamo does not compile reads of numbers."""

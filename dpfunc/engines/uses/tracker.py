@@ -242,12 +242,13 @@ class Tracker(TorchFunctionMode):
                 return self._derive(func, args, kwargs, found)
         try:
             result = self._by_rule(func, args, kwargs, tensors, found, key, guess)
-            if guess is not None and not self.sample_axes.assign_rows(result, guess):
+            if guess is not None and not self.sample_axes.assign_rows(key, result, guess):
                 raise no_rule(func, tensors, found)
             return result
         except UnsupportedModel:
             if guess is None or any(tensor.requires_grad for tensor in others):
                 raise
+            self.sample_axes.drop_guess(key)
             return self._derive(func, args, kwargs, found)
         except NoSampleAxis:
             plain = self._run_detached(func, args, kwargs)
