@@ -337,8 +337,8 @@ class _Compiled:
         except UnsupportedModel as error:
             raise UnsupportedModel(
                 "The compiled step gives other losses or norms of gradients than rows that are computed without "
-                f"compilation, in {len(differing)} of {len(mask_B)} rows: a fault of the compiler, or of this library. Use compile=False. "
-                f"Nothing was released and nothing was spent. {error}"
+                f"compilation, in {len(differing)} of {len(mask_B)} rows: a fault of the compiler, or of this "
+                f"library. Use compile=False. Nothing was released and nothing was spent. {error}"
             ) from error
         _check_sums(result, expected, mask_B, tolerance, self.bound, differing)
 
@@ -383,8 +383,8 @@ def _check_sums(
     if not off <= allowed:
         raise UnsupportedModel(
             f"The compiled step gives a sum of clipped gradients that differs by {off:.3g} from the one that is "
-            f"computed without compilation (at most {allowed:.3g} is rounding): a fault of the compiler, or of this library. "
-            "Use compile=False. Nothing was released and nothing was spent."
+            f"computed without compilation (at most {allowed:.3g} is rounding): a fault of the compiler, or of "
+            "this library. Use compile=False. Nothing was released and nothing was spent."
         )
 
 
