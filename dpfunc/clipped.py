@@ -206,14 +206,14 @@ class ClippedGrad:
         return self._clip_and_sum(parts, bounds, params, per_sample, mask_B, check)
 
     def _engine_of(self, params: Params, parts: Partition, bounds: tuple[float, ...], mask_B: Tensor) -> Engine:
-        """The engine of a microbatch: the given one, or one that sums each clip group in the backward pass (`closing`).
+        """The engine of a microbatch: the given one, or its `groupwise`, which sums clip groups in the backward pass.
 
         The second where there are several groups and the factor of one depends on its own norm alone (`by_group`), and
         where this norm is known: not where processes hold parts of the parameters.
         """
-        closing: Callable[[GroupFactors], Engine] | None = getattr(self.engine, "closing", None)
+        groupwise: Callable[[GroupFactors], Engine] | None = getattr(self.engine, "groupwise", None)
         alone = getattr(self.clip, "by_group", False) is True and len(parts.group_names) > 1
-        if closing is None or not alone or in_lockstep() or any(is_dtensor(param) for param in params.values()):
+        if groupwise is None or not alone or in_lockstep() or any(is_dtensor(param) for param in params.values()):
             return self.engine
         bound_of = dict(zip(parts.group_names, bounds, strict=True))
 
@@ -221,7 +221,7 @@ class ClippedGrad:
             norms_B1 = Partition(dict.fromkeys(sq_norms, group), (group,)).norms(sq_norms)
             return safe_factors(self.clip, norms_B1, norms_B1.new_tensor([bound_of[group]]), mask_B)[:, 0]
 
-        return closing(GroupFactors(len(mask_B), parts.group_of, factors))
+        return groupwise(GroupFactors(len(mask_B), parts.group_of, factors))
 
     def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor | None, num_groups: int) -> Unreleased:
         if not seen:

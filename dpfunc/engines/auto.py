@@ -80,17 +80,17 @@ class Auto:
 
     fast: Callable[[], Engine]
     unproven: Unproven = "vmap"
-    # What `fast` makes, at the first step: an engine that also has `read`, `closing` and `prepare`.
+    # What `fast` makes, at the first step: an engine that also has `read`, `groupwise` and `prepare`.
     _engines: list[Any] = field(default_factory=list, repr=False, compare=False)
     _histories: MutableMapping[LossFn, dict[tuple[object, ...], _History]] = field(
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
     )
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
-    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
+    _group_factors: GroupFactors | None = field(default=None, repr=False, compare=False)
 
-    def closing(self, weights: GroupFactors) -> Auto:
+    def groupwise(self, group_factors: GroupFactors) -> Auto:
         """The same engine for one step, which sums each clip group as soon as its gradients are known."""
-        return replace(self, _weights=weights)
+        return replace(self, _group_factors=group_factors)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients by the fast engine if the step is proven, else by one that computes rows alone."""
@@ -150,8 +150,8 @@ class Auto:
         if not self._engines:
             self._engines.append(self.fast())
         fast = self._engines[0]
-        if self._weights is not None:
-            fast = fast.closing(self._weights)
+        if self._group_factors is not None:
+            fast = fast.groupwise(self._group_factors)
         try:
             return fast(loss_fn, params, batch), ""
         except (UnsupportedModel, RuntimeError) as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import arrived, is_dtensor
 from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.batches import batch_size
-from dpfunc.engines.closing import CaughtGrads, ClosedSums
+from dpfunc.engines.caught_grads import CaughtGrads, GroupwiseSums
 from dpfunc.engines.cost import Choice
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.modes import unseen
@@ -83,23 +83,24 @@ class FactorRecorder:
             where dynamo traces those of all uses. readers: for each leaf, gradient -> {identity of the tracked tensor:
             its gradient by one use}.
         chosen: by parameters, operation and shape, the form of gradients.
-        closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
+        forward_done: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
-        weights: factors of clip groups, which are then summed during the backward pass. caught: gradients so far.
+        group_factors: factors of clip groups, which are then summed during the backward pass. caught: gradients so
+            far.
     """
 
     budget: int
     trace: Trace | None = None
-    weights: GroupFactors | None = None
+    group_factors: GroupFactors | None = None
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
     chosen: dict[tuple[object, ...], Choice] = field(default_factory=dict)
-    closed: bool = False
+    forward_done: bool = False
     caught: CaughtGrads | None = None
 
-    def open(self, params: Params) -> None:
+    def catch_in_backward(self, params: Params) -> None:
         """Catch gradients during the backward pass of a step with these leaves; dynamo catches them after it."""
-        self.caught = CaughtGrads.of(self.weights, params)
+        self.caught = CaughtGrads.of(self.group_factors, params)
 
     def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
@@ -118,23 +119,23 @@ class FactorRecorder:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
             readers = [partial(_read_factors, use, targets, names, saved)]
             result = tapped(output, checked(self.trace, use, pass_gradient), [], leaves)
-        if not self.closed:
+        if not self.forward_done:
             self.leaves += leaves
             self.readers += readers
         return result
 
-    def close(self) -> None:
+    def end_forward(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not recorded."""
-        self.closed = True
+        self.forward_done = True
         if self.caught is not None:
-            self.caught.begin()
+            self.caught.end_forward()
 
     def forms(self, use: Use) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
         choice = self.chosen.get(use.key)
         if choice is None:  # checkpointing asks again, and needs the same answer
-            choice = self.chosen[use.key] = use.choose(self.budget, closes=self.weights is not None)
-            if choice.form == "formed" and self.weights is None:  # a closed group returns its memory
+            choice = self.chosen[use.key] = use.choose(self.budget, groupwise=self.group_factors is not None)
+            if choice.form == "formed" and self.group_factors is None:  # a summed group returns its memory
                 self.budget -= choice.num_bytes
         return choice.form == "formed"
 
@@ -142,7 +143,7 @@ class FactorRecorder:
         """Record private copies, whose gradient is the per-sample gradient."""
         if self.caught is not None:
             self.caught.late.add(tracked.name)
-        if not self.closed:
+        if not self.forward_done:
             self.leaves.append(copies)
             self.readers.append(partial(read_copies, tracked, sample_axis, self.trace))
 
@@ -213,21 +214,22 @@ class Bookkeeping:
     memory_budget: int
     unproven: Literal["audit", "refuse"] = "refuse"
     _cache: DiscoveryCache = field(default_factory=DiscoveryCache, repr=False, compare=False)
-    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
+    _group_factors: GroupFactors | None = field(default=None, repr=False, compare=False)
 
-    def closing(self, weights: GroupFactors) -> Bookkeeping:
+    def groupwise(self, group_factors: GroupFactors) -> Bookkeeping:
         """The same engine for one step, which sums each clip group as soon as its gradients are known."""
-        return replace(self, _weights=weights)
+        return replace(self, _group_factors=group_factors)
 
-    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | ClosedSums:
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | GroupwiseSums:
         """Compute the per-sample gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
-        result: PerSample | ClosedSums = self._cache.run_with_rediscovery(
+        result: PerSample | GroupwiseSums = self._cache.run_with_rediscovery(
             loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch)
         )
-        if isinstance(result, ClosedSums) and not result.is_finite():  # such a sample must be left out of all groups
-            return replace(self, _weights=None)(loss_fn, params, batch)
+        # A sample that is not finite must be left out of all groups.
+        if isinstance(result, GroupwiseSums) and not result.is_finite():
+            return replace(self, _group_factors=None)(loss_fn, params, batch)
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result
@@ -254,8 +256,8 @@ class Bookkeeping:
 
     def _run(
         self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder
-    ) -> PerSample | ClosedSums:
-        recorder = FactorRecorder(self.memory_budget, discovery.trace, self._weights)
+    ) -> PerSample | GroupwiseSums:
+        recorder = FactorRecorder(self.memory_budget, discovery.trace, self._group_factors)
         return record_factors(loss_fn, params, batch, discovery, recorder)
 
 
@@ -298,7 +300,7 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
 
 def record_factors(
     loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes, recorder: FactorRecorder
-) -> PerSample | ClosedSums:
+) -> PerSample | GroupwiseSums:
     """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
     num_samples = batch_size(batch)
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
@@ -308,21 +310,21 @@ def record_factors(
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
             return _read(tracker, recorder, leaves, losses_B)
-    recorder.open(leaves)
+    recorder.catch_in_backward(leaves)
     trace = recorder.trace or Trace(num_samples)
     with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
         losses_B = loss_fn(leaves, batch)
         check_differentiable(losses_B, num_samples)
         if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
             refuse_reentrant((), losses_B)
-        recorder.close()
+        recorder.end_forward()
         trace.credited(losses_B, SampleAxis(0), "the loss")
         with backward_pass(trace, losses_B, hooked=tracker.hooked):
             result = _read(tracker, recorder, leaves, losses_B)
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
-def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample | ClosedSums:
+def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample | GroupwiseSums:
     """Run the backward pass, and collect the recorded gradients."""
     own = recorder.caught
     watched = {**params, **tracker.sentinels}
@@ -338,9 +340,9 @@ def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: 
         _add(uses, reader(grad))
     losses_B = arrived(losses_B.detach())
     collected = collect(tracker, params, uses)
-    if own is None or recorder.weights is None:
+    if own is None or recorder.group_factors is None:
         return PerSample(losses_B, collected)
-    return _with_closed(losses_B, collected, own, recorder.weights)
+    return _groupwise_sums(losses_B, collected, own, recorder.group_factors)
 
 
 def _add(uses: dict[int, list[PerSampleGrad]], grads: Mapping[int, PerSampleGrad]) -> None:
@@ -348,19 +350,19 @@ def _add(uses: dict[int, list[PerSampleGrad]], grads: Mapping[int, PerSampleGrad
         uses.setdefault(target, []).append(grad)
 
 
-def _with_closed(
-    losses_B: Tensor, collected: Mapping[str, PerSampleGrad], caught: CaughtGrads, weights: GroupFactors
-) -> ClosedSums:
-    """The sums of closed groups, and what was collected of the others.
+def _groupwise_sums(
+    losses_B: Tensor, collected: Mapping[str, PerSampleGrad], caught: CaughtGrads, group_factors: GroupFactors
+) -> GroupwiseSums:
+    """The sums of groups that were summed in the backward pass, and what was collected of the others.
 
     Raises:
-        UnsupportedModel: a part of a closed group was known too late.
+        UnsupportedModel: a part of a summed group was known too late.
     """
     rest = {name: grad for name, grad in collected.items() if name not in caught.sums}
-    reopened = [name for name in caught.sums if not isinstance(collected[name], Zeros)]
-    if reopened:
+    unknown = [name for name in caught.sums if not isinstance(collected[name], Zeros)]
+    if unknown:
         raise UnsupportedModel(
-            f"The gradients of {shorten(reopened)} have a part that is known only after their clip groups were summed. "
+            f"The gradients of {shorten(unknown)} have a part that is known only after their clip groups were summed. "
             'Use one group, or engine="loop".'
         )
-    return ClosedSums(losses_B, PerSample(losses_B, rest), caught, weights)
+    return GroupwiseSums(losses_B, PerSample(losses_B, rest), caught, group_factors)

@@ -25,7 +25,7 @@ _Form = Literal["formed", "dropped", "ghost"]
 # Measured on two cores: 200 operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
 # Operations that a processor does while it writes a number to fresh memory and reads it twice.
 _A_FRESH_NUMBER = 240
-# The same for a number in memory that is used again: of small gradients, or of groups that are closed early.
+# The same for a number in memory that is used again: of small gradients, or of groups that are summed early.
 _A_NUMBER = 100
 # Operations of a convolution while a product of small matrices does one.
 _A_SMALL_PRODUCT = 2
@@ -78,16 +78,16 @@ class Costs:
         """True if the ghost norm takes fewer operations than one that is measured."""
         return self.ghost < self.dropped
 
-    def choose(self, num_samples: int, budget: float = math.inf, *, closes: bool = False) -> Choice:
+    def choose(self, num_samples: int, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
         """The form that takes the fewest operations within a budget.
 
         Args:
             num_samples: B. budget: bytes that may be formed; what does not fit is kept as factors, if they are smaller.
-            closes: the memory is used again soon, since the clip group is summed during the backward pass.
+            groupwise: the memory is used again soon, since the clip group is summed during the backward pass.
         """
         formed_bytes, factor_bytes = (4 * num_samples * numbers for numbers in (self.numbers, self.factors))
         small = num_samples * self.numbers <= SCRATCH
-        formed = self.product + (_A_NUMBER if small or closes else _A_FRESH_NUMBER) * self.numbers
+        formed = self.product + (_A_NUMBER if small or groupwise else _A_FRESH_NUMBER) * self.numbers
         measured = self.product + min(self.dropped, self.ghost)
         too_large = formed_bytes > budget and factor_bytes < formed_bytes
         too_large |= self.limited and not small and self.numbers > _MAX_SIZE_RATIO * self.factors

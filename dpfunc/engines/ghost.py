@@ -62,22 +62,22 @@ class _NormRecorder:
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     factors: Mapping[str, Tensor] | None = None
-    closed: bool = False
+    forward_done: bool = False
 
     def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Tap the output of a use, whose gradient is caught in both backward passes."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
-        if not self.closed:
+        if not self.forward_done:
             for target in targets.values():
                 self.counts[target] = self.counts.get(target, 0) + 1
         return tapped(
             output, checked(self.trace, use, partial(self._caught, use, targets, names)), saved, [self.anchor]
         )
 
-    def close(self) -> None:
+    def end_forward(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not counted."""
-        self.closed = True
+        self.forward_done = True
 
     def weigh(self, factors: Mapping[str, Tensor]) -> None:
         """Begin the second backward pass, with the factor of each sample: name -> (B,)."""
@@ -86,7 +86,7 @@ class _NormRecorder:
     def _caught(
         self, use: Use, targets: Mapping[str, int], names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]
     ) -> tuple[None]:
-        if not self.closed:  # the loss differentiates inside of itself
+        if not self.forward_done:  # the loss differentiates inside of itself
             return (None,)
         single = {arg: self.params[target] for arg, target in targets.items() if self._single(target)}
         if self.factors is None:
@@ -120,7 +120,7 @@ class _NormRecorder:
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradients are small and are kept."""
-        if not self.closed:
+        if not self.forward_done:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
             self.leaves.append((tracked, copies, sample_axis))
 
@@ -259,7 +259,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
         check_differentiable(losses_B, num_samples)
         if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
             refuse_reentrant((), losses_B)
-        meter.close()
+        meter.end_forward()
         trace.credited(losses_B, SampleAxis(0), "the loss")
         copies = [copy for _, copy, _ in meter.leaves]
         watched = {**leaves, **tracker.sentinels}

@@ -16,14 +16,14 @@ SIZES = st.integers(1, 4096)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64), st.booleans())
-def test_no_form_of_a_matrix_is_cheaper_than_the_chosen_one(positions, p, d, num_samples, closes):
+def test_no_form_of_a_matrix_is_cheaper_than_the_chosen_one(positions, p, d, num_samples, groupwise):
     costs = matrix(positions, p, d)
-    choice = costs.choose(num_samples, closes=closes)
-    kept = costs.choose(num_samples, 0, closes=closes)
+    choice = costs.choose(num_samples, groupwise=groupwise)
+    kept = costs.choose(num_samples, 0, groupwise=groupwise)
     measured = num_samples * (costs.product + min(costs.ghost, costs.dropped))
     assert choice.operations <= measured
     assert kept.form == "formed" or kept.operations == measured
-    assert costs.choose(num_samples, closes=closes) == choice
+    assert costs.choose(num_samples, groupwise=groupwise) == choice
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64))
@@ -40,7 +40,7 @@ def test_the_ghost_norm_is_for_few_positions():
 
 def test_memory_that_is_used_again_makes_forming_cheaper():
     costs = matrix(128, 384, 384)
-    assert (costs.choose(64).form, costs.choose(64, closes=True).form) == ("ghost", "formed")
+    assert (costs.choose(64).form, costs.choose(64, groupwise=True).form) == ("ghost", "formed")
 
 
 def test_large_tables_are_not_formed():

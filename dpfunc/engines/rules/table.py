@@ -46,17 +46,17 @@ class Use:
         """Key of uses that get the same form."""
         return (*self.wanted.values(), self.name, *self.output)
 
-    def choose(self, budget: float = math.inf, *, closes: bool = False) -> Choice:
+    def choose(self, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
         """The form of its gradients by the cost model; see `Costs.choose`."""
         if not self._chosen:
             numbers = sum(math.prod(shape) for shape in self.shapes.values())
             costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
-            first, early = (costs.choose(self.num_samples, closes=each) for each in (False, True))
+            first, early = (costs.choose(self.num_samples, groupwise=each) for each in (False, True))
             self._chosen.append((costs, first, early))
         costs, first, early = self._chosen[0]
-        choice = early if closes else first
+        choice = early if groupwise else first
         if choice.form == "formed" and choice.num_bytes > budget:
-            return costs.choose(self.num_samples, budget, closes=closes)
+            return costs.choose(self.num_samples, budget, groupwise=groupwise)
         return choice
 
     def split(self, tensor: Tensor) -> Tensor:
