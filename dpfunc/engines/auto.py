@@ -80,7 +80,7 @@ class Auto:
 
     fast: Callable[[], Engine]
     unproven: Unproven = "vmap"
-    # What `fast` makes, at the first step: an engine that also has `read`, `groupwise` and `prepare`.
+    # What `fast` makes, at the first step: an engine that also has `first_read`, `groupwise` and `prepare`.
     _engines: list[Any] = field(default_factory=list, repr=False, compare=False)
     _histories: MutableMapping[LossFn, dict[tuple[object, ...], _History]] = field(
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
@@ -139,7 +139,7 @@ class Auto:
         """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
         before = python_state(loss_fn) if not history.state_checked else 0
         result, reason = self._run_fast(loss_fn, params, batch)
-        read = self._engines[0].read(loss_fn)
+        read = self._engines[0].first_read(loss_fn)
         with refused_by_all():
             if read and not history.state_checked:
                 refuse_kept(loss_fn, before, read)

@@ -45,14 +45,14 @@ DEFAULT_BUDGET = 2**30
 _SMALL = 2**15
 
 
-def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
+def apply_rule(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
     """Per-sample gradients of a use by its rule, whose own operations are not traced."""
     with unseen(), exact(grad.device), torch.no_grad():
-        return _by_rule(use, names, False, grad, saved)
+        return _apply_rule(use, names, False, grad, saved)
 
 
-def _by_rule(use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: Sequence[Tensor]) -> Grads:
-    """The same, where nothing is traced; `formed`: as numbers in memory, not as factors.
+def _apply_rule(use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: Sequence[Tensor]) -> Grads:
+    """Apply a rule where nothing is traced; `formed`: to gradients in memory, not to factors.
 
     Raises:
         UnsupportedModel: the shapes have no rule. WrongGuess: the same, where the sample axis was guessed.
@@ -68,9 +68,9 @@ def _by_rule(use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: 
     return {argument: Dense(grads[argument].dense()) for argument in use.wanted} if formed else grads
 
 
-def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _formed_tensors(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     with unseen(), exact(grad.device), torch.no_grad():
-        grads = _by_rule(use, names, True, grad, saved)
+        grads = _apply_rule(use, names, True, grad, saved)
         return tuple(grads[argument].dense() for argument in use.wanted)
 
 
@@ -82,7 +82,7 @@ class FactorRecorder:
         budget: bytes that may still be formed. leaves: tensors whose gradients are asked for: private copies, and
             where dynamo traces those of all uses. readers: for each leaf, gradient -> {identity of the tracked tensor:
             its gradient by one use}.
-        chosen: by parameters, operation and shape, the form of gradients.
+        chosen: by parameters, operation and shape, the representation of gradients.
         forward_done: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
         group_factors: factors of clip groups, which are then summed during the backward pass. caught: gradients so
@@ -108,13 +108,13 @@ class FactorRecorder:
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if self.caught is not None:
             self.caught.expect(targets)
-            take = partial(_take, self.caught, use, targets, names, self.forms(use))
+            take = partial(_catch_grads, self.caught, use, targets, names, self.is_formed(use))
             return tapped(output, checked(self.trace, use, take), saved, [self.caught.anchor])
-        if self.forms(use):
+        if self.is_formed(use):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
             readers = [partial(_read_dense, target) for target in targets.values()]
-            result = tapped(output, checked(self.trace, use, partial(_formed, use, names)), saved, leaves)
+            result = tapped(output, checked(self.trace, use, partial(_formed_tensors, use, names)), saved, leaves)
         else:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
             readers = [partial(_read_factors, use, targets, names, saved)]
@@ -130,14 +130,15 @@ class FactorRecorder:
         if self.caught is not None:
             self.caught.end_forward()
 
-    def forms(self, use: Use) -> bool:
+    def is_formed(self, use: Use) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
         choice = self.chosen.get(use.key)
         if choice is None:  # checkpointing asks again, and needs the same answer
             choice = self.chosen[use.key] = use.choose(self.budget, groupwise=self.group_factors is not None)
-            if choice.form == "formed" and self.group_factors is None:  # a summed group returns its memory
+            # A summed group returns its memory.
+            if choice.representation == "formed" and self.group_factors is None:
                 self.budget -= choice.num_bytes
-        return choice.form == "formed"
+        return choice.representation == "formed"
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradient is the per-sample gradient."""
@@ -153,7 +154,7 @@ class FactorRecorder:
             self.caught.late.update(tracked.name for tracked in sources)
 
 
-def _take(
+def _catch_grads(
     caught: CaughtGrads,
     use: Use,
     targets: Mapping[str, int],
@@ -162,10 +163,10 @@ def _take(
     grad: Tensor,
     saved: tuple[Tensor, ...],
 ) -> tuple[None]:
-    """Catch that forms the gradients, or keeps their factors."""
+    """Catch of a use: its gradients, formed or as factors, now or after the backward pass."""
     with torch._C.DisableTorchFunction():
         later = grad.numel() + sum(tensor.numel() for tensor in saved) <= _SMALL
-        caught.take(use, targets, partial(_by_rule, use, names, formed, grad, saved), later=later)
+        caught.take(use, targets, partial(_apply_rule, use, names, formed, grad, saved), later=later)
     return (None,)
 
 
@@ -176,7 +177,7 @@ def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
 def _read_factors(
     use: Use, targets: Mapping[str, int], names: Sequence[str], saved: Sequence[Tensor], grad: Tensor
 ) -> Mapping[int, PerSampleGrad]:
-    grads = form_grads(use, names, grad, saved)
+    grads = apply_rule(use, names, grad, saved)
     return {target: grads[argument] for argument, target in targets.items()}
 
 
@@ -234,7 +235,7 @@ class Bookkeeping:
             refuse_unproven(result.doubts)
         return result
 
-    def read(self, loss_fn: LossFn) -> str:
+    def first_read(self, loss_fn: LossFn) -> str:
         """The first read of numbers of the batch by Python, in words; empty if there was none."""
         return self._cache.reads.get(loss_fn, "")
 
@@ -250,7 +251,7 @@ class Bookkeeping:
             raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
         known = self._cache.discover(loss_fn, params, batch, self)
         recorder = partial(FactorRecorder, self.memory_budget)
-        return lambda loss_fn, params, batch: record_factors(
+        return lambda loss_fn, params, batch: forward_and_backward(
             loss_fn, params, batch, CachedSampleAxes(known), recorder()
         )
 
@@ -258,7 +259,7 @@ class Bookkeeping:
         self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder
     ) -> PerSample | GroupwiseSums:
         recorder = FactorRecorder(self.memory_budget, discovery.trace, self._group_factors)
-        return record_factors(loss_fn, params, batch, discovery, recorder)
+        return forward_and_backward(loss_fn, params, batch, discovery, recorder)
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
@@ -298,7 +299,7 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
     return Bookkeeping(budget, one_of("unproven", unproven, ("audit", "refuse")))
 
 
-def record_factors(
+def forward_and_backward(
     loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes, recorder: FactorRecorder
 ) -> PerSample | GroupwiseSums:
     """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
@@ -309,7 +310,7 @@ def record_factors(
         with torch.enable_grad(), tracker:
             losses_B = loss_fn(leaves, batch)
         with torch.enable_grad():
-            return _read(tracker, recorder, leaves, losses_B)
+            return _backward(tracker, recorder, leaves, losses_B)
     recorder.catch_in_backward(leaves)
     trace = recorder.trace or Trace(num_samples)
     with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
@@ -320,11 +321,13 @@ def record_factors(
         recorder.end_forward()
         trace.credited(losses_B, SampleAxis(0), "the loss")
         with backward_pass(trace, losses_B, hooked=tracker.hooked):
-            result = _read(tracker, recorder, leaves, losses_B)
+            result = _backward(tracker, recorder, leaves, losses_B)
     return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
 
 
-def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample | GroupwiseSums:
+def _backward(
+    tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor
+) -> PerSample | GroupwiseSums:
     """Run the backward pass, and collect the recorded gradients."""
     own = recorder.caught
     watched = {**params, **tracker.sentinels}

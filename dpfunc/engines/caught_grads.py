@@ -79,11 +79,11 @@ class CaughtGrads:
         for group in [group for group, names in self._unsummed.items() if not self.late.isdisjoint(names)]:
             del self._unsummed[group]
 
-    def take(self, use: Use, targets: Mapping[str, int], form: Callable[[], Grads], *, later: bool = False) -> None:
+    def take(self, use: Use, targets: Mapping[str, int], compute: Callable[[], Grads], *, later: bool = False) -> None:
         """Take the gradients of a use, and sum the groups that they complete.
 
         Args:
-            later: form them after the backward pass, with all others: they are small.
+            later: compute them after the backward pass, with all others: they are small.
 
         Raises:
             UnsupportedModel: more gradients than uses.
@@ -95,19 +95,19 @@ class CaughtGrads:
                 raise use.refuse("its backward pass runs more often than its forward pass.")
             self.missing[target] -= 1
         if later and self.group_factors is None:
-            self._later.append((targets, form))
+            self._later.append((targets, compute))
             return
         with unseen(), exact(self.anchor.device), torch.no_grad():
-            self._keep(targets, form())
+            self._keep(targets, compute())
         if self.group_factors is not None:
             self._sum_complete_groups(self.group_factors, targets.values())
 
     def finish(self) -> dict[int, list[PerSampleGrad]]:
-        """Form the gradients that were left for the end; identity -> the gradients of groups without a sum."""
+        """Compute the gradients that were left for the end; identity -> the gradients of groups without a sum."""
         if self._later:
             with unseen(), exact(self.anchor.device), torch.no_grad():
-                for targets, form in self._later:
-                    self._keep(targets, form())
+                for targets, compute in self._later:
+                    self._keep(targets, compute())
             self._later.clear()
         return self.kept
 

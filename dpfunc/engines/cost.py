@@ -20,7 +20,7 @@ from typing import Literal
 
 from dpfunc.engines.numerics import SCRATCH
 
-_Form = Literal["formed", "dropped", "ghost"]
+_Representation = Literal["formed", "dropped", "ghost"]
 
 # Measured on two cores: 200 operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
 # Operations that a processor does while it writes a number to fresh memory and reads it twice.
@@ -37,14 +37,15 @@ _MAX_SIZE_RATIO = 2
 
 @dataclass(frozen=True)
 class Choice:
-    """Form of the gradients of one use: `formed` and kept, or factors with a norm that is `dropped` or a `ghost` norm.
+    """Representation of the gradients of one use, chosen by its costs.
 
     Args:
-        form: see the module. operations: of norms and weighted sum, for all samples. num_bytes: kept until the factors
-            of the clip rule are known.
+        representation: `formed` and kept; or factors, with a norm of gradients that are formed and `dropped`, or a
+            `ghost` norm. operations: of norms and weighted sum, for all samples. num_bytes: kept until the factors of
+            the clip rule are known.
     """
 
-    form: _Form
+    representation: _Representation
     operations: int
     num_bytes: int
 
@@ -58,7 +59,8 @@ class Costs:
         numbers: that it has. factors: numbers of both factors. limited: it is not formed where it is much larger than
             its factors.
 
-    >>> matrix(positions=128, p=8, d=384).choose(16).form, matrix(positions=128, p=1024, d=384).choose(16).form
+    >>> narrow, wide = matrix(positions=128, p=8, d=384), matrix(positions=128, p=1024, d=384)
+    >>> narrow.choose(16).representation, wide.choose(16).representation
     ('formed', 'ghost')
     """
 
@@ -79,7 +81,7 @@ class Costs:
         return self.ghost < self.dropped
 
     def choose(self, num_samples: int, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
-        """The form that takes the fewest operations within a budget.
+        """The representation that takes the fewest operations within a budget.
 
         Args:
             num_samples: B. budget: bytes that may be formed; what does not fit is kept as factors, if they are smaller.
@@ -123,7 +125,7 @@ class Kernel:
 
     >>> early = Kernel(1024, 1024, shape=(64, 64, 3, 3), stride=(1, 1), groups=1).costs()
     >>> late = Kernel(16, 16, shape=(512, 512, 3, 3), stride=(1, 1), groups=1).costs()
-    >>> early.choose(32).form, late.choose(32).form
+    >>> early.choose(32).representation, late.choose(32).representation
     ('formed', 'ghost')
     """
 

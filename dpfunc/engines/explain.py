@@ -92,7 +92,7 @@ class _CostRecorder(FactorRecorder):
             chosen = argument == largest and use.rule.costs is not None
             own = choice if chosen else summed(use.shapes[argument].numel()).choose(use.num_samples)
             shape = tuple(use.shapes[argument])
-            self.costs.append(UseCost(name, use.name, own.form, shape, own.num_bytes, own.operations))
+            self.costs.append(UseCost(name, use.name, own.representation, shape, own.num_bytes, own.operations))
         return result
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:

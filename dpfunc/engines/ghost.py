@@ -17,7 +17,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import arrived
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
-from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
+from dpfunc.engines.bookkeeping import apply_rule, checked, read_copies
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.draws import Draw
 from dpfunc.engines.guards.modes import unfollowed, unseen
@@ -90,9 +90,9 @@ class _NormRecorder:
             return (None,)
         single = {arg: self.params[target] for arg, target in targets.items() if self._single(target)}
         if self.factors is None:
-            self._take_norms(form_grads(use, names, grad, saved), targets, single, grad.device)
+            self._take_norms(apply_rule(use, names, grad, saved), targets, single, grad.device)
         elif single:
-            self._take_sums(form_grads(use, names, grad, saved), self.factors, single, grad.device)
+            self._take_sums(apply_rule(use, names, grad, saved), self.factors, single, grad.device)
         return (None,)
 
     def _take_norms(

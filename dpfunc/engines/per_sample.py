@@ -140,7 +140,7 @@ class Outer:
         eps = torch.finfo(a_BTp.dtype).eps
         reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
-            sq_norms_B = self._formed(a_BTp, b_BTd)
+            sq_norms_B = self._measured(a_BTp, b_BTd)
         else:
             sq_norms_B = self._ghost(a_BTp, b_BTd)
             doubtful_B = ~(ROUNDINGS * eps * reach_B.square() <= TOLERATED * sq_norms_B)
@@ -148,11 +148,11 @@ class Outer:
                 safe_B = sq_norms_B.clamp(min=0.0) + ROUNDINGS * eps * reach_B.square()
                 sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
             elif any_set(doubtful_B):
-                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._formed(a_BTp[doubtful_B], b_BTd[doubtful_B]))
+                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._measured(a_BTp[doubtful_B], b_BTd[doubtful_B]))
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
 
     @staticmethod
-    def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
+    def _measured(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
         size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
         if size >= len(a_BTp):
             return sq_sum((a_BTp.transpose(1, 2) @ b_BTd).flatten(1))

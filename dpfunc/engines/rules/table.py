@@ -43,11 +43,11 @@ class Use:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key of uses that get the same form."""
+        """Key of uses that get the same representation."""
         return (*self.wanted.values(), self.name, *self.output)
 
     def choose(self, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
-        """The form of its gradients by the cost model; see `Costs.choose`."""
+        """The representation of its gradients by the cost model; see `Costs.choose`."""
         if not self._chosen:
             numbers = sum(math.prod(shape) for shape in self.shapes.values())
             costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
@@ -55,7 +55,7 @@ class Use:
             self._chosen.append((costs, first, early))
         costs, first, early = self._chosen[0]
         choice = early if groupwise else first
-        if choice.form == "formed" and choice.num_bytes > budget:
+        if choice.representation == "formed" and choice.num_bytes > budget:
             return costs.choose(self.num_samples, budget, groupwise=groupwise)
         return choice
 
