@@ -262,7 +262,7 @@ class _Compiled:
             return result
         torch.default_generator.set_state(state)  # the same random numbers again
         expected = eager(params, microbatch, mask_B, key)  # outside of what is forgiven: it may refuse the loss
-        self.random = self.audits.drew
+        self.random = self.audits.random
         if result is None:
             self._give_up()
             return expected
@@ -313,7 +313,7 @@ class _Compiled:
         _log.log(level, "not compiled: %s", self.reason)
 
     def _audit(self, params: Params, microbatch: Batch, key: Key | None, result: Sums, seconds: float) -> None:
-        with self.audits.drawn(key, microbatch, seconds=seconds) as chosen:
+        with self.audits.choose_rows(key, microbatch, seconds=seconds) as chosen:
             audit(self.loss_fn, params, microbatch, _credited(params, result, self.audits.coarse), chosen)
 
     def _compare(self, params: Params, microbatch: Batch, mask_B: Tensor, result: Sums, expected: Sums) -> None:

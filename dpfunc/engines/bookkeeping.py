@@ -322,7 +322,7 @@ def forward_and_backward(
         trace.credited(losses_B, SampleAxis(0), "the loss")
         with backward_pass(trace, losses_B, hooked=tracker.hooked):
             result = _backward(tracker, recorder, leaves, losses_B)
-    return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
+    return replace(result, doubts=tuple(trace.doubts), random_calls=tuple(trace.random_calls))
 
 
 def _backward(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpfunc.engines.guards.draws import Draw
 from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.rules.table import Grads, Use
@@ -144,7 +144,7 @@ class GroupwiseSums:
     Args:
         losses_B: of each sample. rest: gradients of groups without a sum. caught: the sums of the others.
         group_factors: of these.
-        doubts, draws, untraced, coarse: see `PerSample`.
+        doubts, random_calls, untraced, coarse: see `PerSample`.
     """
 
     losses_B: Tensor
@@ -152,7 +152,7 @@ class GroupwiseSums:
     caught: CaughtGrads = field(repr=False)
     group_factors: GroupFactors = field(repr=False)
     doubts: tuple[str, ...] = ()
-    draws: tuple[Draw, ...] = ()
+    random_calls: tuple[RandomCall, ...] = ()
     untraced: bool = False
     coarse: bool = False
 

@@ -19,8 +19,8 @@ from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import apply_rule, checked, read_copies
 from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
-from dpfunc.engines.guards.draws import Draw
 from dpfunc.engines.guards.modes import unfollowed, unseen
+from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.guards.scope import Scope, backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import exact
@@ -149,7 +149,7 @@ class Ghost:
     _graph: list[Tensor] = field(repr=False)
     _seed: Key256 = field(repr=False)
     doubts: tuple[str, ...] = ()
-    draws: tuple[Draw, ...] = ()
+    random_calls: tuple[RandomCall, ...] = ()
     untraced: bool = False
     coarse: bool = False
 
@@ -273,5 +273,5 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
         kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
     losses_B = arrived(losses_B.detach())
-    doubts, draws = tuple(trace.doubts), tuple(trace.draws)
-    return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed, doubts, draws)
+    doubts, random_calls = tuple(trace.doubts), tuple(trace.random_calls)
+    return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed, doubts, random_calls)

@@ -52,11 +52,11 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         reached, reads = not num_samples, list[str]()
-        draws, before = 0, python_state(loss_fn)
+        random, before = 0, python_state(loss_fn)
         for sample in range(num_samples):
             losses_1, grads, trace = _single(loss_fn, params, rows(batch, sample, sample + 1), recorder)
             reached |= bool(grads)
-            reads, draws = reads + trace.reads, draws + len(trace.draws)
+            reads, random = reads + trace.reads, random + len(trace.random_calls)
             losses.append(losses_1)
             _keep(grads_B, sample, grads)
         check_depends(reached)
@@ -67,7 +67,7 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         if on_any_process(bool(reads) or was_kept(loss_fn)):
             with refused_by_all():
                 refuse_kept(loss_fn, before, next(iter(reads), ""))
-            if not draws:
+            if not random:
                 _check_repeats(engine, loss_fn, params, batch, result)
         return result
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.cost import matrix
-from dpfunc.engines.guards.draws import Draw
+from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
@@ -437,8 +437,9 @@ class PerSample:
 
     Args:
         losses_B: of each sample. grads: name -> gradients.
-        doubts: why it is not proven that samples do not influence each other; empty where it is. draws: the random
-            numbers of the pass, for an audit. alone: each sample was computed alone.
+        doubts: why it is not proven that samples do not influence each other; empty where it is.
+        random_calls: operations of the pass that drew random numbers, for an audit. alone: each sample was computed
+            alone.
         untraced: a tensor was made without an operation that the trace follows, unlike before. coarse: there were
             numbers of 16 bits.
     """
@@ -446,7 +447,7 @@ class PerSample:
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
     doubts: tuple[str, ...] = ()
-    draws: tuple[Draw, ...] = ()
+    random_calls: tuple[RandomCall, ...] = ()
     alone: bool = False
     untraced: bool = False
     coarse: bool = False

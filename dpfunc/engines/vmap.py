@@ -175,7 +175,7 @@ def vmap(chunk_size: int | None = None) -> Engine:
             raise UnsupportedModel(f'Under vmap a row would depend on others: {trace.doubts[0]}. Use engine="loop".')
         # An audit sees functions whose rule for vmap mixes rows; it cannot give a row the random numbers that it had.
         found = {name: Dense(grad) for name, grad in grads.items()}
-        return PerSample(losses_B, found, alone=bool(trace.draws), coarse=trace.coarse)
+        return PerSample(losses_B, found, alone=bool(trace.random_calls), coarse=trace.coarse)
 
     return engine
 
