@@ -23,7 +23,7 @@ from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.compiled import Compilation, Compile, RunFacts
 from dpfunc.distributed.collective_step import processes_of
-from dpfunc.distributed.processes import Processes, Rows
+from dpfunc.distributed.processes import Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
@@ -169,7 +169,7 @@ class DPStep:
             return real_B
 
         step = state.step if isinstance(state, StepState) else None
-        rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
+        rows = self._processes.check(StepCall(check, lambda: self._described(state), step, params, batch))
         if self._calls.changed_nothing(params) and self._processes.writes:
             _logger.warning(_UNCHANGED)
         return self._run_of_its_own(params) if state is None else state, rows
