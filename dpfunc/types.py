@@ -129,6 +129,15 @@ class Unreleased(NamedTuple):
         return "Unreleased(losses and gradient norms of private samples: hidden, and not covered by epsilon)"
 
 
+class MicrobatchSums(NamedTuple):
+    """Clipped sums of a microbatch; losses (B,), norms (B, G) and squared norms of each parameter (B,), unreleased."""
+
+    sums: dict[str, Tensor]
+    losses_B: Tensor
+    norms_BG: Tensor
+    sq_norms: dict[str, Tensor]
+
+
 @dataclass(frozen=True, order=True)
 class Event:
     """`num_steps` releases of a sum plus Gaussian noise, each over a Poisson sample of the data.
