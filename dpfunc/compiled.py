@@ -221,7 +221,7 @@ def _origin(error: BaseException) -> BaseException:
 
 @dataclass
 class _Compiled:
-    """The `ClipMicrobatch` of microbatches of one shape. Each compilation is compared with an eager step on all its rows.
+    """A `ClipMicrobatch`, for one shape. Each compilation is compared with an eager step on all its rows.
 
     What was compiled runs the operations of that step again, in every later one: it is one graph, and what it depends
     on beside its inputs is guarded. So the trace of the step for which it was compiled is that of the others.
