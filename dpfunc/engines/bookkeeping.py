@@ -26,7 +26,7 @@ from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
-from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, SampleAxes
+from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, SampleAxes
 from dpfunc.engines.tracing.trace import Trace, WrongGuess, backward_pass, following
 from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
 from dpfunc.engines.uses.gradient_taps import Catch, leaf, pass_gradient, tapped
@@ -225,8 +225,9 @@ class Bookkeeping:
         """Compute the per-sample gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
+        compute = partial(self._forward_and_backward, loss_fn, params, batch)
         result: PerSample | GroupwiseSums = self._cache.run_with_rediscovery(
-            loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch)
+            loss_fn, params, batch_size(batch), compute
         )
         # A sample that is not finite must be left out of all groups.
         if isinstance(result, GroupwiseSums) and not result.is_finite():
@@ -249,17 +250,43 @@ class Bookkeeping:
         split = [name for name, param in params.items() if is_dtensor(param)]
         if split:
             raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
-        known = self._cache.discover(loss_fn, params, batch, self)
-        recorder = partial(FactorRecorder, self.memory_budget)
-        return lambda loss_fn, params, batch: forward_and_backward(
-            loss_fn, params, batch, CachedSampleAxes(known), recorder()
-        )
+        known = self.sample_axes(loss_fn, params, batch)
+        return lambda loss_fn, params, batch: self._forward_and_backward(loss_fn, params, batch, known)
 
-    def _run(
-        self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder
+    def sample_axes(self, loss_fn: LossFn, params: Params, batch: Batch) -> CachedSampleAxes:
+        """The sample axis of each use, by one traced step that is proven without looking at its numbers.
+
+        Raises:
+            UnsupportedModel: it is not, or uses of a parameter have different sample axes.
+        """
+        compute = partial(self._forward_and_backward, loss_fn, params, batch)
+        return self._cache.discover(loss_fn, batch_size(batch), compute)
+
+    def _forward_and_backward(
+        self, loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes
     ) -> PerSample | GroupwiseSums:
-        recorder = FactorRecorder(self.memory_budget, discovery.trace, self._group_factors)
-        return forward_and_backward(loss_fn, params, batch, discovery, recorder)
+        """Per-sample gradients by one forward and one backward pass."""
+        recorder = FactorRecorder(self.memory_budget, sample_axes.trace, self._group_factors)
+        num_samples = batch_size(batch)
+        leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+        tracker = Tracker(leaves, num_samples, sample_axes, recorder)
+        if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
+            with torch.enable_grad(), tracker:
+                losses_B = loss_fn(leaves, batch)
+            with torch.enable_grad():
+                return _backward(tracker, recorder, leaves, losses_B)
+        recorder.catch_in_backward(leaves)
+        trace = recorder.trace or Trace(num_samples)
+        with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
+            losses_B = loss_fn(leaves, batch)
+            check_differentiable(losses_B, num_samples)
+            if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
+                refuse_reentrant((), losses_B)
+            recorder.end_forward()
+            trace.credited(losses_B, SampleAxis(0), "the loss")
+            with backward_pass(trace, losses_B, hooked=tracker.hooked):
+                result = _backward(tracker, recorder, leaves, losses_B)
+        return replace(result, doubts=tuple(trace.doubts), random_calls=tuple(trace.random_calls))
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
@@ -297,32 +324,6 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
     """
     budget = DEFAULT_BUDGET if memory_budget is None else integer("memory_budget", memory_budget, minimum=0)
     return Bookkeeping(budget, one_of("unproven", unproven, ("audit", "refuse")))
-
-
-def forward_and_backward(
-    loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes, recorder: FactorRecorder
-) -> PerSample | GroupwiseSums:
-    """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
-    num_samples = batch_size(batch)
-    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    tracker = Tracker(leaves, num_samples, sample_axes, recorder)
-    if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
-        with torch.enable_grad(), tracker:
-            losses_B = loss_fn(leaves, batch)
-        with torch.enable_grad():
-            return _backward(tracker, recorder, leaves, losses_B)
-    recorder.catch_in_backward(leaves)
-    trace = recorder.trace or Trace(num_samples)
-    with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
-        losses_B = loss_fn(leaves, batch)
-        check_differentiable(losses_B, num_samples)
-        if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
-            refuse_reentrant((), losses_B)
-        recorder.end_forward()
-        trace.credited(losses_B, SampleAxis(0), "the loss")
-        with backward_pass(trace, losses_B, hooked=tracker.hooked):
-            result = _backward(tracker, recorder, leaves, losses_B)
-    return replace(result, doubts=tuple(trace.doubts), random_calls=tuple(trace.random_calls))
 
 
 def _backward(

@@ -18,11 +18,10 @@ from dpfunc.engines.tracing.any_values import AnyValuesTrace
 from dpfunc.engines.tracing.backward import Unsettled
 from dpfunc.engines.tracing.credit import WrongGuess
 from dpfunc.engines.tracing.entries import part
-from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key
+from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, Key
 from dpfunc.engines.tracing.trace import Trace
-from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, LossFn, Params
+from dpfunc.types import LossFn, Params
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -140,8 +139,8 @@ class DiscoveryCache:
         return known is not None and any(key not in known or _freed(known[key]) for key in found)
 
     def discover(
-        self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable
-    ) -> dict[Key, SampleAxis | None]:
+        self, loss_fn: LossFn, num_samples: int, compute: Callable[[DiscoveryRecorder], _Result]
+    ) -> CachedSampleAxes:
         """Find the sample axis of each use, by one traced step that is proven without looking at its numbers.
 
         Raises:
@@ -149,9 +148,9 @@ class DiscoveryCache:
         """
         wrong = self.wrong.setdefault(loss_fn, set())
         while True:
-            discovery = DiscoveryRecorder(AnyValuesTrace(_size(batch)), wrong)
+            discovery = DiscoveryRecorder(AnyValuesTrace(num_samples), wrong)
             try:
-                refuse_unproven(engine._run(loss_fn, params, batch, discovery).doubts)
+                refuse_unproven(compute(discovery).doubts)
                 break
             except WrongGuess as error:
                 wrong.add(error.args[0])
@@ -161,18 +160,8 @@ class DiscoveryCache:
                 f"The uses of {shorten(names)} hold their samples in different ways, which a compiled step cannot tell "
                 "apart. Use compile=False."
             )
-        return discovery.known
+        return CachedSampleAxes(discovery.known)
 
 
 def _freed(reference: StorageWeakRef) -> bool:
     return bool(reference.expired())
-
-
-class _Traceable(Protocol):
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> _Result: ...
-
-
-def _size(batch: Batch) -> int:
-    from dpfunc.batches import batch_size
-
-    return batch_size(batch)
