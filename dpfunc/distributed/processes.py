@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dpfunc._utils.digests import checksum_and_marks, in_hex
 from dpfunc.batches import batch_size
-from dpfunc.distributed.agreement import checksum_and_marks, in_hex
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import refuse_not_finite, suspicious
 from dpfunc.engines.numerics import accumulation_dtype
