@@ -23,8 +23,8 @@ from dpfunc.batches import rows, signature, tree_map
 from dpfunc.engines.guards.audit import Audits, Credited, audit
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.modes import DispatchMode
-from dpfunc.engines.guards.row_independence import COARSE, tolerance_of
 from dpfunc.engines.guards.scope import backward_inside
+from dpfunc.engines.numerics import COARSE, tolerance_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, insecure_key, torch_seed
 from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads

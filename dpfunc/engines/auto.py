@@ -12,10 +12,9 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc.batches import batch_size, signature
 from dpfunc.engines.bookkeeping import Bookkeeping, bookkeeping
-from dpfunc.engines.guards.lockstep import in_lockstep, refused_by_all
+from dpfunc.engines.guards.lockstep import in_lockstep, on_any_rank, refused_by_all
 from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
-from dpfunc.engines.guards.replicated import on_any_rank
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
 from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven, refuse_unproven

@@ -18,7 +18,7 @@ from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.batches import batch_size
 from dpfunc.engines.caught_grads import CaughtGrads, GroupwiseSums
 from dpfunc.engines.cost import Choice
-from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.loss import check_depends, check_differentiable, parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.loop import loop
@@ -28,13 +28,12 @@ from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
 from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, SampleAxes
 from dpfunc.engines.tracing.trace import Trace, WrongGuess, backward_pass, following
-from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.uses.accumulate import collect, refuse_escaped
 from dpfunc.engines.uses.gradient_taps import Catch, leaf, pass_gradient, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
-from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params
 

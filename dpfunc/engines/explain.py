@@ -11,11 +11,11 @@ from torch import Tensor
 from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
 from dpfunc.engines.cost import summed
+from dpfunc.engines.guards.loss import check_differentiable
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, following
-from dpfunc.engines.uses.accumulate import check_differentiable
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker

@@ -18,7 +18,7 @@ from dpfunc._utils.dtensor import arrived
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import apply_rule, checked, read_copies
-from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.loss import check_depends, check_differentiable, parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.modes import unfollowed, unseen
 from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.guards.scope import Scope, backward_inside
@@ -29,13 +29,12 @@ from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, backward_pass, following
-from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.uses.accumulate import collect, refuse_escaped
 from dpfunc.engines.uses.gradient_taps import leaf, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source, leaves_of, reduced
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
-from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
 from dpfunc.rng import insecure_key, torch_seed

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
-from dpfunc.functional.batchnorm import training_batchnorms
 
 _CHECKPOINTED = (
     "its second forward pass would run with the module's own parameters and give wrong gradients. Call "
@@ -59,7 +59,9 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
             renormalises its weight, or LLM.int8 layers.
     """
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
-    norms = training_batchnorms(parts)
+    norms = [
+        name for name, part in parts if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+    ]
     if norms:
         raise UnsupportedModel(
             f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows, signature
-from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process
+from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, on_any_rank
 from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
-from dpfunc.engines.guards.replicated import anywhere
-from dpfunc.engines.guards.row_independence import COARSE, rounded_params, tolerance_of
+from dpfunc.engines.guards.row_independence import rounded_params
 from dpfunc.engines.loop import loop
+from dpfunc.engines.numerics import COARSE, tolerance_of
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed
@@ -195,7 +195,8 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
 
 
 def _on_any_rank(problem: str, params: Params) -> bool:
-    return bool(anywhere(torch.tensor([bool(problem)]), params))
+    (found,) = on_any_rank(params, bool(problem))
+    return found
 
 
 def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> str:

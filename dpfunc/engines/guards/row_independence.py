@@ -13,28 +13,18 @@ from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.engines.guards.loss import check_losses
 from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.numerics import accumulation_dtype
+from dpfunc.engines.numerics import COARSE, TOLERANCES, accumulation_dtype, tolerance_of
 from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.engines.uses.tensor_parallel import shard_like
-from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
 _LOSS_ROWS = 8
 _PERTURBATION = 0.02
-# Relative differences that rounding may make: float64, float32, and 16 bits or autocast.
-TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
-COARSE = 0.1
-
-
-def tolerance_of(*dtypes: torch.dtype) -> float:
-    """The relative difference that rounding may make in the coarsest of dtypes, or under autocast."""
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-        return COARSE
-    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
 
 
 def perturbed_params(params: Params) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Checks of the graph of a loss, and of the parameters after it."""
+"""Checks of a loss: one number a sample, that depends on the parameters; its graph; the parameters after it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,57 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
-from dpfunc.errors import UnsupportedModel
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
+
+
+def check_losses(losses: object, num_samples: int) -> None:
+    """Check that there is one loss a sample, of floating dtype.
+
+    Raises:
+        InvalidArgument: another type, shape or dtype.
+    """
+    hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
+    if not isinstance(losses, Tensor):
+        raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
+    if losses.shape != (num_samples,):
+        raise InvalidArgument(
+            f"Expected loss_fn to return shape ({num_samples},), got {tuple(losses.shape)} where it was called with "
+            f"{num_samples} {'row' if num_samples == 1 else 'rows'}, all of the batch or a part of it. {hint}"
+        )
+    if is_dtensor(losses):
+        raise InvalidArgument(
+            "Expected loss_fn to return a plain tensor, got a DTensor. Make the output of the last layer plain "
+            "(use_local_output=True, output_layouts=Replicate()), or return losses.full_tensor()."
+        )
+    if not losses.is_floating_point():
+        raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
+
+
+def check_depends(depends: bool) -> None:
+    """Check that the loss depends on a parameter, and not on other tensors of the same values.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    if not depends:
+        raise InvalidArgument(
+            "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
+            "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
+            "detach()."
+        )
+
+
+def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
+    """Check that there is one loss a sample, and that it depends on the parameters.
+
+    Raises:
+        InvalidArgument: another shape or dtype, or no gradient.
+    """
+    check_losses(losses_B, num_samples)
+    check_depends(losses_B.requires_grad)
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
