@@ -54,7 +54,7 @@ ClipMicrobatch = Callable[[Params, Batch, Tensor, Key | None], MicrobatchSums]
 """Parameters, microbatch, mask of the real rows, key -> clipped sums."""
 
 
-class ClipAndSum(Protocol):
+class _ClipAndSum(Protocol):
     """Clip and add per-sample gradients; `check` sees their squared norms before."""
 
     def __call__(
@@ -190,7 +190,7 @@ class Compiler:
         return ""
 
     def clip_microbatch(
-        self, params: Params, batch: Batch, size: int, clip_and_sum: ClipAndSum, bound: float, eager: ClipMicrobatch
+        self, params: Params, batch: Batch, size: int, clip_and_sum: _ClipAndSum, bound: float, eager: ClipMicrobatch
     ) -> ClipMicrobatch:
         """The function that clips and sums microbatches of `size` rows of a batch.
 
@@ -236,7 +236,7 @@ class _Compiled:
     engine: Engine
     forgiving: bool
     audits: Audits
-    clip_and_sum: ClipAndSum
+    clip_and_sum: _ClipAndSum
     bound: float
     random: bool = False
     compared: bool = False

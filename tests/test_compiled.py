@@ -273,7 +273,7 @@ def test_a_relu_net_is_not_refused_for_its_kinks(monkeypatch):
     params, batch = kinks()
     fake(monkeypatch, rounded)
     prepared(relu_net, True, microbatch_size=64)(params, batch)
-    monkeypatch.setattr(audit_module, "TRIES", 0)
+    monkeypatch.setattr(audit_module, "_TRIES", 0)
     with pytest.raises(UnsupportedModel, match="norm 0 alone"):
         prepared(relu_net, True, microbatch_size=64)(params, batch)
 

@@ -341,7 +341,7 @@ def _joined_outer(uses: Sequence[Outer]) -> Outer:
 
 
 @dataclass(frozen=True)
-class Stack:
+class _Stack:
     """Gradients of some parameters, as one: those of B samples of the first, then of the second, and so on.
 
     Small gradients of equal shapes are measured and summed by one torch call for all: a call takes microseconds
@@ -396,10 +396,10 @@ def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tenso
     return sums_Npd.reshape(number, *outer.shape).unbind(0)
 
 
-def stacked(grads: Mapping[str, PerSampleGrad]) -> list[Stack]:
+def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
     """All gradients, small ones of equal shapes as one.
 
-    >>> [stack.names for stack in stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
+    >>> [stack.names for stack in _stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
     [('a', 'b')]
     """
     together: dict[object, list[str]] = {}
@@ -420,15 +420,15 @@ def _key(grad: PerSampleGrad) -> object:
     return None
 
 
-def _stack(names: Sequence[str], grads: Sequence[PerSampleGrad]) -> Stack:
+def _stack(names: Sequence[str], grads: Sequence[PerSampleGrad]) -> _Stack:
     if len(grads) == 1:
-        return Stack(tuple(names), grads, grads[0])
+        return _Stack(tuple(names), grads, grads[0])
     outers = [grad for grad in grads if isinstance(grad, Outer)]
     if outers:
         sides: tuple[Callable[[Outer], Tensor], ...] = (lambda grad: grad.a_BTp, lambda grad: grad.b_BTd)
         a, b = (torch.cat([side(grad) for grad in outers]) for side in sides)
-        return Stack(tuple(names), grads, Outer(a, b, outers[0].shape))
-    return Stack(tuple(names), grads, Dense(torch.cat([grad.dense() for grad in grads])))
+        return _Stack(tuple(names), grads, Outer(a, b, outers[0].shape))
+    return _Stack(tuple(names), grads, Dense(torch.cat([grad.dense() for grad in grads])))
 
 
 @dataclass(frozen=True)
@@ -453,12 +453,12 @@ class PerSample:
     coarse: bool = False
 
     @cached_property
-    def _kept_stacks(self) -> list[Stack]:
-        return stacked(self.grads)
+    def _kept_stacks(self) -> list[_Stack]:
+        return _stacked(self.grads)
 
     @property
-    def _stacks(self) -> list[Stack]:  # the compiler cannot enter the lock of a cached property, and stacks nothing
-        return stacked(self.grads) if torch.compiler.is_compiling() else self._kept_stacks
+    def _stacks(self) -> list[_Stack]:  # the compiler cannot enter the lock of a cached property, and stacks nothing
+        return _stacked(self.grads) if torch.compiler.is_compiling() else self._kept_stacks
 
     def sq_norms(self) -> dict[str, Tensor]:
         with exact(self.losses_B.device):

@@ -39,7 +39,7 @@ _UNPROVEN_ROWS = 8
 _UNPROVEN_IN = 8
 FIRST_ROWS = 2
 # A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
-TRIES = 8
+_TRIES = 8
 _ROUNDING_UNITS = 8
 
 
@@ -243,7 +243,7 @@ def _unstable(
     of a row alone may decide differently, and a gradient jumps by far more than rounding.
     """
     loss, gradients = 0.0, dict.fromkeys(params, 0.0)
-    for number in range(TRIES):
+    for number in range(_TRIES):
         again = _alone(loss_fn, rounded_params(params, _ROUNDING_UNITS, number), batch, credited.random_calls, row)
         loss = _larger(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
         for name, grad in again.grads.items():

@@ -69,10 +69,10 @@ def in_lockstep() -> bool:
     return context is not None and not context.independent
 
 
-def any_process(flags: Tensor) -> Tensor:
+def _any_process(flags: Tensor) -> Tensor:
     """Flags (bool) that are set on this process, or on one with other records that runs in lockstep with it.
 
-    >>> any_process(torch.tensor([True, False])).tolist()
+    >>> _any_process(torch.tensor([True, False])).tolist()
     [True, False]
     """
     context = _context.get()
@@ -93,7 +93,7 @@ def on_any_process(flag: bool) -> bool:
     >>> on_any_process(True)
     True
     """
-    return bool(any_process(torch.tensor([flag]))) if in_lockstep() else flag
+    return bool(_any_process(torch.tensor([flag]))) if in_lockstep() else flag
 
 
 def anywhere(flags: Tensor, params: Params) -> Tensor:
@@ -104,7 +104,7 @@ def anywhere(flags: Tensor, params: Params) -> Tensor:
     for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
         for dim in range(mesh.ndim):
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return any_process(counts > 0)
+    return _any_process(counts > 0)
 
 
 def on_any_rank(params: Params, *flags: bool) -> list[bool]:

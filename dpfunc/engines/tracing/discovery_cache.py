@@ -56,7 +56,7 @@ def _check_norms(result: _Result, params: Params, meshes: Sequence[DeviceMesh]) 
             check_replicated(result.losses_B, norms, params, meshes)
 
 
-R = TypeVar("R", bound=Any)
+_R = TypeVar("_R", bound=Any)
 
 
 def _unproven_message(doubts: Sequence[str]) -> str:
@@ -99,8 +99,8 @@ class DiscoveryCache:
     settled: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary)
 
     def run_with_rediscovery(
-        self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[DiscoveryRecorder], R]
-    ) -> R:
+        self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[DiscoveryRecorder], _R]
+    ) -> _R:
         """Compute a step with a trace of its own, again if a gradient shows that a guess of a sample axis was wrong.
 
         Python may keep numbers that an earlier step gave to it, so all later steps have the doubt of that step.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
     from dpfunc.engines.uses.tracked import Tracked
 
-KEPT = 1 << 14
+_KEPT = 1 << 14
 """Different calls that a cache keeps; a model has a few hundred."""
 
 _Value = TypeVar("_Value")
@@ -167,7 +167,7 @@ def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> bo
 
 def put(cache: dict[object, _Value], key: object, value: _Value) -> None:
     """Keep a value; a cache that is full forgets all others."""
-    if len(cache) >= KEPT:
+    if len(cache) >= _KEPT:
         cache.clear()
     cache[key] = value
 
