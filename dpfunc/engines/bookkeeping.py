@@ -84,22 +84,16 @@ class FactorRecorder:
         chosen: by parameters, operation and shape, the representation of gradients.
         forward_done: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
-        group_factors: factors of clip groups, which are then summed during the backward pass. caught: gradients so
-            far.
+        caught: gradients of the backward pass so far; None where dynamo traces it, and they are read after it.
     """
 
     budget: int
     trace: Trace | None = None
-    group_factors: GroupFactors | None = None
+    caught: CaughtGrads | None = None
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
     chosen: dict[tuple[object, ...], Choice] = field(default_factory=dict)
     forward_done: bool = False
-    caught: CaughtGrads | None = None
-
-    def catch_in_backward(self, params: Params) -> None:
-        """Catch gradients during the backward pass of a step with these leaves; dynamo catches them after it."""
-        self.caught = CaughtGrads.of(self.group_factors, params)
 
     def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
@@ -133,9 +127,9 @@ class FactorRecorder:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
         choice = self.chosen.get(use.key)
         if choice is None:  # checkpointing asks again, and needs the same answer
-            choice = self.chosen[use.key] = use.choose(self.budget, groupwise=self.group_factors is not None)
-            # A summed group returns its memory.
-            if choice.representation == "formed" and self.group_factors is None:
+            groupwise = self.caught is not None and self.caught.group_factors is not None
+            choice = self.chosen[use.key] = use.choose(self.budget, groupwise=groupwise)
+            if choice.representation == "formed" and not groupwise:  # a summed group returns its memory
                 self.budget -= choice.num_bytes
         return choice.representation == "formed"
 
@@ -265,16 +259,17 @@ class Bookkeeping:
         self, loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes
     ) -> PerSample | GroupwiseSums:
         """Per-sample gradients by one forward and one backward pass."""
-        recorder = FactorRecorder(self.memory_budget, sample_axes.trace, self._group_factors)
         num_samples = batch_size(batch)
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+        compiling = torch.compiler.is_compiling()
+        caught = None if compiling else CaughtGrads.of(self._group_factors, leaves)
+        recorder = FactorRecorder(self.memory_budget, sample_axes.trace, caught)
         tracker = Tracker(leaves, num_samples, sample_axes, recorder)
-        if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
+        if compiling:  # dynamo differentiates outside of the mode; it cannot trace checkpointing
             with torch.enable_grad(), tracker:
                 losses_B = loss_fn(leaves, batch)
             with torch.enable_grad():
                 return _backward(tracker, recorder, leaves, losses_B)
-        recorder.catch_in_backward(leaves)
         trace = recorder.trace or Trace(num_samples)
         with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
             losses_B = loss_fn(leaves, batch)
@@ -329,23 +324,23 @@ def _backward(
     tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor
 ) -> PerSample | GroupwiseSums:
     """Run the backward pass, and collect the recorded gradients."""
-    own = recorder.caught
+    caught = recorder.caught
     watched = {**params, **tracker.sentinels}
-    anchors = () if own is None else (own.anchor,)
+    anchors = () if caught is None else (caught.anchor,)
     inputs = (*recorder.leaves, *watched.values(), *anchors)
-    caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
-    refuse_escaped(watched, caught[len(recorder.leaves) : len(inputs) - len(anchors)])
-    uses: dict[int, list[PerSampleGrad]] = {} if own is None else own.finish()
-    found = [(reader, grad) for reader, grad in zip(recorder.readers, caught, strict=False) if grad is not None]
-    if own is not None:
-        check_depends(has_parameter_source() or any((found, uses, own.sums)))
+    grads = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
+    refuse_escaped(watched, grads[len(recorder.leaves) : len(inputs) - len(anchors)])
+    uses: dict[int, list[PerSampleGrad]] = {} if caught is None else caught.finish()
+    found = [(reader, grad) for reader, grad in zip(recorder.readers, grads, strict=False) if grad is not None]
+    if caught is not None:
+        check_depends(has_parameter_source() or any((found, uses, caught.sums)))
     for reader, grad in found:
         _add(uses, reader(grad))
     losses_B = arrived(losses_B.detach())
     collected = collect(tracker, params, uses)
-    if own is None or recorder.group_factors is None:
+    if caught is None or caught.group_factors is None:
         return PerSample(losses_B, collected)
-    return _groupwise_sums(losses_B, collected, own, recorder.group_factors)
+    return _groupwise_sums(losses_B, collected, caught, caught.group_factors)
 
 
 def _add(uses: dict[int, list[PerSampleGrad]], grads: Mapping[int, PerSampleGrad]) -> None:

@@ -59,6 +59,15 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
             renormalises its weight, or LLM.int8 layers.
     """
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
+    _refuse_batchnorm(parts)
+    _refuse_outliers(parts)
+    on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
+    if on and not checkpointing:
+        raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
+    _refuse_renormalised(parts)
+
+
+def _refuse_batchnorm(parts: Sequence[tuple[str, nn.Module]]) -> None:
     norms = [
         name for name, part in parts if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
     ]
@@ -67,11 +76,6 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
             f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
             "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
         )
-    _refuse_outliers(parts)
-    on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
-    if on and not checkpointing:
-        raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
-    _refuse_renormalised(parts)
 
 
 def _refuse_renormalised(parts: Sequence[tuple[str, nn.Module]]) -> None:
