@@ -28,7 +28,6 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
 from dpfunc.engines.guards.parameters import check_named, check_params
-from dpfunc.engines.tracing.discovery_cache import Unproven
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores
@@ -44,7 +43,7 @@ from dpfunc.state import (
     stable_repr,
     step_events,
 )
-from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
+from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unproven, Unreleased, schedule_at
 
 _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "

@@ -29,6 +29,11 @@ Adjacency = Literal["add_remove", "zero_out", "replace_one"]
 
 ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "zero_out", "replace_one")
 
+Unproven = Literal["audit", "vmap", "refuse"]
+"""A step that is not proven: compare more rows with rows alone; compute all rows alone; or raise."""
+
+UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
+
 Allocation = Literal["uniform", "optimal"]
 """How the noise is split over clip groups of different size."""
 

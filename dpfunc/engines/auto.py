@@ -13,14 +13,14 @@ from dpfunc._utils.validation import one_of, shorten
 from dpfunc.batches import batch_size, signature
 from dpfunc.engines.bookkeeping import Bookkeeping, bookkeeping
 from dpfunc.engines.guards.lockstep import in_lockstep, on_any_rank, refused_by_all
+from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
-from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads
+from dpfunc.types import UNPROVEN, Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads, Unproven
 
 _log = logging.getLogger("dpfunc")
 

@@ -18,14 +18,20 @@ from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.batches import batch_size
 from dpfunc.engines.caught_grads import CaughtGrads, GroupwiseSums
 from dpfunc.engines.cost import Choice
-from dpfunc.engines.guards.loss import check_depends, check_differentiable, parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.loss import (
+    check_depends,
+    check_differentiable,
+    parameters_unchanged,
+    refuse_reentrant,
+    refuse_unproven,
+)
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros
 from dpfunc.engines.rules.table import Grads, Use
-from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
+from dpfunc.engines.tracing.discovery_cache import DiscoveryCache
 from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, SampleAxes
 from dpfunc.engines.tracing.trace import Trace, WrongGuess, backward_pass, following
 from dpfunc.engines.uses.accumulate import collect, refuse_escaped

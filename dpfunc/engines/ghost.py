@@ -18,7 +18,13 @@ from dpfunc._utils.dtensor import arrived
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import apply_rule, checked, read_copies
-from dpfunc.engines.guards.loss import check_depends, check_differentiable, parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.loss import (
+    check_depends,
+    check_differentiable,
+    parameters_unchanged,
+    refuse_reentrant,
+    refuse_unproven,
+)
 from dpfunc.engines.guards.modes import unfollowed, unseen
 from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.guards.scope import Scope, backward_inside
@@ -26,7 +32,7 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
-from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
+from dpfunc.engines.tracing.discovery_cache import DiscoveryCache
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, backward_pass, following
 from dpfunc.engines.uses.accumulate import collect, refuse_escaped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.lockstep import refused_by_all
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
 
@@ -60,6 +61,23 @@ def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
     """
     check_losses(losses_B, num_samples)
     check_depends(losses_B.requires_grad)
+
+
+def refuse_unproven(doubts: Sequence[str]) -> None:
+    """Refuse a step with doubts; also on processes in lockstep with one that has doubts.
+
+    Raises:
+        UnsupportedModel: naming them, and their usual causes.
+    """
+    with refused_by_all():
+        if doubts:
+            raise UnsupportedModel(
+                "It cannot be shown that the samples of this batch do not influence each other: "
+                f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in "
+                "training mode, a mean over the tokens of the batch, in-batch negatives), routing or sorting over the "
+                "whole batch, Python numbers taken from tensors. Compute each loss from its own row alone; "
+                'or use engine="vmap" or "loop", which compute each row alone.'
+            )
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.tracing.any_values import AnyValuesTrace
@@ -25,11 +25,6 @@ from dpfunc.types import LossFn, Params
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Unproven = Literal["audit", "vmap", "refuse"]
-"""A step that is not proven: compare more rows with rows alone; compute all rows alone; or raise."""
-
-UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
 
 
 class _Result(Protocol):
@@ -57,28 +52,6 @@ def _check_norms(result: _Result, params: Params, meshes: Sequence[DeviceMesh]) 
 
 
 _R = TypeVar("_R", bound=Any)
-
-
-def _unproven_message(doubts: Sequence[str]) -> str:
-    """Message that lists the doubts and their usual causes."""
-    return (
-        "It cannot be shown that the samples of this batch do not influence each other: "
-        f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in training mode, "
-        "a mean over the tokens of the batch, in-batch negatives), routing or sorting over the whole batch, Python "
-        "numbers taken from tensors. Compute each loss from its own row alone; "
-        'or use engine="vmap" or "loop", which compute each row alone.'
-    )
-
-
-def refuse_unproven(doubts: Sequence[str]) -> None:
-    """Refuse a step with doubts; also on processes in lockstep with one that has doubts.
-
-    Raises:
-        UnsupportedModel: naming them.
-    """
-    with refused_by_all():
-        if doubts:
-            raise UnsupportedModel(_unproven_message(doubts))
 
 
 @dataclass
@@ -136,7 +109,7 @@ class DiscoveryCache:
         own = {part(param).untyped_storage()._cdata for param in params.values()}
         found = {key: reference for key, reference in trace.untraced_memory.items() if key not in own}
         self.outside[loss_fn] = {**(known or {}), **found}
-        return known is not None and any(key not in known or _freed(known[key]) for key in found)
+        return known is not None and any(key not in known or known[key].expired() for key in found)
 
     def discover(
         self, loss_fn: LossFn, num_samples: int, compute: Callable[[DiscoveryRecorder], _Result]
@@ -161,7 +134,3 @@ class DiscoveryCache:
                 "apart. Use compile=False."
             )
         return CachedSampleAxes(discovery.known)
-
-
-def _freed(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())
