@@ -1,4 +1,4 @@
-"""Time and memory of clip groups that are closed during the backward pass: `python -m benchmarks.groups`.
+"""Time and memory of clip groups that are summed during the backward pass: `python -m benchmarks.groups`.
 
 Each round takes, in turn: a step without privacy; a clipped sum with one group, whose factors are known after the
 backward pass; a clipped sum with a group for each layer, summed as soon as its gradients are known. Seconds are

@@ -30,9 +30,8 @@ from benchmarks.engines import report
 from benchmarks.engines.__main__ import check_cases
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import ours, plain
-from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder, bookkeeping, record_factors
+from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, Bookkeeping, bookkeeping
 from dpfunc.engines.guards.audit import ROWS_IN, STEPS_IN, TIME_SHARE, audit, credited_by
-from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes
 
 RESULT = Path(__file__).parent / "results" / "overhead.json"
 
@@ -44,12 +43,12 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     batch = (problem.inputs, problem.targets)
 
     engine = bookkeeping(DEFAULT_BUDGET)
-    known = CachedSampleAxes(engine._cache.discover(loss_fn, params, batch, engine))
+    known = engine.sample_axes(loss_fn, params, batch)
 
     def untraced() -> Any:
         """As a compiled step does: the places are those of an earlier trace, and nothing is followed."""
-        with mock.patch.object(sys.modules[record_factors.__module__], "following", return_value=nullcontext()):
-            return record_factors(loss_fn, params, batch, known, FactorRecorder(DEFAULT_BUDGET))
+        with mock.patch.object(sys.modules[Bookkeeping.__module__], "following", return_value=nullcontext()):
+            return engine._forward_and_backward(loss_fn, params, batch, known)
 
     check_parity(engine(loss_fn, params, batch).sq_norms(), untraced().sq_norms(), name)
     per_sample = engine(loss_fn, params, batch)

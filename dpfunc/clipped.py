@@ -21,7 +21,7 @@ from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.compiled import Compilation, Compile, Compiler, Core, RunFacts, Sums, check_setting, rows_at_once
+from dpfunc.compiled import ClipMicrobatch, Compilation, Compile, Compiler, RunFacts, check_setting, rows_at_once
 from dpfunc.distributed.processes import FullNorms
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
 from dpfunc.engines.guards.lockstep import in_lockstep
@@ -42,6 +42,7 @@ from dpfunc.types import (
     Engine,
     GroupFactors,
     LossFn,
+    MicrobatchSums,
     Params,
     PerSampleGrads,
     Unreleased,
@@ -117,7 +118,7 @@ class ClippedGrad:
         parts: Partition,
         bounds: Mapping[str, float],
         run: RunFacts | None,
-    ) -> tuple[int, bool, Core]:
+    ) -> tuple[int, bool, ClipMicrobatch]:
         """Rows of a microbatch; true if smaller ones are padded to it; the function that computes its clipped sums."""
         clip_and_sum = partial(self._clip_and_sum, parts, tuple(bounds.values()))
         eager = partial(self._eager_microbatch, parts, tuple(bounds.values()))
@@ -127,7 +128,7 @@ class ClippedGrad:
         if self.compile == "auto" and self._compiler.stays_eager(params, batch, size, run):
             return self._size(params, batch, num_samples), _narrow(params), eager
         bound = math.hypot(*bounds.values())
-        return size, True, self._compiler.core(params, batch, size, clip_and_sum, bound, eager)
+        return size, True, self._compiler.clip_microbatch(params, batch, size, clip_and_sum, bound, eager)
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         """Rows of an eager microbatch."""
@@ -162,15 +163,15 @@ class ClippedGrad:
         per_sample: PerSampleGrads,
         mask_B: Tensor,
         check: Callable[[Mapping[str, Tensor]], None] | None = None,
-    ) -> Sums:
+    ) -> MicrobatchSums:
         """Norms, factors and the sum; `check` sees the norms before anything is returned."""
 
-        def compute() -> Sums:
+        def compute() -> MicrobatchSums:
             sq_norms = per_sample.sq_norms()
             norms_BG = parts.norms(self.full_norms(params, sq_norms) if self.full_norms else sq_norms)
             factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
             sums = per_sample.weighted_sum(parts.spread(factors_BG))
-            return Sums(sums, per_sample.losses_B, norms_BG, sq_norms)
+            return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
 
         # `_read_together` may call `compute` twice, and other engines can take their sums once only; processes in
         # lockstep must read the same marks.
@@ -189,7 +190,7 @@ class ClippedGrad:
         microbatch: Batch,
         mask_B: Tensor,
         key: Key | None,
-    ) -> Sums:
+    ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         start = time.perf_counter()
         engine = self._engine_of(params, parts, bounds, mask_B)
@@ -200,20 +201,20 @@ class ClippedGrad:
             credited = credited_by(per_sample, sq_norms)
             self._audits.note(credited)
             if credited is not None:
-                with self._audits.drawn(key, microbatch, credited.doubts, credited.untraced, seconds) as chosen:
+                with self._audits.choose_rows(key, microbatch, credited.doubts, credited.untraced, seconds) as chosen:
                     audit(self.loss_fn, params, microbatch, credited, chosen)
 
         return self._clip_and_sum(parts, bounds, params, per_sample, mask_B, check)
 
     def _engine_of(self, params: Params, parts: Partition, bounds: tuple[float, ...], mask_B: Tensor) -> Engine:
-        """The engine of a microbatch: the given one, or one that sums each clip group in the backward pass (`closing`).
+        """The engine of a microbatch: the given one, or its `groupwise`, which sums clip groups in the backward pass.
 
         The second where there are several groups and the factor of one depends on its own norm alone (`by_group`), and
         where this norm is known: not where processes hold parts of the parameters.
         """
-        closing: Callable[[GroupFactors], Engine] | None = getattr(self.engine, "closing", None)
+        groupwise: Callable[[GroupFactors], Engine] | None = getattr(self.engine, "groupwise", None)
         alone = getattr(self.clip, "by_group", False) is True and len(parts.group_names) > 1
-        if closing is None or not alone or in_lockstep() or any(is_dtensor(param) for param in params.values()):
+        if groupwise is None or not alone or in_lockstep() or any(is_dtensor(param) for param in params.values()):
             return self.engine
         bound_of = dict(zip(parts.group_names, bounds, strict=True))
 
@@ -221,7 +222,7 @@ class ClippedGrad:
             norms_B1 = Partition(dict.fromkeys(sq_norms, group), (group,)).norms(sq_norms)
             return safe_factors(self.clip, norms_B1, norms_B1.new_tensor([bound_of[group]]), mask_B)[:, 0]
 
-        return closing(GroupFactors(len(mask_B), parts.group_of, factors))
+        return groupwise(GroupFactors(len(mask_B), parts.group_of, factors))
 
     def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor | None, num_groups: int) -> Unreleased:
         if not seen:

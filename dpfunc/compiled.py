@@ -23,11 +23,11 @@ from dpfunc.batches import rows, signature, tree_map
 from dpfunc.engines.guards.audit import Audits, Credited, audit
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.modes import DispatchMode
-from dpfunc.engines.guards.row_independence import COARSE, tolerance_of
 from dpfunc.engines.guards.scope import backward_inside
+from dpfunc.engines.numerics import COARSE, tolerance_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, insecure_key, torch_seed
-from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
+from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
 
@@ -50,20 +50,11 @@ _SHORT = 16
 _GRAPHS = 64
 
 
-class Sums(NamedTuple):
-    """Clipped sums of a microbatch; losses (B,), norms (B, G) and squared norms of each parameter (B,), unreleased."""
-
-    sums: dict[str, Tensor]
-    losses_B: Tensor
-    norms_BG: Tensor
-    sq_norms: dict[str, Tensor]
-
-
-Core = Callable[[Params, Batch, Tensor, Key | None], Sums]
+ClipMicrobatch = Callable[[Params, Batch, Tensor, Key | None], MicrobatchSums]
 """Parameters, microbatch, mask of the real rows, key -> clipped sums."""
 
 
-class Summed(Protocol):
+class _ClipAndSum(Protocol):
     """Clip and add per-sample gradients; `check` sees their squared norms before."""
 
     def __call__(
@@ -72,7 +63,7 @@ class Summed(Protocol):
         per_sample: PerSampleGrads,
         mask_B: Tensor,
         check: Callable[[Mapping[str, Tensor]], None] | None = None,
-    ) -> Sums: ...
+    ) -> MicrobatchSums: ...
 
 
 class RunFacts(NamedTuple):
@@ -130,11 +121,11 @@ def rows_at_once(expected_rows: float, largest: int | None) -> int:
 
 @dataclass
 class Compiler:
-    """Compiled cores of a loss function, by shapes, and reasons why others are eager.
+    """Compiled functions `ClipMicrobatch` of a loss function, by shapes, and reasons why others are eager.
 
     Args:
         loss_fn, engine: of the steps. mode: `compile` of `make_clipped_grad`. audits: of all steps.
-        cores: microbatches, by parameters, sizes and dtypes -> their core. flops: of the forward pass of a row, and of
+        compiled: by parameters, sizes and dtypes of microbatches. flops: of the forward pass of a row, and of
             its convolutions, by shapes. last: of the last step.
     """
 
@@ -142,7 +133,7 @@ class Compiler:
     engine: Engine
     mode: Compile
     audits: Audits
-    cores: dict[tuple[object, ...], _Compiled] = field(default_factory=dict)
+    compiled: dict[tuple[object, ...], _Compiled] = field(default_factory=dict)
     flops: dict[tuple[object, ...], tuple[int, int]] = field(default_factory=dict)
     last: Compilation = field(default_factory=lambda: Compilation(False, "no step was taken"))
 
@@ -198,19 +189,24 @@ class Compiler:
             )
         return ""
 
-    def core(self, params: Params, batch: Batch, size: int, summed: Summed, bound: float, eager: Core) -> Core:
-        """The core for microbatches of `size` rows of a batch.
+    def clip_microbatch(
+        self, params: Params, batch: Batch, size: int, clip_and_sum: _ClipAndSum, bound: float, eager: ClipMicrobatch
+    ) -> ClipMicrobatch:
+        """The function that clips and sums microbatches of `size` rows of a batch.
 
         Args:
-            summed: clips and adds per-sample gradients, with this bound on each. eager: the core without compilation.
+            clip_and_sum: clips and adds per-sample gradients, with this bound on each. eager: the same function without
+                compilation.
         """
         dtypes = tuple((name, param.dtype, param.device) for name, param in params.items())
         key = (size, *dtypes, *signature(batch), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
-        if key not in self.cores:
-            self.cores[key] = _Compiled(self.loss_fn, self.engine, self.mode == "auto", self.audits, summed, bound)
-        known = self.cores[key]
+        if key not in self.compiled:
+            self.compiled[key] = _Compiled(
+                self.loss_fn, self.engine, self.mode == "auto", self.audits, clip_and_sum, bound
+            )
+        known = self.compiled[key]
 
-        def step(params: Params, microbatch: Batch, mask_B: Tensor, own_key: Key | None) -> Sums:
+        def step(params: Params, microbatch: Batch, mask_B: Tensor, own_key: Key | None) -> MicrobatchSums:
             result = known(params, microbatch, mask_B, own_key, eager)
             self.last = Compilation(not known.reason, known.reason)
             return result
@@ -225,7 +221,7 @@ def _origin(error: BaseException) -> BaseException:
 
 @dataclass
 class _Compiled:
-    """Core for microbatches of one shape. Each compilation is compared with an eager step on all its rows.
+    """A `ClipMicrobatch`, for one shape. Each compilation is compared with an eager step on all its rows.
 
     What was compiled runs the operations of that step again, in every later one: it is one graph, and what it depends
     on beside its inputs is guarded. So the trace of the step for which it was compiled is that of the others.
@@ -240,14 +236,16 @@ class _Compiled:
     engine: Engine
     forgiving: bool
     audits: Audits
-    summed: Summed
+    clip_and_sum: _ClipAndSum
     bound: float
     random: bool = False
     compared: bool = False
     reason: str = ""
-    traced: Callable[[Params, Batch, Tensor], Sums] | None = None
+    traced: Callable[[Params, Batch, Tensor], MicrobatchSums] | None = None
 
-    def __call__(self, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None, eager: Core) -> Sums:
+    def __call__(
+        self, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None, eager: ClipMicrobatch
+    ) -> MicrobatchSums:
         """The clipped sums: compiled, and eager as well to compare with where something was compiled now."""
         if self.reason:
             return eager(params, microbatch, mask_B, key)
@@ -262,7 +260,7 @@ class _Compiled:
             return result
         torch.default_generator.set_state(state)  # the same random numbers again
         expected = eager(params, microbatch, mask_B, key)  # outside of what is forgiven: it may refuse the loss
-        self.random = self.audits.drew
+        self.random = self.audits.random
         if result is None:
             self._give_up()
             return expected
@@ -277,7 +275,7 @@ class _Compiled:
         self.compared = True
         return result
 
-    def _run(self, params: Params, microbatch: Batch, mask_B: Tensor) -> Sums | None:
+    def _run(self, params: Params, microbatch: Batch, mask_B: Tensor) -> MicrobatchSums | None:
         """The compiled step; None where it cannot be compiled and need not."""
         try:
             if self.traced is None:
@@ -291,7 +289,7 @@ class _Compiled:
             self.reason = f"it cannot be compiled: {str(_origin(error)).strip().splitlines()[0]}"
             return None
 
-    def _trace(self, params: Params, microbatch: Batch) -> Callable[[Params, Batch, Tensor], Sums]:
+    def _trace(self, params: Params, microbatch: Batch) -> Callable[[Params, Batch, Tensor], MicrobatchSums]:
         # The part of an engine that observes a loss cannot be traced by the compiler.
         prepare = getattr(self.engine, "prepare", lambda *args: self.engine)
         if self.forgiving:  # without a proof, rows alone are not compiled instead
@@ -299,10 +297,10 @@ class _Compiled:
         with torch_seed(insecure_key(0)):
             engine: Engine = prepare(self.loss_fn, params, microbatch)
 
-        def core(params: Params, microbatch: Batch, mask_B: Tensor) -> Sums:
+        def core(params: Params, microbatch: Batch, mask_B: Tensor) -> MicrobatchSums:
             # Engines tell tensors apart by identity, and an input's would be compiled in.
             microbatch = tree_map(torch.detach, microbatch)
-            return self.summed(params, engine(self.loss_fn, params, microbatch), mask_B)
+            return self.clip_and_sum(params, engine(self.loss_fn, params, microbatch), mask_B)
 
         # Sizes that the compiler leaves open would make the code depend on the order of the batches. Random numbers of
         # its own could be compared with none.
@@ -312,11 +310,15 @@ class _Compiled:
         self.traced = None
         _log.log(level, "not compiled: %s", self.reason)
 
-    def _audit(self, params: Params, microbatch: Batch, key: Key | None, result: Sums, seconds: float) -> None:
-        with self.audits.drawn(key, microbatch, seconds=seconds) as chosen:
+    def _audit(
+        self, params: Params, microbatch: Batch, key: Key | None, result: MicrobatchSums, seconds: float
+    ) -> None:
+        with self.audits.choose_rows(key, microbatch, seconds=seconds) as chosen:
             audit(self.loss_fn, params, microbatch, _credited(params, result, self.audits.coarse), chosen)
 
-    def _compare(self, params: Params, microbatch: Batch, mask_B: Tensor, result: Sums, expected: Sums) -> None:
+    def _compare(
+        self, params: Params, microbatch: Batch, mask_B: Tensor, result: MicrobatchSums, expected: MicrobatchSums
+    ) -> None:
         """Check that losses, norms and sums are those of the eager step.
 
         Rows that differ by more than rounding are computed alone: at the kink of a ReLU, kernels that round differently
@@ -343,15 +345,15 @@ class _Compiled:
         _check_sums(result, expected, mask_B, tolerance, self.bound, differing)
 
 
-def _credited(params: Params, result: Sums, coarse: bool) -> Credited:
+def _credited(params: Params, result: MicrobatchSums, coarse: bool) -> Credited:
     return Credited(result.losses_B, {name: result.sq_norms[name] for name in params}, (), (), None, coarse=coarse)
 
 
-def _tolerance(params: Params, result: Sums, coarse: bool) -> float:
+def _tolerance(params: Params, result: MicrobatchSums, coarse: bool) -> float:
     return COARSE if coarse else tolerance_of(result.losses_B.dtype, *(param.dtype for param in params.values()))
 
 
-def _differing(result: Sums, expected: Sums, tolerance: float) -> list[int]:
+def _differing(result: MicrobatchSums, expected: MicrobatchSums, tolerance: float) -> list[int]:
     """The rows whose loss, or the norm of whose gradient by a parameter, differs by more than rounding."""
     total_B = torch.stack([value.double() for value in expected.sq_norms.values()]).sum(0).clamp(min=0).sqrt()
     pairs = [(result.losses_B, expected.losses_B, expected.losses_B.double().abs())]
@@ -370,7 +372,12 @@ def _differing(result: Sums, expected: Sums, tolerance: float) -> list[int]:
 
 
 def _check_sums(
-    result: Sums, expected: Sums, mask_B: Tensor, tolerance: float, bound: float, differing: Sequence[int]
+    result: MicrobatchSums,
+    expected: MicrobatchSums,
+    mask_B: Tensor,
+    tolerance: float,
+    bound: float,
+    differing: Sequence[int],
 ) -> None:
     """Check the clipped sums against those of the eager step; a row that differs at a kink may do so by twice a bound.
 

@@ -23,13 +23,15 @@ class _Rule:
     """Values of a strategy.
 
     Args:
+        rate: of the first step; or a, low, high for a / sqrt(d) within these limits, since the noise of a step adds up
+            over the inputs of a neuron: no more was measured. That of a head is `_head_rate`.
         hopeless: noise-to-signal ratio above which nothing was seen to be learnt. cheap: rows of a batch that cost
             little time, so that a smaller one would only have more noise.
     """
 
     sampling_prob: float
     steps: int
-    rate: float
+    rate: float | tuple[float, float, float]
     hopeless: float
     origin: str
     cheap: int = 1
@@ -37,14 +39,12 @@ class _Rule:
 
 _HEAD_RATE = 0.5  # times k^(1/4) / sqrt(r): how far a step can move a logit
 _HEAD_RANGE = (2.0, 18.0)  # more lost accuracy on texts, less was not measured
-# a / sqrt(d), and its limits: the noise of a step adds up over the inputs of a neuron; no more was measured
-_WIDE_RATES: dict[Strategy, tuple[float, float, float]] = {"full": (4.0, 0.004, 0.2), "projector": (8.0, 0.0, 0.02)}
 _UNSEARCHED = "not measured here"
 _RULES: dict[Strategy, _Rule] = {
     "head": _Rule(0.5, 100, math.nan, 0.25, "measured on nine data sets"),
     "lora": _Rule(0.16, 40, 1e-3, 1.0, "measured on two data sets of texts, in one layer"),
-    "projector": _Rule(0.16, 40, math.nan, 1.0, "measured on two data sets of images, in one language model"),
-    "full": _Rule(0.1, 100, math.nan, 1.0, "measured on seven data sets", cheap=1000),
+    "projector": _Rule(0.16, 40, (8.0, 0.0, 0.02), 1.0, "measured on two data sets of images, in one language model"),
+    "full": _Rule(0.1, 100, (4.0, 0.004, 0.2), 1.0, "measured on seven data sets", cheap=1000),
     "pretrained": _Rule(0.1, 100, 5e-4, 1.0, f"{_UNSEARCHED}: that of Li et al. 2022"),
 }
 STRATEGIES: tuple[Strategy, ...] = tuple(_RULES)
@@ -298,10 +298,11 @@ def _rate(strategy: Strategy, d: int, head_rate: float | None) -> float:
     """Rate of the first step; of adapters beside a head, theirs."""
     if strategy == "head" and head_rate is not None:
         return head_rate
-    if strategy in _WIDE_RATES:
-        a, low, high = _WIDE_RATES[strategy]
-        return min(high, max(low, a / math.sqrt(d)))
-    return _RULES[strategy].rate
+    rate = _RULES[strategy].rate
+    if isinstance(rate, float):
+        return rate
+    a, low, high = rate
+    return min(high, max(low, a / math.sqrt(d)))
 
 
 def _head_rate(inputs: float, feature_norm: float | None, noise: float) -> float:

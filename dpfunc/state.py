@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from dpfunc._utils.digests import digest
 from dpfunc._utils.validation import fail, wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.distributed.agreement import digest
 from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, process_mark

@@ -23,12 +23,11 @@ from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.compiled import Compilation, Compile, RunFacts
 from dpfunc.distributed.collective_step import processes_of
-from dpfunc.distributed.processes import Processes, Rows
+from dpfunc.distributed.processes import Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
 from dpfunc.engines.guards.parameters import check_named, check_params
-from dpfunc.engines.tracing.discovery_cache import Unproven
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores
@@ -44,7 +43,7 @@ from dpfunc.state import (
     stable_repr,
     step_events,
 )
-from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
+from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unproven, Unreleased, schedule_at
 
 _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
@@ -169,7 +168,7 @@ class DPStep:
             return real_B
 
         step = state.step if isinstance(state, StepState) else None
-        rows = self._processes.check(check, lambda: self._described(state), step, params, batch)
+        rows = self._processes.check(StepCall(check, lambda: self._described(state), step, params, batch))
         if self._calls.changed_nothing(params) and self._processes.writes:
             _logger.warning(_UNCHANGED)
         return self._run_of_its_own(params) if state is None else state, rows

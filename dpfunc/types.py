@@ -29,6 +29,11 @@ Adjacency = Literal["add_remove", "zero_out", "replace_one"]
 
 ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "zero_out", "replace_one")
 
+Unproven = Literal["audit", "vmap", "refuse"]
+"""A step that is not proven: compare more rows with rows alone; compute all rows alone; or raise."""
+
+UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
+
 Allocation = Literal["uniform", "optimal"]
 """How the noise is split over clip groups of different size."""
 
@@ -127,6 +132,15 @@ class Unreleased(NamedTuple):
 
     def __repr__(self) -> str:
         return "Unreleased(losses and gradient norms of private samples: hidden, and not covered by epsilon)"
+
+
+class MicrobatchSums(NamedTuple):
+    """Clipped sums of a microbatch; losses (B,), norms (B, G) and squared norms of each parameter (B,), unreleased."""
+
+    sums: dict[str, Tensor]
+    losses_B: Tensor
+    norms_BG: Tensor
+    sq_norms: dict[str, Tensor]
 
 
 @dataclass(frozen=True, order=True)

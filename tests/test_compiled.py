@@ -179,7 +179,7 @@ def test_auto_equals_eager(name, quick):
         assert torch.allclose(unreleased.losses_B, wanted.losses_B, atol=1e-5)
         for param in case.params:
             assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-5), param
-    assert len(step._compiler.cores) == 1
+    assert len(step._compiler.compiled) == 1
 
 
 def test_powers_and_reflected_operators_are_compiled(quick):
@@ -293,7 +293,7 @@ def test_a_relu_net_is_not_refused_for_its_kinks(monkeypatch):
     params, batch = kinks()
     fake(monkeypatch, rounded)
     prepared(relu_net, True, microbatch_size=64)(params, batch)
-    monkeypatch.setattr(audit_module, "TRIES", 0)
+    monkeypatch.setattr(audit_module, "_TRIES", 0)
     with pytest.raises(UnsupportedModel, match="norm 0 alone"):
         prepared(relu_net, True, microbatch_size=64)(params, batch)
 
@@ -460,7 +460,7 @@ def test_one_size_serves_all_draws_of_a_run(monkeypatch, cheap):
     for count in (40, 40, 40, 130, 3, 300):
         state = dp_step(W, numbers(count), state).state
     assert dp_step.compilation.compiled
-    assert len(dp_step.clipped_grad._compiler.cores) == 1
+    assert len(dp_step.clipped_grad._compiler.compiled) == 1
 
 
 @pytest.mark.slow

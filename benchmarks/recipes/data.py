@@ -15,9 +15,10 @@ from __future__ import annotations
 import gzip
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,12 @@ def split(name: str, kind: str, chosen_on: bool, x: Tensor, y: Tensor) -> Data:
     return Data(name, kind, chosen_on, int(y.max()) + 1, *parts)
 
 
+def mean_states(encoder: Any, tokens: Mapping[str, Tensor]) -> Tensor:
+    """Mean of the last hidden states over the tokens of each text, without padding: (B, k)."""
+    mask_BT1 = tokens["attention_mask"][..., None].float()
+    return (encoder(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1)
+
+
 def sentences(texts: list[str], name: str, max_length: int) -> Tensor:
     """Mean of the last hidden states of all-MiniLM-L6-v2 over the tokens of each text."""
     file = FOLDER / f"features-{name}.pt"
@@ -89,9 +96,7 @@ def sentences(texts: list[str], name: str, max_length: int) -> Tensor:
             tokens = tokenizer(
                 [texts[i] for i in rows], truncation=True, max_length=max_length, padding=True, return_tensors="pt"
             )
-            mask_BT1 = tokens["attention_mask"][..., None].float()
-            means_Bk = (model(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1)
-            found.update(zip(rows, means_Bk, strict=True))
+            found.update(zip(rows, mean_states(model, tokens), strict=True))
     x = torch.stack([found[i] for i in range(len(texts))])
     torch.save(x, file)
     return x

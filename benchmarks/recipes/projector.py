@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.pages import row
 from benchmarks.recipes.__main__ import accuracy, delta_of, train_private
-from benchmarks.recipes.data import FOLDER, ROOT, Part, examples, mnist_pixels, pixels
+from benchmarks.recipes.data import FOLDER, ROOT, Part, examples, mean_states, mnist_pixels, pixels
 from benchmarks.recipes.rules import MULTIPLES
 from dpfunc.recipes import Recipe, recipe
 
@@ -69,8 +69,7 @@ class Reader(nn.Module):
 def sentence_vectors(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     """Unit vectors of texts, less their mean."""
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
-    mask_BT1 = tokens["attention_mask"][..., None].float()
-    x_Bd = F.normalize((encoder(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1), dim=1)
+    x_Bd = F.normalize(mean_states(encoder, tokens), dim=1)
     return F.normalize(x_Bd - x_Bd.mean(0), dim=1)
 
 

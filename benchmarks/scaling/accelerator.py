@@ -30,7 +30,7 @@ from benchmarks.engines.report import machine, rounded, versions, write
 from benchmarks.engines.transformer_nets import decoder
 from benchmarks.pages import filled, markdown
 from benchmarks.scaling.page import amount, in_bytes, in_seconds
-from dpfunc.distributed.agreement import checksum_and_marks
+from dpfunc._utils.digests import checksum_and_marks
 from dpfunc.engines import per_sample
 from dpfunc.engines.guards.parameters import suspicious
 

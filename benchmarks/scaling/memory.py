@@ -168,7 +168,8 @@ def formed(job: Job) -> list[bool]:
     for matrix in trained_matrices(job):
         whole = SINGLE * job.microbatch * matrix.numbers
         sides = HALF * job.tokens * (matrix.inputs + matrix.outputs)
-        dense = matrix_costs(job.length, matrix.outputs, matrix.inputs).choose(job.microbatch).form == "formed"
+        choice = matrix_costs(job.length, matrix.outputs, matrix.inputs).choose(job.microbatch)
+        dense = choice.representation == "formed"
         decided.append(dense and (whole <= budget or sides >= whole))
         budget -= whole if decided[-1] else 0
     return decided

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.scaling.allreduce import all_reduce_seconds
 from benchmarks.scaling.memory import norm_operations
-from dpfunc.distributed.agreement import checksum
+from dpfunc._utils.digests import checksum
 from dpfunc.engines.per_sample import Outer
 from dpfunc.noise.streams import secure_normal
 from dpfunc.rng import fold_in, insecure_key

@@ -23,7 +23,7 @@ from dpfunc.batches import batch_size, pad_rows, signature, tree_map
 from dpfunc.distributed.agreement import RankSummary, agree, digest_of_all, summarize
 from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.noise_shares import noise_windows, num_bands
-from dpfunc.distributed.processes import Clip, FullNorms, OneProcess, Processes, Rows
+from dpfunc.distributed.processes import Clip, FullNorms, OneProcess, Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks, all_or_raise
 from dpfunc.distributed.reduce import check_placements, full_norms, gathered, message_dtype, sum_over
 from dpfunc.engines.guards.lockstep import process_context
@@ -101,32 +101,25 @@ class _ManyProcesses:
         if compile is True:
             raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
 
-    def check(
-        self,
-        check: Callable[[], Tensor | None],
-        settings: Callable[[], str],
-        step: int | None,
-        params: Params,
-        batch: Batch,
-    ) -> Rows:
+    def check(self, call: StepCall) -> Rows:
         """All processes pass their own checks and agree with each other.
 
         Raises:
             StepAborted, RankMismatch: see `agreement.agree`. Whatever `check` raises.
         """
-        if step is None:
+        if call.step is None:
             start = "Start with dp_step.init(params, shared_key(ranks))."
             raise fail("a state, which all processes share", "state", None, start)
-        own, largest, mask_B = RankSummary(step, 0, 1, 0, 0, 0, 0, 0), 0, None
+        own, largest, mask_B = RankSummary(call.step, 0, 1, 0, 0, 0, 0, 0), 0, None
         try:
-            mask_B = check()
-            check_finite(params)
-            check_placements(params, self.ranks)
-            _dummy_of(batch, self.ranks)
-            own = summarize(step=step, batch=batch, params=params, run=settings(), ranks=self.ranks)
+            mask_B = call.check()
+            check_finite(call.params)
+            check_placements(call.params, self.ranks)
+            _dummy_of(call.batch, self.ranks)
+            own = summarize(step=call.step, batch=call.batch, params=call.params, run=call.settings(), ranks=self.ranks)
         finally:
             largest = agree(own, self.ranks)
-        return Rows(batch, mask_B, largest)
+        return Rows(call.batch, mask_B, largest)
 
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         """Clipped sum and unreleased values of this process; `release` adds up those of all.

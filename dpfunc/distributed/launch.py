@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc.distributed.agreement import digest, gathered_rows
+from dpfunc._utils.digests import digest
+from dpfunc.distributed.agreement import gathered_rows
 from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, all_or_raise, any_rank, data_parallel
 from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfunc._utils.digests import checksum, digest
 from dpfunc._utils.dtensor import shard_dims
 from dpfunc._utils.validation import shorten
-from dpfunc.distributed.agreement import checksum, digest
 from dpfunc.distributed.ranks import Ranks, all_or_raise, any_rank
 from dpfunc.errors import CheckpointError, InvalidArgument, RankMismatch
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dpfunc._utils.digests import checksum_and_marks, in_hex
 from dpfunc.batches import batch_size
-from dpfunc.distributed.agreement import checksum_and_marks, in_hex
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import refuse_not_finite, suspicious
 from dpfunc.engines.numerics import accumulation_dtype
@@ -34,6 +34,22 @@ class Rows(NamedTuple):
     batch: Batch
     mask_B: Tensor | None
     size: int
+
+
+class StepCall(NamedTuple):
+    """A call of a step in this process, before it is checked.
+
+    Args:
+        check: the checks of this process; returns the mask of real rows, None for all.
+        settings: returns a description of everything that must be equal in all processes.
+        step: its number; None for a call without a state. params, batch: of this process.
+    """
+
+    check: Callable[[], Tensor | None]
+    settings: Callable[[], str]
+    step: int | None
+    params: Params
+    batch: Batch
 
 
 class Processes(Protocol):
@@ -72,21 +88,8 @@ class Processes(Protocol):
         """
         ...
 
-    def check(
-        self,
-        check: Callable[[], Tensor | None],
-        settings: Callable[[], str],
-        step: int | None,
-        params: Params,
-        batch: Batch,
-    ) -> Rows:
-        """Check that each process can take the step, and that all mean the same one.
-
-        Args:
-            check: the checks of this process; returns the mask of real rows, None for all.
-            settings: returns a description of everything that must be equal in all processes.
-            step: its number; None for a call without a state. params, batch: of this process.
-        """
+    def check(self, call: StepCall) -> Rows:
+        """Check that each process can take the step, and that all mean the same one."""
         ...
 
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
@@ -141,15 +144,8 @@ class OneProcess:
     def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
         return None
 
-    def check(
-        self,
-        check: Callable[[], Tensor | None],
-        settings: Callable[[], str],
-        step: int | None,
-        params: Params,
-        batch: Batch,
-    ) -> Rows:
-        return Rows(batch, check(), batch_size(batch))
+    def check(self, call: StepCall) -> Rows:
+        return Rows(call.batch, call.check(), batch_size(call.batch))
 
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         with process_context(None, independent=True):

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc.batches import batch_size, signature
-from dpfunc.engines.bookkeeping import bookkeeping
-from dpfunc.engines.guards.lockstep import in_lockstep, refused_by_all
+from dpfunc.engines.bookkeeping import Bookkeeping, bookkeeping
+from dpfunc.engines.guards.lockstep import in_lockstep, on_any_rank, refused_by_all
+from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
-from dpfunc.engines.guards.replicated import on_any_rank
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
-from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven, refuse_unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads
+from dpfunc.types import UNPROVEN, Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads, Unproven
 
 _log = logging.getLogger("dpfunc")
 
@@ -78,19 +76,17 @@ class _History:
 class Auto:
     """Engine that `auto` returns, with its history of each loss function."""
 
-    fast: Callable[[], Engine]
+    fast: Bookkeeping = field(repr=False)
     unproven: Unproven = "vmap"
-    # What `fast` makes, at the first step: an engine that also has `read`, `closing` and `prepare`.
-    _engines: list[Any] = field(default_factory=list, repr=False, compare=False)
     _histories: MutableMapping[LossFn, dict[tuple[object, ...], _History]] = field(
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
     )
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
-    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
+    _group_factors: GroupFactors | None = field(default=None, repr=False, compare=False)
 
-    def closing(self, weights: GroupFactors) -> Auto:
+    def groupwise(self, group_factors: GroupFactors) -> Auto:
         """The same engine for one step, which sums each clip group as soon as its gradients are known."""
-        return replace(self, _weights=weights)
+        return replace(self, _group_factors=group_factors)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients by the fast engine if the step is proven, else by one that computes rows alone."""
@@ -138,24 +134,19 @@ class Auto:
     ) -> tuple[PerSampleGrads | None, str]:
         """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
         before = python_state(loss_fn) if not history.state_checked else 0
-        result, reason = self._run_fast(loss_fn, params, batch)
-        read = self._engines[0].read(loss_fn)
+        fast = self.fast if self._group_factors is None else self.fast.groupwise(self._group_factors)
+        result: PerSampleGrads | None = None
+        reason = ""
+        try:
+            result = fast(loss_fn, params, batch)
+        except (UnsupportedModel, RuntimeError) as error:
+            reason = f"bookkeeping cannot: {str(error).splitlines()[0]}"
+        read = fast.first_read(loss_fn)
         with refused_by_all():
             if read and not history.state_checked:
                 refuse_kept(loss_fn, before, read)
         history.checked_state()
         return result, reason
-
-    def _run_fast(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSampleGrads | None, str]:
-        if not self._engines:
-            self._engines.append(self.fast())
-        fast = self._engines[0]
-        if self._weights is not None:
-            fast = fast.closing(self._weights)
-        try:
-            return fast(loss_fn, params, batch), ""
-        except (UnsupportedModel, RuntimeError) as error:
-            return None, f"bookkeeping cannot: {str(error).splitlines()[0]}"
 
     def _alone(self, loss_fn: LossFn, params: Params, batch: Batch, history: _History, reason: str) -> PerSampleGrads:
         """Compute rows alone, by vmap or a loop, and log it; refuse a loss that mixes rows."""
@@ -200,9 +191,7 @@ class Auto:
         Raises:
             UnsupportedModel: the step is not proven.
         """
-        if not self._engines:
-            self._engines.append(self.fast())
-        prepared: Engine = self._engines[0].prepare(loss_fn, params, batch)
+        prepared = self.fast.prepare(loss_fn, params, batch)
         self._decide(loss_fn, Decision("bookkeeping", "the trace of what was compiled shows that rows stay apart"))
         return prepared
 
@@ -250,4 +239,4 @@ def auto(memory_budget: int | None = None, unproven: Unproven = "vmap") -> Auto:
     >>> engine.decision(loss_fn).engine
     'bookkeeping'
     """
-    return Auto(lambda: bookkeeping(memory_budget, unproven="audit"), one_of("unproven", unproven, UNPROVEN))
+    return Auto(bookkeeping(memory_budget, unproven="audit"), one_of("unproven", unproven, UNPROVEN))

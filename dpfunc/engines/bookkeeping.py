@@ -16,25 +16,30 @@ from torch import Tensor
 from dpfunc._utils.dtensor import arrived, is_dtensor
 from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.batches import batch_size
-from dpfunc.engines.closing import CaughtGrads, ClosedSums
+from dpfunc.engines.caught_grads import CaughtGrads, GroupwiseSums
 from dpfunc.engines.cost import Choice
-from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
+from dpfunc.engines.guards.loss import (
+    check_depends,
+    check_differentiable,
+    parameters_unchanged,
+    refuse_reentrant,
+    refuse_unproven,
+)
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros
 from dpfunc.engines.rules.table import Grads, Use
-from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
-from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, SampleAxes
+from dpfunc.engines.tracing.discovery_cache import DiscoveryCache
+from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, SampleAxes
 from dpfunc.engines.tracing.trace import Trace, WrongGuess, backward_pass, following
-from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.uses.accumulate import collect, refuse_escaped
 from dpfunc.engines.uses.gradient_taps import Catch, leaf, pass_gradient, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
-from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, Engine, GroupFactors, LossFn, Params
 
@@ -45,14 +50,14 @@ DEFAULT_BUDGET = 2**30
 _SMALL = 2**15
 
 
-def form_grads(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
+def apply_rule(use: Use, names: Sequence[str], grad: Tensor, saved: Sequence[Tensor]) -> Grads:
     """Per-sample gradients of a use by its rule, whose own operations are not traced."""
     with unseen(), exact(grad.device), torch.no_grad():
-        return _by_rule(use, names, False, grad, saved)
+        return _apply_rule(use, names, False, grad, saved)
 
 
-def _by_rule(use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: Sequence[Tensor]) -> Grads:
-    """The same, where nothing is traced; `formed`: as numbers in memory, not as factors.
+def _apply_rule(use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: Sequence[Tensor]) -> Grads:
+    """Apply a rule where nothing is traced; `formed`: to gradients in memory, not to factors.
 
     Raises:
         UnsupportedModel: the shapes have no rule. WrongGuess: the same, where the sample axis was guessed.
@@ -68,9 +73,9 @@ def _by_rule(use: Use, names: Sequence[str], formed: bool, grad: Tensor, saved: 
     return {argument: Dense(grads[argument].dense()) for argument in use.wanted} if formed else grads
 
 
-def _formed(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _formed_tensors(use: Use, names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     with unseen(), exact(grad.device), torch.no_grad():
-        grads = _by_rule(use, names, True, grad, saved)
+        grads = _apply_rule(use, names, True, grad, saved)
         return tuple(grads[argument].dense() for argument in use.wanted)
 
 
@@ -82,24 +87,19 @@ class FactorRecorder:
         budget: bytes that may still be formed. leaves: tensors whose gradients are asked for: private copies, and
             where dynamo traces those of all uses. readers: for each leaf, gradient -> {identity of the tracked tensor:
             its gradient by one use}.
-        chosen: by parameters, operation and shape, the form of gradients.
-        closed: true in the backward pass, where checkpointing repeats parts of the forward pass.
+        chosen: by parameters, operation and shape, the representation of gradients.
+        forward_done: true in the backward pass, where checkpointing repeats parts of the forward pass.
         trace: of this step, which must find in each gradient the rows of its use; None where it is compiled.
-        weights: factors of clip groups, which are then summed during the backward pass. caught: gradients so far.
+        caught: gradients of the backward pass so far; None where dynamo traces it, and they are read after it.
     """
 
     budget: int
     trace: Trace | None = None
-    weights: GroupFactors | None = None
+    caught: CaughtGrads | None = None
     leaves: list[Tensor] = field(default_factory=list)
     readers: list[Callable[[Tensor], Mapping[int, PerSampleGrad]]] = field(default_factory=list)
     chosen: dict[tuple[object, ...], Choice] = field(default_factory=dict)
-    closed: bool = False
-    caught: CaughtGrads | None = None
-
-    def open(self, params: Params) -> None:
-        """Catch gradients during the backward pass of a step with these leaves; dynamo catches them after it."""
-        self.caught = CaughtGrads.of(self.weights, params)
+    forward_done: bool = False
 
     def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Form the gradients in the backward pass, or keep their factors."""
@@ -107,42 +107,43 @@ class FactorRecorder:
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
         if self.caught is not None:
             self.caught.expect(targets)
-            take = partial(_take, self.caught, use, targets, names, self.forms(use))
+            take = partial(_catch_grads, self.caught, use, targets, names, self.is_formed(use))
             return tapped(output, checked(self.trace, use, take), saved, [self.caught.anchor])
-        if self.forms(use):
+        if self.is_formed(use):
             dtype = accumulation_dtype(output.dtype)
             leaves = [leaf((use.num_samples, *use.shapes[arg]), dtype, output.device) for arg in use.wanted]
             readers = [partial(_read_dense, target) for target in targets.values()]
-            result = tapped(output, checked(self.trace, use, partial(_formed, use, names)), saved, leaves)
+            result = tapped(output, checked(self.trace, use, partial(_formed_tensors, use, names)), saved, leaves)
         else:
             leaves = [leaf(tuple(use.output), output.dtype, output.device)]
             readers = [partial(_read_factors, use, targets, names, saved)]
             result = tapped(output, checked(self.trace, use, pass_gradient), [], leaves)
-        if not self.closed:
+        if not self.forward_done:
             self.leaves += leaves
             self.readers += readers
         return result
 
-    def close(self) -> None:
+    def end_forward(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not recorded."""
-        self.closed = True
+        self.forward_done = True
         if self.caught is not None:
-            self.caught.begin()
+            self.caught.end_forward()
 
-    def forms(self, use: Use) -> bool:
+    def is_formed(self, use: Use) -> bool:
         """True if the gradients of a use are formed, and not kept as factors: cheaper, and within the budget."""
         choice = self.chosen.get(use.key)
         if choice is None:  # checkpointing asks again, and needs the same answer
-            choice = self.chosen[use.key] = use.choose(self.budget, closes=self.weights is not None)
-            if choice.form == "formed" and self.weights is None:  # a closed group returns its memory
+            groupwise = self.caught is not None and self.caught.group_factors is not None
+            choice = self.chosen[use.key] = use.choose(self.budget, groupwise=groupwise)
+            if choice.representation == "formed" and not groupwise:  # a summed group returns its memory
                 self.budget -= choice.num_bytes
-        return choice.form == "formed"
+        return choice.representation == "formed"
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradient is the per-sample gradient."""
         if self.caught is not None:
             self.caught.late.add(tracked.name)
-        if not self.closed:
+        if not self.forward_done:
             self.leaves.append(copies)
             self.readers.append(partial(read_copies, tracked, sample_axis, self.trace))
 
@@ -152,7 +153,7 @@ class FactorRecorder:
             self.caught.late.update(tracked.name for tracked in sources)
 
 
-def _take(
+def _catch_grads(
     caught: CaughtGrads,
     use: Use,
     targets: Mapping[str, int],
@@ -161,10 +162,10 @@ def _take(
     grad: Tensor,
     saved: tuple[Tensor, ...],
 ) -> tuple[None]:
-    """Catch that forms the gradients, or keeps their factors."""
+    """Catch of a use: its gradients, formed or as factors, now or after the backward pass."""
     with torch._C.DisableTorchFunction():
         later = grad.numel() + sum(tensor.numel() for tensor in saved) <= _SMALL
-        caught.take(use, targets, partial(_by_rule, use, names, formed, grad, saved), later=later)
+        caught.take(use, targets, partial(_apply_rule, use, names, formed, grad, saved), later=later)
     return (None,)
 
 
@@ -175,7 +176,7 @@ def _read_dense(target: int, grad: Tensor) -> Mapping[int, PerSampleGrad]:
 def _read_factors(
     use: Use, targets: Mapping[str, int], names: Sequence[str], saved: Sequence[Tensor], grad: Tensor
 ) -> Mapping[int, PerSampleGrad]:
-    grads = form_grads(use, names, grad, saved)
+    grads = apply_rule(use, names, grad, saved)
     return {target: grads[argument] for argument, target in targets.items()}
 
 
@@ -213,26 +214,28 @@ class Bookkeeping:
     memory_budget: int
     unproven: Literal["audit", "refuse"] = "refuse"
     _cache: DiscoveryCache = field(default_factory=DiscoveryCache, repr=False, compare=False)
-    _weights: GroupFactors | None = field(default=None, repr=False, compare=False)
+    _group_factors: GroupFactors | None = field(default=None, repr=False, compare=False)
 
-    def closing(self, weights: GroupFactors) -> Bookkeeping:
+    def groupwise(self, group_factors: GroupFactors) -> Bookkeeping:
         """The same engine for one step, which sums each clip group as soon as its gradients are known."""
-        return replace(self, _weights=weights)
+        return replace(self, _group_factors=group_factors)
 
-    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | ClosedSums:
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | GroupwiseSums:
         """Compute the per-sample gradients of a batch."""
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
-        result: PerSample | ClosedSums = self._cache.run_with_rediscovery(
-            loss_fn, params, batch_size(batch), partial(self._run, loss_fn, params, batch)
+        compute = partial(self._forward_and_backward, loss_fn, params, batch)
+        result: PerSample | GroupwiseSums = self._cache.run_with_rediscovery(
+            loss_fn, params, batch_size(batch), compute
         )
-        if isinstance(result, ClosedSums) and not result.is_finite():  # such a sample must be left out of all groups
-            return replace(self, _weights=None)(loss_fn, params, batch)
+        # A sample that is not finite must be left out of all groups.
+        if isinstance(result, GroupwiseSums) and not result.is_finite():
+            return replace(self, _group_factors=None)(loss_fn, params, batch)
         if self.unproven == "refuse":
             refuse_unproven(result.doubts)
         return result
 
-    def read(self, loss_fn: LossFn) -> str:
+    def first_read(self, loss_fn: LossFn) -> str:
         """The first read of numbers of the batch by Python, in words; empty if there was none."""
         return self._cache.reads.get(loss_fn, "")
 
@@ -246,17 +249,44 @@ class Bookkeeping:
         split = [name for name, param in params.items() if is_dtensor(param)]
         if split:
             raise UnsupportedModel(f"A step whose parameters {shorten(split)} are DTensors is run with compile=False.")
-        known = self._cache.discover(loss_fn, params, batch, self)
-        recorder = partial(FactorRecorder, self.memory_budget)
-        return lambda loss_fn, params, batch: record_factors(
-            loss_fn, params, batch, CachedSampleAxes(known), recorder()
-        )
+        known = self.sample_axes(loss_fn, params, batch)
+        return lambda loss_fn, params, batch: self._forward_and_backward(loss_fn, params, batch, known)
 
-    def _run(
-        self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder
-    ) -> PerSample | ClosedSums:
-        recorder = FactorRecorder(self.memory_budget, discovery.trace, self._weights)
-        return record_factors(loss_fn, params, batch, discovery, recorder)
+    def sample_axes(self, loss_fn: LossFn, params: Params, batch: Batch) -> CachedSampleAxes:
+        """The sample axis of each use, by one traced step that is proven without looking at its numbers.
+
+        Raises:
+            UnsupportedModel: it is not, or uses of a parameter have different sample axes.
+        """
+        compute = partial(self._forward_and_backward, loss_fn, params, batch)
+        return self._cache.discover(loss_fn, batch_size(batch), compute)
+
+    def _forward_and_backward(
+        self, loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes
+    ) -> PerSample | GroupwiseSums:
+        """Per-sample gradients by one forward and one backward pass."""
+        num_samples = batch_size(batch)
+        leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+        compiling = torch.compiler.is_compiling()
+        caught = None if compiling else CaughtGrads.of(self._group_factors, leaves)
+        recorder = FactorRecorder(self.memory_budget, sample_axes.trace, caught)
+        tracker = Tracker(leaves, num_samples, sample_axes, recorder)
+        if compiling:  # dynamo differentiates outside of the mode; it cannot trace checkpointing
+            with torch.enable_grad(), tracker:
+                losses_B = loss_fn(leaves, batch)
+            with torch.enable_grad():
+                return _backward(tracker, recorder, leaves, losses_B)
+        trace = recorder.trace or Trace(num_samples)
+        with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
+            losses_B = loss_fn(leaves, batch)
+            check_differentiable(losses_B, num_samples)
+            if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
+                refuse_reentrant((), losses_B)
+            recorder.end_forward()
+            trace.credited(losses_B, SampleAxis(0), "the loss")
+            with backward_pass(trace, losses_B, hooked=tracker.hooked):
+                result = _backward(tracker, recorder, leaves, losses_B)
+        return replace(result, doubts=tuple(trace.doubts), random_calls=tuple(trace.random_calls))
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:
@@ -296,51 +326,27 @@ def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "re
     return Bookkeeping(budget, one_of("unproven", unproven, ("audit", "refuse")))
 
 
-def record_factors(
-    loss_fn: LossFn, params: Params, batch: Batch, sample_axes: SampleAxes, recorder: FactorRecorder
-) -> PerSample | ClosedSums:
-    """Per-sample gradients by one forward and one backward pass, with the uses that the recorder notes."""
-    num_samples = batch_size(batch)
-    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    tracker = Tracker(leaves, num_samples, sample_axes, recorder)
-    if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
-        with torch.enable_grad(), tracker:
-            losses_B = loss_fn(leaves, batch)
-        with torch.enable_grad():
-            return _read(tracker, recorder, leaves, losses_B)
-    recorder.open(leaves)
-    trace = recorder.trace or Trace(num_samples)
-    with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
-        losses_B = loss_fn(leaves, batch)
-        check_differentiable(losses_B, num_samples)
-        if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
-            refuse_reentrant((), losses_B)
-        recorder.close()
-        trace.credited(losses_B, SampleAxis(0), "the loss")
-        with backward_pass(trace, losses_B, hooked=tracker.hooked):
-            result = _read(tracker, recorder, leaves, losses_B)
-    return replace(result, doubts=tuple(trace.doubts), draws=tuple(trace.draws))
-
-
-def _read(tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor) -> PerSample | ClosedSums:
+def _backward(
+    tracker: Tracker, recorder: FactorRecorder, params: Params, losses_B: Tensor
+) -> PerSample | GroupwiseSums:
     """Run the backward pass, and collect the recorded gradients."""
-    own = recorder.caught
+    caught = recorder.caught
     watched = {**params, **tracker.sentinels}
-    anchors = () if own is None else (own.anchor,)
+    anchors = () if caught is None else (caught.anchor,)
     inputs = (*recorder.leaves, *watched.values(), *anchors)
-    caught = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
-    refuse_escaped(watched, caught[len(recorder.leaves) : len(inputs) - len(anchors)])
-    uses: dict[int, list[PerSampleGrad]] = {} if own is None else own.finish()
-    found = [(reader, grad) for reader, grad in zip(recorder.readers, caught, strict=False) if grad is not None]
-    if own is not None:
-        check_depends(has_parameter_source() or any((found, uses, own.sums)))
+    grads = torch.autograd.grad(losses_B, inputs, torch.ones_like(losses_B), allow_unused=True)
+    refuse_escaped(watched, grads[len(recorder.leaves) : len(inputs) - len(anchors)])
+    uses: dict[int, list[PerSampleGrad]] = {} if caught is None else caught.finish()
+    found = [(reader, grad) for reader, grad in zip(recorder.readers, grads, strict=False) if grad is not None]
+    if caught is not None:
+        check_depends(has_parameter_source() or any((found, uses, caught.sums)))
     for reader, grad in found:
         _add(uses, reader(grad))
     losses_B = arrived(losses_B.detach())
     collected = collect(tracker, params, uses)
-    if own is None or recorder.weights is None:
+    if caught is None or caught.group_factors is None:
         return PerSample(losses_B, collected)
-    return _with_closed(losses_B, collected, own, recorder.weights)
+    return _groupwise_sums(losses_B, collected, caught, caught.group_factors)
 
 
 def _add(uses: dict[int, list[PerSampleGrad]], grads: Mapping[int, PerSampleGrad]) -> None:
@@ -348,19 +354,19 @@ def _add(uses: dict[int, list[PerSampleGrad]], grads: Mapping[int, PerSampleGrad
         uses.setdefault(target, []).append(grad)
 
 
-def _with_closed(
-    losses_B: Tensor, collected: Mapping[str, PerSampleGrad], caught: CaughtGrads, weights: GroupFactors
-) -> ClosedSums:
-    """The sums of closed groups, and what was collected of the others.
+def _groupwise_sums(
+    losses_B: Tensor, collected: Mapping[str, PerSampleGrad], caught: CaughtGrads, group_factors: GroupFactors
+) -> GroupwiseSums:
+    """The sums of groups that were summed in the backward pass, and what was collected of the others.
 
     Raises:
-        UnsupportedModel: a part of a closed group was known too late.
+        UnsupportedModel: a part of a summed group was known too late.
     """
     rest = {name: grad for name, grad in collected.items() if name not in caught.sums}
-    reopened = [name for name in caught.sums if not isinstance(collected[name], Zeros)]
-    if reopened:
+    unknown = [name for name in caught.sums if not isinstance(collected[name], Zeros)]
+    if unknown:
         raise UnsupportedModel(
-            f"The gradients of {shorten(reopened)} have a part that is known only after their clip groups were summed. "
+            f"The gradients of {shorten(unknown)} have a part that is known only after their clip groups were summed. "
             'Use one group, or engine="loop".'
         )
-    return ClosedSums(losses_B, PerSample(losses_B, rest), caught, weights)
+    return GroupwiseSums(losses_B, PerSample(losses_B, rest), caught, group_factors)

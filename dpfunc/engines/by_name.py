@@ -9,10 +9,9 @@ from dpfunc.engines.auto import auto
 from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
 from dpfunc.engines.loop import loop
-from dpfunc.engines.tracing.discovery_cache import UNPROVEN, Unproven
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Engine
+from dpfunc.types import UNPROVEN, Engine, Unproven
 
 ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "auto": lambda unproven: auto(unproven=unproven or "vmap"),

@@ -20,12 +20,12 @@ from typing import Literal
 
 from dpfunc.engines.numerics import SCRATCH
 
-_Form = Literal["formed", "dropped", "ghost"]
+_Representation = Literal["formed", "dropped", "ghost"]
 
 # Measured on two cores: 200 operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
 # Operations that a processor does while it writes a number to fresh memory and reads it twice.
 _A_FRESH_NUMBER = 240
-# The same for a number in memory that is used again: of small gradients, or of groups that are closed early.
+# The same for a number in memory that is used again: of small gradients, or of groups that are summed early.
 _A_NUMBER = 100
 # Operations of a convolution while a product of small matrices does one.
 _A_SMALL_PRODUCT = 2
@@ -37,14 +37,15 @@ _MAX_SIZE_RATIO = 2
 
 @dataclass(frozen=True)
 class Choice:
-    """Form of the gradients of one use: `formed` and kept, or factors with a norm that is `dropped` or a `ghost` norm.
+    """Representation of the gradients of one use, chosen by its costs.
 
     Args:
-        form: see the module. operations: of norms and weighted sum, for all samples. num_bytes: kept until the factors
-            of the clip rule are known.
+        representation: `formed` and kept; or factors, with a norm of gradients that are formed and `dropped`, or a
+            `ghost` norm. operations: of norms and weighted sum, for all samples. num_bytes: kept until the factors of
+            the clip rule are known.
     """
 
-    form: _Form
+    representation: _Representation
     operations: int
     num_bytes: int
 
@@ -58,7 +59,8 @@ class Costs:
         numbers: that it has. factors: numbers of both factors. limited: it is not formed where it is much larger than
             its factors.
 
-    >>> matrix(positions=128, p=8, d=384).choose(16).form, matrix(positions=128, p=1024, d=384).choose(16).form
+    >>> narrow, wide = matrix(positions=128, p=8, d=384), matrix(positions=128, p=1024, d=384)
+    >>> narrow.choose(16).representation, wide.choose(16).representation
     ('formed', 'ghost')
     """
 
@@ -78,16 +80,16 @@ class Costs:
         """True if the ghost norm takes fewer operations than one that is measured."""
         return self.ghost < self.dropped
 
-    def choose(self, num_samples: int, budget: float = math.inf, *, closes: bool = False) -> Choice:
-        """The form that takes the fewest operations within a budget.
+    def choose(self, num_samples: int, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
+        """The representation that takes the fewest operations within a budget.
 
         Args:
             num_samples: B. budget: bytes that may be formed; what does not fit is kept as factors, if they are smaller.
-            closes: the memory is used again soon, since the clip group is summed during the backward pass.
+            groupwise: the memory is used again soon, since the clip group is summed during the backward pass.
         """
         formed_bytes, factor_bytes = (4 * num_samples * numbers for numbers in (self.numbers, self.factors))
         small = num_samples * self.numbers <= SCRATCH
-        formed = self.product + (_A_NUMBER if small or closes else _A_FRESH_NUMBER) * self.numbers
+        formed = self.product + (_A_NUMBER if small or groupwise else _A_FRESH_NUMBER) * self.numbers
         measured = self.product + min(self.dropped, self.ghost)
         too_large = formed_bytes > budget and factor_bytes < formed_bytes
         too_large |= self.limited and not small and self.numbers > _MAX_SIZE_RATIO * self.factors
@@ -123,7 +125,7 @@ class Kernel:
 
     >>> early = Kernel(1024, 1024, shape=(64, 64, 3, 3), stride=(1, 1), groups=1).costs()
     >>> late = Kernel(16, 16, shape=(512, 512, 3, 3), stride=(1, 1), groups=1).costs()
-    >>> early.choose(32).form, late.choose(32).form
+    >>> early.choose(32).representation, late.choose(32).representation
     ('formed', 'ghost')
     """
 

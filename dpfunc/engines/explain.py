@@ -11,11 +11,11 @@ from torch import Tensor
 from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
 from dpfunc.engines.cost import summed
+from dpfunc.engines.guards.loss import check_differentiable
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, following
-from dpfunc.engines.uses.accumulate import check_differentiable
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
@@ -92,7 +92,7 @@ class _CostRecorder(FactorRecorder):
             chosen = argument == largest and use.rule.costs is not None
             own = choice if chosen else summed(use.shapes[argument].numel()).choose(use.num_samples)
             shape = tuple(use.shapes[argument])
-            self.costs.append(UseCost(name, use.name, own.form, shape, own.num_bytes, own.operations))
+            self.costs.append(UseCost(name, use.name, own.representation, shape, own.num_bytes, own.operations))
         return result
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:

@@ -17,25 +17,30 @@ from torch import Tensor
 from dpfunc._utils.dtensor import arrived
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
-from dpfunc.engines.bookkeeping import checked, form_grads, read_copies
-from dpfunc.engines.guards.autograd_graph import parameters_unchanged, refuse_reentrant
-from dpfunc.engines.guards.draws import Draw
+from dpfunc.engines.bookkeeping import apply_rule, checked, read_copies
+from dpfunc.engines.guards.loss import (
+    check_depends,
+    check_differentiable,
+    parameters_unchanged,
+    refuse_reentrant,
+    refuse_unproven,
+)
 from dpfunc.engines.guards.modes import unfollowed, unseen
+from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.guards.scope import Scope, backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
-from dpfunc.engines.tracing.discovery_cache import DiscoveryCache, refuse_unproven
+from dpfunc.engines.tracing.discovery_cache import DiscoveryCache
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
 from dpfunc.engines.tracing.trace import Trace, backward_pass, following
-from dpfunc.engines.uses.accumulate import check_differentiable, collect, refuse_escaped
+from dpfunc.engines.uses.accumulate import collect, refuse_escaped
 from dpfunc.engines.uses.gradient_taps import leaf, tapped
 from dpfunc.engines.uses.parameter_source import has_parameter_source, leaves_of, reduced
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
-from dpfunc.engines.vmap import check_depends
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
 from dpfunc.rng import insecure_key, torch_seed
@@ -62,22 +67,22 @@ class _NormRecorder:
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     factors: Mapping[str, Tensor] | None = None
-    closed: bool = False
+    forward_done: bool = False
 
     def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
         """Tap the output of a use, whose gradient is caught in both backward passes."""
         names = [name for name, tensor in needed.items() if tensor is not None]
         saved = [tensor.detach() for tensor in needed.values() if tensor is not None]
-        if not self.closed:
+        if not self.forward_done:
             for target in targets.values():
                 self.counts[target] = self.counts.get(target, 0) + 1
         return tapped(
             output, checked(self.trace, use, partial(self._caught, use, targets, names)), saved, [self.anchor]
         )
 
-    def close(self) -> None:
+    def end_forward(self) -> None:
         """Note the end of the forward pass: later uses are repeated by checkpointing, and are not counted."""
-        self.closed = True
+        self.forward_done = True
 
     def weigh(self, factors: Mapping[str, Tensor]) -> None:
         """Begin the second backward pass, with the factor of each sample: name -> (B,)."""
@@ -86,13 +91,13 @@ class _NormRecorder:
     def _caught(
         self, use: Use, targets: Mapping[str, int], names: Sequence[str], grad: Tensor, saved: tuple[Tensor, ...]
     ) -> tuple[None]:
-        if not self.closed:  # the loss differentiates inside of itself
+        if not self.forward_done:  # the loss differentiates inside of itself
             return (None,)
         single = {arg: self.params[target] for arg, target in targets.items() if self._single(target)}
         if self.factors is None:
-            self._take_norms(form_grads(use, names, grad, saved), targets, single, grad.device)
+            self._take_norms(apply_rule(use, names, grad, saved), targets, single, grad.device)
         elif single:
-            self._take_sums(form_grads(use, names, grad, saved), self.factors, single, grad.device)
+            self._take_sums(apply_rule(use, names, grad, saved), self.factors, single, grad.device)
         return (None,)
 
     def _take_norms(
@@ -120,7 +125,7 @@ class _NormRecorder:
 
     def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
         """Record private copies, whose gradients are small and are kept."""
-        if not self.closed:
+        if not self.forward_done:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
             self.leaves.append((tracked, copies, sample_axis))
 
@@ -149,7 +154,7 @@ class Ghost:
     _graph: list[Tensor] = field(repr=False)
     _seed: Key256 = field(repr=False)
     doubts: tuple[str, ...] = ()
-    draws: tuple[Draw, ...] = ()
+    random_calls: tuple[RandomCall, ...] = ()
     untraced: bool = False
     coarse: bool = False
 
@@ -259,7 +264,7 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
         check_differentiable(losses_B, num_samples)
         if tracker.hidden:  # as reentrant checkpoints do, which lose gradients
             refuse_reentrant((), losses_B)
-        meter.close()
+        meter.end_forward()
         trace.credited(losses_B, SampleAxis(0), "the loss")
         copies = [copy for _, copy, _ in meter.leaves]
         watched = {**leaves, **tracker.sentinels}
@@ -273,5 +278,5 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
         kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
     losses_B = arrived(losses_B.detach())
-    doubts, draws = tuple(trace.doubts), tuple(trace.draws)
-    return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed, doubts, draws)
+    doubts, random_calls = tuple(trace.doubts), tuple(trace.random_calls)
+    return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed, doubts, random_calls)

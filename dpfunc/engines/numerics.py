@@ -22,6 +22,9 @@ ROUNDINGS = 4
 _CANCELS = 64
 # Relative error of a squared norm that clipping.bounds.SLACK pays for.
 TOLERATED = 2.0**-13
+# Relative differences of a value that is computed twice: float64, float32, and 16 bits or autocast.
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+COARSE = 0.1
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,6 +35,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def to_accumulation_dtype(tensor: Tensor) -> Tensor:
     """Convert a tensor to the dtype in which norms and sums are taken."""
     return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def tolerance_of(*dtypes: torch.dtype) -> float:
+    """The relative difference that rounding may make in the coarsest of dtypes, or under autocast."""
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        return COARSE
+    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
 
 
 @contextmanager

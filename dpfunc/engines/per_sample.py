@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.cost import matrix
-from dpfunc.engines.guards.draws import Draw
+from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
@@ -140,7 +140,7 @@ class Outer:
         eps = torch.finfo(a_BTp.dtype).eps
         reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
-            sq_norms_B = self._formed(a_BTp, b_BTd)
+            sq_norms_B = self._measured(a_BTp, b_BTd)
         else:
             sq_norms_B = self._ghost(a_BTp, b_BTd)
             doubtful_B = ~(ROUNDINGS * eps * reach_B.square() <= TOLERATED * sq_norms_B)
@@ -148,11 +148,11 @@ class Outer:
                 safe_B = sq_norms_B.clamp(min=0.0) + ROUNDINGS * eps * reach_B.square()
                 sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
             elif any_set(doubtful_B):
-                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._formed(a_BTp[doubtful_B], b_BTd[doubtful_B]))
+                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._measured(a_BTp[doubtful_B], b_BTd[doubtful_B]))
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
 
     @staticmethod
-    def _formed(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
+    def _measured(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
         size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
         if size >= len(a_BTp):
             return sq_sum((a_BTp.transpose(1, 2) @ b_BTd).flatten(1))
@@ -341,7 +341,7 @@ def _joined_outer(uses: Sequence[Outer]) -> Outer:
 
 
 @dataclass(frozen=True)
-class Stack:
+class _Stack:
     """Gradients of some parameters, as one: those of B samples of the first, then of the second, and so on.
 
     Small gradients of equal shapes are measured and summed by one torch call for all: a call takes microseconds
@@ -396,10 +396,10 @@ def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tenso
     return sums_Npd.reshape(number, *outer.shape).unbind(0)
 
 
-def stacked(grads: Mapping[str, PerSampleGrad]) -> list[Stack]:
+def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
     """All gradients, small ones of equal shapes as one.
 
-    >>> [stack.names for stack in stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
+    >>> [stack.names for stack in _stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
     [('a', 'b')]
     """
     together: dict[object, list[str]] = {}
@@ -420,15 +420,15 @@ def _key(grad: PerSampleGrad) -> object:
     return None
 
 
-def _stack(names: Sequence[str], grads: Sequence[PerSampleGrad]) -> Stack:
+def _stack(names: Sequence[str], grads: Sequence[PerSampleGrad]) -> _Stack:
     if len(grads) == 1:
-        return Stack(tuple(names), grads, grads[0])
+        return _Stack(tuple(names), grads, grads[0])
     outers = [grad for grad in grads if isinstance(grad, Outer)]
     if outers:
         sides: tuple[Callable[[Outer], Tensor], ...] = (lambda grad: grad.a_BTp, lambda grad: grad.b_BTd)
         a, b = (torch.cat([side(grad) for grad in outers]) for side in sides)
-        return Stack(tuple(names), grads, Outer(a, b, outers[0].shape))
-    return Stack(tuple(names), grads, Dense(torch.cat([grad.dense() for grad in grads])))
+        return _Stack(tuple(names), grads, Outer(a, b, outers[0].shape))
+    return _Stack(tuple(names), grads, Dense(torch.cat([grad.dense() for grad in grads])))
 
 
 @dataclass(frozen=True)
@@ -437,8 +437,9 @@ class PerSample:
 
     Args:
         losses_B: of each sample. grads: name -> gradients.
-        doubts: why it is not proven that samples do not influence each other; empty where it is. draws: the random
-            numbers of the pass, for an audit. alone: each sample was computed alone.
+        doubts: why it is not proven that samples do not influence each other; empty where it is.
+        random_calls: operations of the pass that drew random numbers, for an audit. alone: each sample was computed
+            alone.
         untraced: a tensor was made without an operation that the trace follows, unlike before. coarse: there were
             numbers of 16 bits.
     """
@@ -446,18 +447,18 @@ class PerSample:
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
     doubts: tuple[str, ...] = ()
-    draws: tuple[Draw, ...] = ()
+    random_calls: tuple[RandomCall, ...] = ()
     alone: bool = False
     untraced: bool = False
     coarse: bool = False
 
     @cached_property
-    def _kept_stacks(self) -> list[Stack]:
-        return stacked(self.grads)
+    def _kept_stacks(self) -> list[_Stack]:
+        return _stacked(self.grads)
 
     @property
-    def _stacks(self) -> list[Stack]:  # the compiler cannot enter the lock of a cached property, and stacks nothing
-        return stacked(self.grads) if torch.compiler.is_compiling() else self._kept_stacks
+    def _stacks(self) -> list[_Stack]:  # the compiler cannot enter the lock of a cached property, and stacks nothing
+        return _stacked(self.grads) if torch.compiler.is_compiling() else self._kept_stacks
 
     def sq_norms(self) -> dict[str, Tensor]:
         with exact(self.losses_B.device):

@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import integer, shorten
-from dpfunc.engines.guards.autograd_graph import parameters_unchanged
 from dpfunc.engines.guards.collectives import none_batched
+from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.tracing.trace import tracing_rows_alone
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params
 
 # A part of torch's message when a loss does something that vmap or grad cannot do -> advice for the user.
@@ -66,29 +66,6 @@ class _NoData(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_losses(losses: object, num_samples: int) -> None:
-    """Check that there is one loss a sample, of floating dtype.
-
-    Raises:
-        InvalidArgument: another type, shape or dtype.
-    """
-    hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
-    if not isinstance(losses, Tensor):
-        raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
-    if losses.shape != (num_samples,):
-        raise InvalidArgument(
-            f"Expected loss_fn to return shape ({num_samples},), got {tuple(losses.shape)} where it was called with "
-            f"{num_samples} {'row' if num_samples == 1 else 'rows'}, all of the batch or a part of it. {hint}"
-        )
-    if is_dtensor(losses):
-        raise InvalidArgument(
-            "Expected loss_fn to return a plain tensor, got a DTensor. Make the output of the last layer plain "
-            "(use_local_output=True, output_layouts=Replicate()), or return losses.full_tensor()."
-        )
-    if not losses.is_floating_point():
-        raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
-
-
 def _refuse_split(params: Params) -> None:
     """Refuse parameters that are DTensors, which vmap cannot differentiate.
 
@@ -100,20 +77,6 @@ def _refuse_split(params: Params) -> None:
         raise UnsupportedModel(
             f"The parameters {shorten(parts)} are DTensors (tensor parallel or FSDP2), which torch.func cannot "
             'differentiate under vmap. Use engine="bookkeeping".'
-        )
-
-
-def check_depends(depends: bool) -> None:
-    """Check that the loss depends on a parameter, and not on other tensors of the same values.
-
-    Raises:
-        InvalidArgument: it does not.
-    """
-    if not depends:
-        raise InvalidArgument(
-            "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
-            "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
-            "detach()."
         )
 
 
@@ -175,7 +138,7 @@ def vmap(chunk_size: int | None = None) -> Engine:
             raise UnsupportedModel(f'Under vmap a row would depend on others: {trace.doubts[0]}. Use engine="loop".')
         # An audit sees functions whose rule for vmap mixes rows; it cannot give a row the random numbers that it had.
         found = {name: Dense(grad) for name, grad in grads.items()}
-        return PerSample(losses_B, found, alone=bool(trace.draws), coarse=trace.coarse)
+        return PerSample(losses_B, found, alone=bool(trace.random_calls), coarse=trace.coarse)
 
     return engine
 

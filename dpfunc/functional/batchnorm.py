@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -28,13 +27,6 @@ def batchnorm_names(module: nn.Module) -> list[str]:
     ['1']
     """
     return [name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-
-
-def training_batchnorms(parts: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """The names, of those among named modules, of BatchNorm layers that would use the statistics of the batch."""
-    return [
-        name for name, part in parts if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
-    ]
 
 
 def count_batchnorm(module: nn.Module) -> int:

@@ -14,9 +14,9 @@ from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.autograd_graph import refuse_reentrant
 from dpfunc.engines.guards.collectives import initialized
 from dpfunc.engines.guards.lockstep import is_independent
+from dpfunc.engines.guards.loss import refuse_reentrant
 from dpfunc.engines.guards.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import (

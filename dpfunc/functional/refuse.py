@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
-from dpfunc.functional.batchnorm import training_batchnorms
 
 _CHECKPOINTED = (
     "its second forward pass would run with the module's own parameters and give wrong gradients. Call "
@@ -59,17 +59,23 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
             renormalises its weight, or LLM.int8 layers.
     """
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
-    norms = training_batchnorms(parts)
-    if norms:
-        raise UnsupportedModel(
-            f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
-            "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
-        )
+    _refuse_batchnorm(parts)
     _refuse_outliers(parts)
     on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
     if on and not checkpointing:
         raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
     _refuse_renormalised(parts)
+
+
+def _refuse_batchnorm(parts: Sequence[tuple[str, nn.Module]]) -> None:
+    norms = [
+        name for name, part in parts if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+    ]
+    if norms:
+        raise UnsupportedModel(
+            f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
+            "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
+        )
 
 
 def _refuse_renormalised(parts: Sequence[tuple[str, nn.Module]]) -> None:

@@ -7,7 +7,7 @@ import torch
 from jobs import loss_fn, plan
 from workers import outcomes, run
 
-from dpfunc.distributed.agreement import checksum
+from dpfunc._utils.digests import checksum
 from dpfunc.errors import InvalidArgument
 from dpfunc.step import make_dp_step
 

@@ -347,7 +347,7 @@ def test_convolutions_do_not_loop_over_samples(kind):
 def test_many_numbers_are_formed_in_pieces(monkeypatch):
     grad = convolved(Draw(0, 7))
     whole = grad.dense(), grad._measured(grad.g_BmP, grad.x_BmC)[0], grad._ghost(grad.g_BmP, grad.x_BmC)[0]
-    monkeypatch.setitem(Convolved._formed.__globals__, "PIECE", 3 * whole[0][0].numel())
+    monkeypatch.setitem(Convolved._formed.__globals__, "_PIECE", 3 * whole[0][0].numel())
     sizes = []
     formed = Convolved._formed
     monkeypatch.setattr(Convolved, "_formed", lambda self, g, x: sizes.append(len(g)) or formed(self, g, x))

@@ -16,46 +16,46 @@ SIZES = st.integers(1, 4096)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64), st.booleans())
-def test_no_form_of_a_matrix_is_cheaper_than_the_chosen_one(positions, p, d, num_samples, closes):
+def test_no_representation_of_a_matrix_is_cheaper_than_the_chosen_one(positions, p, d, num_samples, groupwise):
     costs = matrix(positions, p, d)
-    choice = costs.choose(num_samples, closes=closes)
-    kept = costs.choose(num_samples, 0, closes=closes)
+    choice = costs.choose(num_samples, groupwise=groupwise)
+    kept = costs.choose(num_samples, 0, groupwise=groupwise)
     measured = num_samples * (costs.product + min(costs.ghost, costs.dropped))
     assert choice.operations <= measured
-    assert kept.form == "formed" or kept.operations == measured
-    assert costs.choose(num_samples, closes=closes) == choice
+    assert kept.representation == "formed" or kept.operations == measured
+    assert costs.choose(num_samples, groupwise=groupwise) == choice
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64))
 def test_nothing_is_formed_beyond_the_budget_but_what_is_smaller_than_its_factors(positions, p, d, num_samples):
     choice = matrix(positions, p, d).choose(num_samples, 0)
-    assert choice.form != "formed" or choice.num_bytes <= 4 * num_samples * positions * (p + d)
+    assert choice.representation != "formed" or choice.num_bytes <= 4 * num_samples * positions * (p + d)
 
 
 def test_the_ghost_norm_is_for_few_positions():
-    forms = [matrix(positions, 1024, 1024).choose(16).form for positions in (1, 64, 4096)]
-    assert forms == ["ghost", "ghost", "formed"]
-    assert matrix(128, 8, 384).choose(16).form == "formed"  # LoRA: a narrow matrix is nearly free
+    chosen = [matrix(positions, 1024, 1024).choose(16) for positions in (1, 64, 4096)]
+    assert [choice.representation for choice in chosen] == ["ghost", "ghost", "formed"]
+    assert matrix(128, 8, 384).choose(16).representation == "formed"  # LoRA: a narrow matrix is nearly free
 
 
 def test_memory_that_is_used_again_makes_forming_cheaper():
     costs = matrix(128, 384, 384)
-    assert (costs.choose(64).form, costs.choose(64, closes=True).form) == ("ghost", "formed")
+    assert (costs.choose(64).representation, costs.choose(64, groupwise=True).representation) == ("ghost", "formed")
 
 
 def test_large_tables_are_not_formed():
-    assert table(lookups=128, rows=50_000, d=64).choose(32).form != "formed"
-    assert table(lookups=128, rows=16, d=64).choose(32).form == "formed"
+    assert table(lookups=128, rows=50_000, d=64).choose(32).representation != "formed"
+    assert table(lookups=128, rows=16, d=64).choose(32).representation == "formed"
 
 
 def test_sums_are_formed():
-    assert summed(384, 128).choose(32, 0).form == "formed"
+    assert summed(384, 128).choose(32, 0).representation == "formed"
 
 
 def test_kernels_with_many_positions_are_formed():
     shapes = [(1024, (16, 3, 3, 3)), (16, (512, 512, 3, 3))]
-    forms = [Kernel(positions, positions, shape, (1, 1), 1).costs().choose(32).form for positions, shape in shapes]
-    assert forms == ["formed", "ghost"]
+    chosen = [Kernel(positions, positions, shape, (1, 1), 1).costs().choose(32) for positions, shape in shapes]
+    assert [choice.representation for choice in chosen] == ["formed", "ghost"]
 
 
 def test_bytes_are_those_that_are_kept():
@@ -68,7 +68,7 @@ def test_bytes_are_those_that_are_kept():
 @pytest.mark.parametrize(("positions", "formed"), [(2, False), (200, True)])
 def test_norms_of_factors_are_taken_as_the_model_says(monkeypatch, positions, formed):
     called = []
-    monkeypatch.setattr(Outer, "_formed", staticmethod(lambda a, b: called.append("formed") or torch.ones(len(a))))
+    monkeypatch.setattr(Outer, "_measured", staticmethod(lambda a, b: called.append("formed") or torch.ones(len(a))))
     monkeypatch.setattr(
         Outer, "_ghost", staticmethod(lambda a, b: called.append("ghost") or torch.full((len(a),), 1e9))
     )

@@ -67,7 +67,7 @@ def test_an_engine_holds_for_other_sizes(engine, first, name):
 def test_both_forms_are_the_same(formed, name, monkeypatch):
     """Whether gradients are formed at once or kept as factors is a matter of speed."""
     costs = summed(1) if formed else Costs(product=0, ghost=0, numbers=1, factors=0)
-    assert (costs.choose(3).form == "formed") is formed
+    assert (costs.choose(3).representation == "formed") is formed
     for op, rule in RULES.items():
         monkeypatch.setitem(RULES, op, replace(rule, costs=lambda use: costs))
     check(ENGINES["bookkeeping"](), name, torch.float64, 0, 3, LENGTH)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows, signature
-from dpfunc.engines.guards.draws import Draw, OtherDraws, replayed
-from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process
-from dpfunc.engines.guards.replicated import anywhere
-from dpfunc.engines.guards.row_independence import COARSE, rounded_params, tolerance_of
+from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, on_any_rank
+from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
+from dpfunc.engines.guards.row_independence import rounded_params
 from dpfunc.engines.loop import loop
+from dpfunc.engines.numerics import COARSE, tolerance_of
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed
@@ -39,7 +39,7 @@ _UNPROVEN_ROWS = 8
 _UNPROVEN_IN = 8
 FIRST_ROWS = 2
 # A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
-TRIES = 8
+_TRIES = 8
 _ROUNDING_UNITS = 8
 
 
@@ -49,13 +49,13 @@ class Audits:
 
     Args:
         since: steps since the last one. sizes: batches, by their shapes, that were audited once: what depends on the
-            size of a batch shows in the first batch of that size. drew: whether the last step drew random numbers.
+            size of a batch shows in the first batch of that size. random: whether the last step drew random numbers.
         coarse: whether it had numbers of 16 bits.
         saved: seconds that audits may take now. row_seconds: time of the last row alone; 0 before the first.
     """
 
     since: int = STEPS_IN
-    drew: bool = False
+    random: bool = False
     coarse: bool = False
     sizes: set[object] = field(default_factory=set)
     saved: float = 0.0
@@ -63,7 +63,7 @@ class Audits:
 
     def note(self, credited: Credited | None) -> None:
         """Remember whether the step drew random numbers, and whether it had numbers of 16 bits."""
-        self.drew = credited is not None and bool(credited.draws)
+        self.random = credited is not None and bool(credited.random_calls)
         self.coarse = credited is not None and credited.coarse
 
     def due(self, batch: Batch, doubts: Sequence[str] = (), untraced: bool = False, seconds: float = 0.0) -> int:
@@ -94,17 +94,17 @@ class Audits:
         return FIRST_ROWS if untraced or not self.sizes else 1
 
     @contextmanager
-    def drawn(
+    def choose_rows(
         self, key: Key | None, batch: Batch, doubts: Sequence[str] = (), untraced: bool = False, seconds: float = 0.0
     ) -> Iterator[list[int]]:
         """Rows of this batch to compute alone, which is done inside and timed; see `due`.
 
         Args:
-            key: of the step, see `_drawn_rows`. batch, doubts, untraced, seconds: as for `due`.
+            key: of the step, see `_random_rows`. batch, doubts, untraced, seconds: as for `due`.
         """
         wanted = self.due(batch, doubts, untraced, seconds)
         start = time.perf_counter()
-        yield _drawn_rows(key, batch_size(batch), wanted)
+        yield _random_rows(key, batch_size(batch), wanted)
         self.paid(wanted, time.perf_counter() - start)
 
     def paid(self, number: int, seconds: float) -> None:
@@ -114,7 +114,7 @@ class Audits:
             self.saved = max(0.0, self.saved - seconds)
 
 
-def _drawn_rows(key: Key | None, count: int, wanted: int) -> list[int]:
+def _random_rows(key: Key | None, count: int, wanted: int) -> list[int]:
     """Rows of a batch, drawn from the key without replacement, so that nobody can predict them."""
     if not wanted:
         return []
@@ -134,15 +134,15 @@ class Credited:
     """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
 
     Args:
-        losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, draws: of the step. per_sample: gives
-            weighted sums of rows; None where they can be taken once only.
+        losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, random_calls: of the step.
+        per_sample: gives weighted sums of rows; None where they can be taken once only.
         untraced: a tensor was made without an operation that the trace follows. coarse: there were numbers of 16 bits.
     """
 
     losses_B: Tensor
     sq_norms: Mapping[str, Tensor]
     doubts: Sequence[str]
-    draws: Sequence[Draw]
+    random_calls: Sequence[RandomCall]
     per_sample: PerSample | None
     untraced: bool = False
     coarse: bool = False
@@ -150,11 +150,17 @@ class Credited:
 
 def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:
     """Collect the values to audit; None where each row was computed alone."""
-    if not hasattr(per_sample, "draws") or getattr(per_sample, "alone", False):
+    if not hasattr(per_sample, "random_calls") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
     return Credited(
-        per_sample.losses_B, sq_norms, per_sample.doubts, per_sample.draws, own, per_sample.untraced, per_sample.coarse
+        per_sample.losses_B,
+        sq_norms,
+        per_sample.doubts,
+        per_sample.random_calls,
+        own,
+        per_sample.untraced,
+        per_sample.coarse,
     )
 
 
@@ -169,7 +175,7 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
         return
     try:
         problem = _problem(loss_fn, params, batch, credited, chosen)
-    except OtherDraws:
+    except OtherRandomCalls:
         problem = "alone it draws other random numbers" if credited.doubts else ""
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
@@ -189,12 +195,13 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
 
 
 def _on_any_rank(problem: str, params: Params) -> bool:
-    return bool(anywhere(torch.tensor([bool(problem)]), params))
+    (found,) = on_any_rank(params, bool(problem))
+    return found
 
 
 def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
-    alone = {row: _alone(loss_fn, params, batch, credited.draws, row) for row in chosen}
+    alone = {row: _alone(loss_fn, params, batch, credited.random_calls, row) for row in chosen}
     problem = _compare(params, credited, alone, {})
     if not _on_any_rank(problem, params):
         return problem
@@ -205,15 +212,15 @@ def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, 
     return "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
 
 
-def _alone(loss_fn: LossFn, params: Params, batch: Batch, draws: Sequence[Draw], row: int) -> PerSample:
+def _alone(loss_fn: LossFn, params: Params, batch: Batch, random_calls: Sequence[RandomCall], row: int) -> PerSample:
     count = batch_size(batch)
-    with torch_seed(insecure_key(row)), replayed(draws, row, count):
+    with torch_seed(insecure_key(row)), replayed(random_calls, row, count):
         return loop()(loss_fn, params, rows(batch, row, row + 1))
 
 
 def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
     """True if the loss of a row alone is the same twice: it is not with random numbers of other libraries."""
-    first, second = (_alone(loss_fn, params, batch, credited.draws, row).losses_B for _ in range(2))
+    first, second = (_alone(loss_fn, params, batch, credited.random_calls, row).losses_B for _ in range(2))
     return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
 
 
@@ -236,8 +243,8 @@ def _unstable(
     of a row alone may decide differently, and a gradient jumps by far more than rounding.
     """
     loss, gradients = 0.0, dict.fromkeys(params, 0.0)
-    for number in range(TRIES):
-        again = _alone(loss_fn, rounded_params(params, _ROUNDING_UNITS, number), batch, credited.draws, row)
+    for number in range(_TRIES):
+        again = _alone(loss_fn, rounded_params(params, _ROUNDING_UNITS, number), batch, credited.random_calls, row)
         loss = _larger(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
         for name, grad in again.grads.items():
             off = float(torch.linalg.vector_norm((grad.dense()[0] - alone.grads[name].dense()[0]).flatten()))

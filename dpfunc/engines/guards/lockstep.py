@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.errors import UnsupportedModel
+from dpfunc.types import Params
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,10 +69,10 @@ def in_lockstep() -> bool:
     return context is not None and not context.independent
 
 
-def any_process(flags: Tensor) -> Tensor:
+def _any_process(flags: Tensor) -> Tensor:
     """Flags (bool) that are set on this process, or on one with other records that runs in lockstep with it.
 
-    >>> any_process(torch.tensor([True, False])).tolist()
+    >>> _any_process(torch.tensor([True, False])).tolist()
     [True, False]
     """
     context = _context.get()
@@ -91,7 +93,29 @@ def on_any_process(flag: bool) -> bool:
     >>> on_any_process(True)
     True
     """
-    return bool(any_process(torch.tensor([flag]))) if in_lockstep() else flag
+    return bool(_any_process(torch.tensor([flag]))) if in_lockstep() else flag
+
+
+def anywhere(flags: Tensor, params: Params) -> Tensor:
+    """Flags (bool) that are set on this rank, or on one that holds other parts of these parameters or of the model."""
+    import torch.distributed as dist
+
+    counts = flags.to(torch.float32, copy=True)
+    for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
+        for dim in range(mesh.ndim):
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return _any_process(counts > 0)
+
+
+def on_any_rank(params: Params, *flags: bool) -> list[bool]:
+    """The same for flags of the host, which nothing reads from a device unless a model is split or in lockstep.
+
+    >>> on_any_rank({"w": torch.zeros(1)}, True, False)
+    [True, False]
+    """
+    if not in_lockstep() and not any(is_dtensor(param) for param in params.values()):
+        return list(flags)
+    return [bool(flag) for flag in anywhere(torch.tensor(flags), params).tolist()]
 
 
 @contextmanager
@@ -106,8 +130,8 @@ def refused_by_all() -> Iterator[None]:
         yield
     except UnsupportedModel as refused:
         error = refused
-    anywhere = on_any_process(error is not None)
+    elsewhere = on_any_process(error is not None)
     if error is not None:
         raise error
-    if anywhere:
+    if elsewhere:
         raise UnsupportedModel("Another process of this run refused the loss for its rows; its own error says why.")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.engines.guards.replicated import anywhere
+from dpfunc.engines.guards.lockstep import anywhere
 from dpfunc.engines.guards.row_independence import check_isolated, perturbed_params, some_rows
 from dpfunc.engines.loop import loop
 from dpfunc.rng import insecure_key, torch_seed

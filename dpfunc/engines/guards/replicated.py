@@ -1,4 +1,4 @@
-"""Checks that ranks with the same records agree: in losses, gradients of what all hold, and decisions."""
+"""Checks that ranks with the same records agree: in losses, and in gradients of what all hold."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.lockstep import any_process, in_lockstep
-from dpfunc.engines.guards.row_independence import COARSE, TOLERANCES
-from dpfunc.engines.numerics import lengths
+from dpfunc.engines.numerics import COARSE, TOLERANCES, lengths
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 
@@ -22,34 +20,6 @@ if TYPE_CHECKING:
 
 # Of the largest gradient: what lies below is rounding.
 _NEGLIGIBLE = 1e-6
-
-
-def anywhere(flags: Tensor, params: Params) -> Tensor:
-    """Flags (bool) that are set on this rank, or on one that holds other parts of these parameters or of the model."""
-    meshes: list[DeviceMesh] = []
-    for param in params.values():
-        if is_dtensor(param) and param.device_mesh not in meshes:
-            meshes.append(param.device_mesh)
-    counts = flags.to(torch.float32, copy=True)
-    for mesh, dim in _axes(meshes):
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return any_process(counts > 0)
-
-
-def _axes(meshes: Sequence[DeviceMesh]) -> list[tuple[DeviceMesh, int]]:
-    """Each axis of each mesh."""
-    return [(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
-
-
-def on_any_rank(params: Params, *flags: bool) -> list[bool]:
-    """The same for flags of the host, which nothing reads from a device unless a model is split or in lockstep.
-
-    >>> on_any_rank({"w": torch.zeros(1)}, True, False)
-    [True, False]
-    """
-    if not in_lockstep() and not any(is_dtensor(param) for param in params.values()):
-        return list(flags)
-    return [bool(flag) for flag in anywhere(torch.tensor(flags), params).tolist()]
 
 
 def check_replicated(
@@ -73,6 +43,11 @@ def check_replicated(
     for mesh, dim in _axes(meshes):
         replicated = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
         _refuse(_differing({"": losses_B, **replicated}, mesh.get_group(dim), tolerance, scale))
+
+
+def _axes(meshes: Sequence[DeviceMesh]) -> list[tuple[DeviceMesh, int]]:
+    """Each axis of each mesh."""
+    return [(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
 
 
 def _refuse(differing: Sequence[str]) -> None:

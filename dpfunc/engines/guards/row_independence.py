@@ -12,29 +12,19 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
-from dpfunc.engines.guards.draws import Draw, OtherDraws, replayed
 from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.engines.guards.loss import check_losses
+from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.numerics import accumulation_dtype
+from dpfunc.engines.numerics import COARSE, TOLERANCES, accumulation_dtype, tolerance_of
 from dpfunc.engines.tracing.trace import Trace, following
 from dpfunc.engines.uses.tensor_parallel import shard_like
-from dpfunc.engines.vmap import check_losses
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
 _LOSS_ROWS = 8
 _PERTURBATION = 0.02
-# Relative differences that rounding may make: float64, float32, and 16 bits or autocast.
-TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
-COARSE = 0.1
-
-
-def tolerance_of(*dtypes: torch.dtype) -> float:
-    """The relative difference that rounding may make in the coarsest of dtypes, or under autocast."""
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-        return COARSE
-    return max(TOLERANCES.get(dtype, COARSE) for dtype in dtypes)
 
 
 def perturbed_params(params: Params) -> dict[str, Tensor]:
@@ -89,9 +79,9 @@ def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, recorder: Coll
         try:
             with following(trace, few):
                 together_B = _losses(loss_fn, params, few, count)
-            alone_B = _alone(loss_fn, params, few, count, trace.draws)
-            again_B = _alone(loss_fn, params, few, count, trace.draws)
-        except OtherDraws:  # nothing can be compared; an engine that computes rows alone is right nevertheless
+            alone_B = _alone(loss_fn, params, few, count, trace.random_calls)
+            again_B = _alone(loss_fn, params, few, count, trace.random_calls)
+        except OtherRandomCalls:  # nothing can be compared; an engine that computes rows alone is right nevertheless
             return COARSE
     tolerance = tolerance_of(together_B.dtype, *(value.dtype for value in params.values()))
     with refused_by_all():
@@ -106,11 +96,13 @@ def _losses(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int) -> 
     return losses_B.detach()
 
 
-def _alone(loss_fn: LossFn, params: Params, batch: Batch, num_samples: int, draws: Sequence[Draw]) -> Tensor:
+def _alone(
+    loss_fn: LossFn, params: Params, batch: Batch, num_samples: int, random_calls: Sequence[RandomCall]
+) -> Tensor:
     losses = []
     try:
         for row in range(num_samples):
-            with replayed(draws, row, num_samples):
+            with replayed(random_calls, row, num_samples):
                 losses.append(_losses(loss_fn, params, rows(batch, row, row + 1), 1))
     except (RuntimeError, ValueError, IndexError) as error:
         raise UnsupportedModel(

@@ -36,7 +36,7 @@ from dpfunc.engines.rules.table import Grads, Rule, Use
 
 # Numbers that may be formed at a time: 4 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
-PIECE = SCRATCH // 4
+_PIECE = SCRATCH // 4
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Convolved:
         return grads_B
 
     def _pieces(self, g_BmP: Tensor, x_BmC: Tensor, numbers: int) -> list[tuple[Tensor, Tensor]]:
-        """Samples in pieces for which no more than PIECE numbers are formed; one sample at least."""
-        size = max(1, PIECE // max(1, numbers))
+        """Samples in pieces for which no more than _PIECE numbers are formed; one sample at least."""
+        size = max(1, _PIECE // max(1, numbers))
         return list(zip(torch.split(g_BmP, size), torch.split(x_BmC, size), strict=True))
 
     def _formed(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:

@@ -43,20 +43,20 @@ class Use:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key of uses that get the same form."""
+        """Key of uses that get the same representation."""
         return (*self.wanted.values(), self.name, *self.output)
 
-    def choose(self, budget: float = math.inf, *, closes: bool = False) -> Choice:
-        """The form of its gradients by the cost model; see `Costs.choose`."""
+    def choose(self, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
+        """The representation of its gradients by the cost model; see `Costs.choose`."""
         if not self._chosen:
             numbers = sum(math.prod(shape) for shape in self.shapes.values())
             costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
-            first, early = (costs.choose(self.num_samples, closes=each) for each in (False, True))
+            first, early = (costs.choose(self.num_samples, groupwise=each) for each in (False, True))
             self._chosen.append((costs, first, early))
         costs, first, early = self._chosen[0]
-        choice = early if closes else first
-        if choice.form == "formed" and choice.num_bytes > budget:
-            return costs.choose(self.num_samples, budget, closes=closes)
+        choice = early if groupwise else first
+        if choice.representation == "formed" and choice.num_bytes > budget:
+            return costs.choose(self.num_samples, budget, groupwise=groupwise)
         return choice
 
     def split(self, tensor: Tensor) -> Tensor:

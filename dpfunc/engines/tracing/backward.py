@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from dpfunc.engines.guards.autograd_graph import nodes_behind
+from dpfunc.engines.guards.loss import nodes_behind
 from dpfunc.engines.uses.gradient_taps import GradientTap
 
 _DERIVATIVES = frozenset(

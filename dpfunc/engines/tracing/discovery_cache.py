@@ -4,33 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.tracing.any_values import AnyValuesTrace
 from dpfunc.engines.tracing.backward import Unsettled
 from dpfunc.engines.tracing.credit import WrongGuess
 from dpfunc.engines.tracing.entries import part
-from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key
+from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, Key
 from dpfunc.engines.tracing.trace import Trace
-from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
-from dpfunc.types import Batch, LossFn, Params
+from dpfunc.types import LossFn, Params
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Unproven = Literal["audit", "vmap", "refuse"]
-"""A step that is not proven: compare more rows with rows alone; compute all rows alone; or raise."""
-
-UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
 
 
 class _Result(Protocol):
@@ -57,29 +51,7 @@ def _check_norms(result: _Result, params: Params, meshes: Sequence[DeviceMesh]) 
             check_replicated(result.losses_B, norms, params, meshes)
 
 
-R = TypeVar("R", bound=Any)
-
-
-def _unproven_message(doubts: Sequence[str]) -> str:
-    """Message that lists the doubts and their usual causes."""
-    return (
-        "It cannot be shown that the samples of this batch do not influence each other: "
-        f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in training mode, "
-        "a mean over the tokens of the batch, in-batch negatives), routing or sorting over the whole batch, Python "
-        "numbers taken from tensors. Compute each loss from its own row alone; "
-        'or use engine="vmap" or "loop", which compute each row alone.'
-    )
-
-
-def refuse_unproven(doubts: Sequence[str]) -> None:
-    """Refuse a step with doubts; also on processes in lockstep with one that has doubts.
-
-    Raises:
-        UnsupportedModel: naming them.
-    """
-    with refused_by_all():
-        if doubts:
-            raise UnsupportedModel(_unproven_message(doubts))
+_R = TypeVar("_R", bound=Any)
 
 
 @dataclass
@@ -100,8 +72,8 @@ class DiscoveryCache:
     settled: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary)
 
     def run_with_rediscovery(
-        self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[DiscoveryRecorder], R]
-    ) -> R:
+        self, loss_fn: LossFn, params: Params, num_samples: int, compute: Callable[[DiscoveryRecorder], _R]
+    ) -> _R:
         """Compute a step with a trace of its own, again if a gradient shows that a guess of a sample axis was wrong.
 
         Python may keep numbers that an earlier step gave to it, so all later steps have the doubt of that step.
@@ -137,11 +109,11 @@ class DiscoveryCache:
         own = {part(param).untyped_storage()._cdata for param in params.values()}
         found = {key: reference for key, reference in trace.untraced_memory.items() if key not in own}
         self.outside[loss_fn] = {**(known or {}), **found}
-        return known is not None and any(key not in known or _freed(known[key]) for key in found)
+        return known is not None and any(key not in known or known[key].expired() for key in found)
 
     def discover(
-        self, loss_fn: LossFn, params: Params, batch: Batch, engine: _Traceable
-    ) -> dict[Key, SampleAxis | None]:
+        self, loss_fn: LossFn, num_samples: int, compute: Callable[[DiscoveryRecorder], _Result]
+    ) -> CachedSampleAxes:
         """Find the sample axis of each use, by one traced step that is proven without looking at its numbers.
 
         Raises:
@@ -149,9 +121,9 @@ class DiscoveryCache:
         """
         wrong = self.wrong.setdefault(loss_fn, set())
         while True:
-            discovery = DiscoveryRecorder(AnyValuesTrace(_size(batch)), wrong)
+            discovery = DiscoveryRecorder(AnyValuesTrace(num_samples), wrong)
             try:
-                refuse_unproven(engine._run(loss_fn, params, batch, discovery).doubts)
+                refuse_unproven(compute(discovery).doubts)
                 break
             except WrongGuess as error:
                 wrong.add(error.args[0])
@@ -161,18 +133,4 @@ class DiscoveryCache:
                 f"The uses of {shorten(names)} hold their samples in different ways, which a compiled step cannot tell "
                 "apart. Use compile=False."
             )
-        return discovery.known
-
-
-def _freed(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())
-
-
-class _Traceable(Protocol):
-    def _run(self, loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> _Result: ...
-
-
-def _size(batch: Batch) -> int:
-    from dpfunc.batches import batch_size
-
-    return batch_size(batch)
+        return CachedSampleAxes(discovery.known)

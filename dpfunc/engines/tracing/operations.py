@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dpfunc.engines.guards.collectives import communicates
-from dpfunc.engines.guards.draws import draws_numbers
+from dpfunc.engines.guards.random_calls import is_random
 from dpfunc.engines.tracing.call import Call
 from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES, FOUR_BITS, PURE
 
@@ -110,7 +110,7 @@ def _look_up(func: Any) -> Known:
         return Known(Kind.UNKNOWN, str(func), None, ())
     name = func._schema.name.rpartition("::")[2]
     found = _kind_of(func, name, _written_arguments(func._schema.arguments))
-    random, exchange = draws_numbers(func), communicates(func)
+    random, exchange = is_random(func), communicates(func)
     shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
     pure = not random and not exchange and _follows_from_types(found, func.namespace)
     return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)

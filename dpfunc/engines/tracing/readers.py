@@ -8,14 +8,14 @@ from fnmatch import fnmatch
 from types import FrameType
 
 # Loops over the experts that any token chose: the others would add nothing.
-LOOPING = (
+_LOOPING = (
     ("transformers.models.dbrx.*", "DbrxExperts.forward"),
     ("transformers.models.switch_transformers.*", "SwitchTransformersExperts.forward"),
 )
 # Functions of libraries that choose between equal computations by values of the batch: for example, they omit an
 # attention mask that masks nothing.
 TRUSTED = (
-    *LOOPING,
+    *_LOOPING,
     ("dpfunc.engines.rules.*", "*"),
     ("transformers.masking_utils", "*"), ("transformers.modeling_attn_mask_utils", "*"),
     # Checks: they raise, or nothing follows from them but a message.
@@ -120,7 +120,7 @@ def omits_mask_wrongly() -> bool:
 def loops_over_experts() -> bool:
     """True if an operation is that of a loop over experts."""
     module, _, name = reader()
-    return listed(LOOPING, module, name)
+    return listed(_LOOPING, module, name)
 
 
 def checks_itself() -> bool:

@@ -8,7 +8,7 @@ constant that may differ between samples) is not kept. Only answers without a do
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
     from dpfunc.engines.uses.tracked import Tracked
 
-KEPT = 1 << 14
-"""Different calls that are kept; a model has a few hundred."""
+_KEPT = 1 << 14
+"""Different calls that a cache keeps; a model has a few hundred."""
+
+_Value = TypeVar("_Value")
 
 _CONSTANTS = {Constant.EQUAL: -1, Constant.RANDOM: -2, Constant.ANY: -3}
 _PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))
@@ -159,10 +161,15 @@ def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> bo
     """
     answers = answers_for(trace, inputs, result)
     if answers:
-        if len(_answers) >= KEPT:
-            _answers.clear()
-        _answers[key] = answers
+        put(_answers, key, answers)
     return bool(answers)
+
+
+def put(cache: dict[object, _Value], key: object, value: _Value) -> None:
+    """Keep a value; a cache that is full forgets all others."""
+    if len(cache) >= _KEPT:
+        cache.clear()
+    cache[key] = value
 
 
 def answers_for(trace: Trace, inputs: Sequence[Tensor], result: Any) -> tuple[Answer, ...]:

@@ -28,6 +28,11 @@ class NoSampleAxis(Exception):
 class SampleAxes(Protocol):
     """Source of the sample axes of results, for a tracker."""
 
+    @property
+    def trace(self) -> Trace | None:
+        """The trace of this step; None where it is compiled, after a trace of the same operations."""
+        ...
+
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
         """True if the other arguments of a use, which are no parameters, depend on no sample."""
         ...
@@ -222,6 +227,10 @@ class CachedSampleAxes:
     """Sample axes that were recorded by a trace of the same operations, for a compiled step."""
 
     known: Mapping[Key, SampleAxis | None]
+
+    @property
+    def trace(self) -> None:
+        return None
 
     def shared(self, key: Key, others: Sequence[Tensor]) -> bool:
         return self._cached(key) is None

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 
 from dpfunc.engines.guards.collectives import check_own, note_meshes
-from dpfunc.engines.guards.draws import Draw, drawn
 from dpfunc.engines.guards.modes import DispatchMode, unseen
+from dpfunc.engines.guards.random_calls import RandomCall, random_call
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
@@ -43,7 +43,6 @@ from dpfunc.engines.tracing.entries import (
     pieces_of,
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
-from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
@@ -51,6 +50,7 @@ from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
 from dpfunc.engines.tracing.writes import copy_before_write, refuse_writes, write
 from dpfunc.engines.uses.sample_axis import SampleAxis
+from dpfunc.engines.uses.torch_functions import PythonValues
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch
 
@@ -68,7 +68,7 @@ class Trace(DispatchMode):
     Args:
         num_samples: B. entries: key of a memory -> weak reference to it, and the samples that it depends on.
         doubts: reasons why the step is not proven. reads: those doubts that are numbers given to Python.
-        draws: random numbers of the step, noted if `recording`.
+        random_calls: operations that drew random numbers, noted if `recording`.
         alone: the pass computes each row alone; the trace only checks that nothing of the batch is kept.
         ragged: shapes follow from values of the batch. coarse: there are numbers of 16 bits.
         untraced_memory: memory that was made without an operation of this step: parameters, constants of the loss.
@@ -88,7 +88,7 @@ class Trace(DispatchMode):
     entries: dict[int, tuple[StorageWeakRef, Entry]] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)
+    random_calls: list[RandomCall] = field(default_factory=list)
     recording: bool = False
     alone: bool = False
     ragged: bool = False
@@ -366,16 +366,16 @@ class Trace(DispatchMode):
         if known.written:
             refuse_writes(self, known, args, kwargs)
             constants = copy_before_write(self, known, args)
-        draws = self.recording and known.random
-        if draws:
-            self.draws.append(drawn(func, args, kwargs))
+        random = self.recording and known.random
+        if random:
+            self.random_calls.append(random_call(func, args, kwargs))
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
             self._note_failure(known, (*args, *kwargs.values()), error)
             raise
-        if draws:
-            self.draws[-1] = self.draws[-1].of(result)
+        if random:
+            self.random_calls[-1] = self.random_calls[-1].with_shape_of(result)
         if types:  # of tensors that are split over processes, the parts are followed
             note_meshes(func, args, self.meshes)
             own_args, own_kwargs, own_result, constants = parts((args, kwargs, result, constants))

@@ -14,18 +14,7 @@ from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
 from dpfunc.engines.uses.tracked import Tracked, version
 from dpfunc.engines.uses.tracker import Tracker
-from dpfunc.engines.vmap import check_depends, check_losses
 from dpfunc.errors import UnsupportedModel
-
-
-def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
-    """Check that there is one loss a sample, and that it depends on the parameters.
-
-    Raises:
-        InvalidArgument: another shape or dtype, or no gradient.
-    """
-    check_losses(losses_B, num_samples)
-    check_depends(losses_B.requires_grad)
 
 
 def refuse_escaped(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> None:

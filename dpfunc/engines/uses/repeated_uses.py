@@ -27,7 +27,7 @@ from torch import Tensor
 from dpfunc.engines.rules import FAMILIES, RULES, Rule
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.tracing.backward import saving_hooked
-from dpfunc.engines.tracing.repeated import KEPT, Answer, answers_for, key_of_values, note_again
+from dpfunc.engines.tracing.repeated import Answer, answers_for, key_of_values, note_again, put
 from dpfunc.engines.tracing.trace import SEVERAL, Trace
 from dpfunc.engines.uses.tracked import Recorder, Tracked, tensors_in, version
 
@@ -209,6 +209,4 @@ def _keep(
         return
     answers = answers_for(trace, inputs, output)
     if answers:
-        if len(_known) >= KEPT:
-            _known.clear()
-        _known[key] = known._replace(answers=answers, whole=whole)
+        put(_known, key, known._replace(answers=answers, whole=whole))

@@ -35,7 +35,7 @@ from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState
 from dpfunc.types import Params
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
@@ -191,7 +191,7 @@ def newest(output_dir: Path) -> Path:
         if is_complete(path):
             complete.append(path)
         else:
-            logger.warning("The checkpoint %s is not complete and is passed over.", path)
+            _logger.warning("The checkpoint %s is not complete and is passed over.", path)
     if complete:
         _of_one_run(complete, output_dir / JOURNAL)
         return complete[0]
@@ -259,7 +259,7 @@ def note_earlier_runs(journal: Path, counted: int = 0) -> None:
     (journal.parent / ACCOUNTING).unlink(missing_ok=True)
     steps = count_steps(journal) - counted
     if steps > 0:
-        logger.warning(
+        _logger.warning(
             "The journal %s has %d steps of %s runs. If they saw the same records and anything of them was kept, "
             "they count too: resume_from_checkpoint=True, or DPTrainer(..., ledger=journal_ledger(path)).",
             journal,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc import distributed
+from dpfunc._utils.digests import checksum, in_hex
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
 from dpfunc._utils.versions import check_sharding
-from dpfunc.distributed.agreement import checksum, in_hex
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel

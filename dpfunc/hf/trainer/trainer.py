@@ -63,7 +63,7 @@ from dpfunc.sampling.loader import Collate, Draws, data_loader
 from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _NOT_RESUMED = "Nothing was resumed"
 _SCHEDULER = "scheduler.pt"  # of the Trainer
@@ -154,7 +154,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             refuse_arguments(args)
             refuse_overrides(self, DPTrainer, Trainer)
             for setting in without_effect(args):
-                logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
+                _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             args = changed(args, one_draw_a_step(self.logical_batch_size))
             self._division, args = _shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
@@ -314,10 +314,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
             )
         if writes and start.limit < self._num_steps(plan.sampler.dataset_size):
-            logger.warning("The budget allows %d steps: training stops there, as does the schedule.", start.limit)
+            _logger.warning("The budget allows %d steps: training stops there, as does the schedule.", start.limit)
         advice = self._advice()
         if writes and advice is not None:
-            logger.warning(advice)
+            _logger.warning(advice)
         self.args = changed(self.args, {"max_steps": start.limit})
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
@@ -436,7 +436,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _warn(self, state: StepState) -> None:
         self._warn_at = math.inf  # once
         if distributed.is_writer(self._ranks):
-            logger.warning(warning_text(self.plan, state))
+            _logger.warning(warning_text(self.plan, state))
 
     def compute_loss(
         self,
@@ -469,7 +469,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if found is not None:
             self._warned_of_one_class = True
             if distributed.is_writer(self._ranks):
-                logger.warning("%s %s", found, self._advice() or "Is the learning rate too small, or epsilon?")
+                _logger.warning("%s %s", found, self._advice() or "Is the learning rate too small, or epsilon?")
         return output
 
     # What is logged and saved
@@ -584,7 +584,9 @@ def _shard(
     refuse_with_sharding(args, privacy, optimizers)
     ranks = processes.ranks_of(args)
     if distributed.is_writer(ranks) and sharding.without_effect:
-        logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", list(sharding.without_effect))
+        _logger.warning(
+            "FSDP2 and a private run have no use for %s: it changes nothing.", list(sharding.without_effect)
+        )
     values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
     if sharding.checkpointing:
         name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"

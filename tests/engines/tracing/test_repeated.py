@@ -110,7 +110,7 @@ def test_constants_are_looked_at_in_each_step(warm):
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(repeated, "KEPT", 20)
+    monkeypatch.setattr(repeated, "_KEPT", 20)
     with quiet():
         for seed in range(20):
             run(*made(seed, 20))

@@ -267,7 +267,7 @@ def test_a_value_out_of_range_is_the_error_of_the_loss(repeated):
 
 
 def test_what_is_known_is_bounded(repeated, monkeypatch):
-    monkeypatch.setattr(repeated_uses, "KEPT", 3)
+    monkeypatch.setattr("dpfunc.engines.tracing.repeated._KEPT", 3)
     for width in range(2, 9):
         engines.bookkeeping()(losses, {"w": torch.randn(D, D), "v": torch.randn(width, D)}, torch.randn(B, D))
         assert len(repeated_uses._known) <= 3

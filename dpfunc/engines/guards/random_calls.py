@@ -1,6 +1,6 @@
-"""Random numbers of a pass over a batch, drawn again for one of its rows alone.
+"""Operations that draw random numbers for a batch, and the same numbers again for one of its rows alone.
 
-Each operation that draws is noted with the state of its generator; the row's share of the numbers is found by drawing
+Each such operation is noted with the state of its generator; the row's share of the numbers is found by drawing
 all of them again. Nothing is kept but states of generators.
 """
 
@@ -18,7 +18,7 @@ from dpfunc.engines.guards.modes import DispatchMode
 from dpfunc.rng import generator_state, with_generator_state
 
 
-def draws_numbers(func: Any) -> bool:
+def is_random(func: Any) -> bool:
     """True if an operation draws random numbers.
 
     Fused attention has the tag for its dropout only: it is judged by its probability of dropout instead.
@@ -27,7 +27,7 @@ def draws_numbers(func: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomCall:
     """One operation that drew random numbers.
 
     Args:
@@ -40,16 +40,16 @@ class Draw:
     state: Tensor
     shape: tuple[int, ...] = ()
 
-    def of(self, result: object) -> Draw:
-        """The draw with the shape of its result."""
+    def with_shape_of(self, result: object) -> RandomCall:
+        """The call with the shape of its result."""
         first = result[0] if isinstance(result, (list, tuple)) else result
         return replace(self, shape=tuple(first.shape) if isinstance(first, Tensor) else ())
 
 
-def drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw:
+def random_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RandomCall:
     """Note an operation that is about to draw."""
     kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in args)
-    return Draw(func, kept, dict(kwargs), generator_state(_device(args, kwargs)))
+    return RandomCall(func, kept, dict(kwargs), generator_state(_device(args, kwargs)))
 
 
 def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
@@ -64,16 +64,16 @@ def _dropout_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fl
     return 0.0
 
 
-class OtherDraws(Exception):
+class OtherRandomCalls(Exception):
     """The row alone draws other numbers than it drew with the others; never leaves the engines."""
 
 
 class _Replayed(DispatchMode):
-    """Mode that gives row `row` of `num_samples` its random numbers of the whole batch, in the order of the draws."""
+    """Mode that gives row `row` of `num_samples` its random numbers of the whole batch, in the order of the calls."""
 
-    def __init__(self, draws: Sequence[Draw], row: int, num_samples: int) -> None:
+    def __init__(self, random_calls: Sequence[RandomCall], row: int, num_samples: int) -> None:
         super().__init__()
-        self.draws, self.row, self.num_samples, self.next = draws, row, num_samples, 0
+        self.random_calls, self.row, self.num_samples, self.next = random_calls, row, num_samples, 0
 
     def __torch_dispatch__(
         self,
@@ -82,32 +82,32 @@ class _Replayed(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not draws_numbers(func):
+        if not is_random(func):
             if "attention" in str(func) and _dropout_of(func, args, kwargs or {}):
-                raise OtherDraws(str(func))
+                raise OtherRandomCalls(str(func))
             return func(*args, **(kwargs or {}))
-        if self.next >= len(self.draws) or self.draws[self.next].func is not func:
-            raise OtherDraws(str(func))
-        draw = self.draws[self.next]
+        if self.next >= len(self.random_calls) or self.random_calls[self.next].func is not func:
+            raise OtherRandomCalls(str(func))
+        call = self.random_calls[self.next]
         self.next += 1
-        return self._again(draw, func, args, kwargs or {})
+        return self._again(call, func, args, kwargs or {})
 
-    def _again(self, draw: Draw, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _again(self, call: RandomCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = _device(args, kwargs)
         in_place = func._schema.is_mutable
         like = func._schema.name.endswith("_like") or "dropout" in func._schema.name
-        with with_generator_state(draw.state, device):
-            given = list(draw.args)
+        with with_generator_state(call.state, device):
+            given = list(call.args)
             if in_place or like:  # only the shape of the first argument matters
-                given[0] = args[0].new_ones(draw.shape)
-            every = func(*given, **draw.kwargs)
+                given[0] = args[0].new_ones(call.shape)
+            every = func(*given, **call.kwargs)
         if "dropout" in func._schema.name:
             mask = self._share(every[1], tuple(args[0].shape))
             kept = 1.0 - args[1] if len(args) > 1 else 1.0
             return args[0] * mask / kept if kept else args[0] * mask, mask
         if in_place:
             return args[0].copy_(self._share(every, tuple(args[0].shape)))
-        with with_generator_state(draw.state, device):
+        with with_generator_state(call.state, device):
             wanted = func(*args, **kwargs)
         return self._share(every, tuple(wanted.shape))
 
@@ -117,19 +117,19 @@ class _Replayed(DispatchMode):
             return every
         differing = [axis for axis in range(min(every.ndim, len(wanted))) if every.shape[axis] != wanted[axis]]
         if every.ndim != len(wanted) or len(differing) != 1:
-            raise OtherDraws("another shape")
+            raise OtherRandomCalls("another shape")
         (axis,) = differing
         if every.shape[axis] != wanted[axis] * self.num_samples:
-            raise OtherDraws("another shape")
+            raise OtherRandomCalls("another shape")
         return every.narrow(axis, self.row * wanted[axis], wanted[axis]).clone()
 
 
 @contextmanager
-def replayed(draws: Sequence[Draw], row: int, num_samples: int) -> Iterator[_Replayed]:
+def replayed(random_calls: Sequence[RandomCall], row: int, num_samples: int) -> Iterator[_Replayed]:
     """Inside, one row alone has the random numbers that it had among the others.
 
     Raises:
-        OtherDraws: it draws others.
+        OtherRandomCalls: it draws others.
     """
-    with _Replayed(draws, row, num_samples) as mode:
+    with _Replayed(random_calls, row, num_samples) as mode:
         yield mode

@@ -15,7 +15,7 @@ from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.bounds import SLACK, group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.engines import auto, bookkeeping, ghost
-from dpfunc.engines.closing import ClosedSums
+from dpfunc.engines.caught_grads import GroupwiseSums
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import GroupFactors
 
@@ -64,22 +64,22 @@ def test_every_rule_whose_factors_are_of_one_group(rule):
         assert torch.allclose(got.sums[param], kept.sums[param], atol=1e-10), param
 
 
-def closed(case, num_samples=4):
+def groupwise_sums(case, num_samples=4):
     """Sums of a batch with factors of one."""
-    engine = bookkeeping().closing(ones(case.params, num_samples))
+    engine = bookkeeping().groupwise(ones(case.params, num_samples))
     return engine(case.loss_fn, case.params, case.batch)
 
 
-def test_groups_are_closed_and_nothing_of_them_is_kept():
+def test_groups_are_summed_and_nothing_of_them_is_kept():
     case = build("mlp", size=4)
-    result = closed(case)
-    assert isinstance(result, ClosedSums)
+    result = groupwise_sums(case)
+    assert isinstance(result, GroupwiseSums)
     assert set(result.caught.sums) == set(case.params)
     assert not result.rest.grads
     assert not result.caught.kept
 
 
-def test_one_group_is_closed_while_others_are_open():
+def test_one_group_is_summed_while_others_wait():
     """The order is that of the backward pass: the last layer first."""
     case = build("mlp", size=4)
     order = []
@@ -89,7 +89,7 @@ def test_one_group_is_closed_while_others_are_open():
         return torch.ones(4)
 
     layers = dict(zip(case.params, partition(clipping.PerLayer(), tuple(case.params)).group_of.values(), strict=True))
-    bookkeeping().closing(GroupFactors(4, layers, factors))(case.loss_fn, case.params, case.batch)
+    bookkeeping().groupwise(GroupFactors(4, layers, factors))(case.loss_fn, case.params, case.batch)
     assert order == list(reversed(dict.fromkeys(layers.values())))
 
 
@@ -119,7 +119,7 @@ def test_copies_are_known_after_the_backward_pass():
         return (torch.nn.functional.linear(batch, params["w"]) + params["b"]).tanh().sum(1)
 
     params = {"w": torch.ones(2, 3), "b": torch.ones(2)}
-    result = closed(Problem(loss_fn, params, torch.randn(4, 3)))
+    result = groupwise_sums(Problem(loss_fn, params, torch.randn(4, 3)))
     assert set(result.caught.sums) == {"w"}
     assert set(result.rest.grads) == {"b"}
 
@@ -171,7 +171,7 @@ def test_uses_that_the_loss_does_not_depend_on():
 
 
 def test_a_sample_that_is_not_finite_in_one_group_contributes_to_none():
-    """The group of its last layer is closed before the other norm is known."""
+    """The group of its last layer is summed before the other norm is known."""
 
     def loss_fn(params, batch):
         hidden = torch.nn.functional.linear(batch, params["first"])
@@ -217,7 +217,7 @@ class Lying(Total):
     by_group: bool = True
 
 
-def test_a_rule_over_all_groups_is_not_closed_early():
+def test_a_rule_over_all_groups_is_not_summed_early():
     case = build("mlp", size=5, dtype=torch.float64)
     got, _ = clipped_grad(case.loss_fn, case.params, case.batch, Total(), engine=auto())
     expected, _ = clipped_grad(case.loss_fn, case.params, case.batch, Total(), engine=ghost())
@@ -247,4 +247,4 @@ def test_checkpointed_layers():
     got, _ = clipped_grad(loss_fn, params, problem.batch, rule, engine=bookkeeping())
     for name in params:
         assert torch.allclose(got.sums[name], expected[name], atol=1e-10), name
-    assert set(closed(problem, num_samples=5).caught.sums) == set(params)
+    assert set(groupwise_sums(problem, num_samples=5).caught.sums) == set(params)

@@ -1,7 +1,7 @@
-"""Clip groups that are closed during the backward pass: nothing of a group is kept after its last parameter.
+"""Per-sample gradients that are caught during the backward pass, and clip groups that are summed in it.
 
-The factor of a group is known as soon as the gradients of all its parameters are. Its clipped sum is then made at once,
-and activations and gradients are dropped: the memory of a step without privacy.
+The factor of a clip group is known as soon as the gradients of all its parameters are. Its clipped sum is then made at
+once, and activations and gradients are dropped: the memory of a step without privacy.
 Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy, give
 the norms; He et al. 2023, Exploring the Limits of Differentially Private Deep Learning with Group-wise Clipping, the
 groups.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpfunc.engines.guards.draws import Draw
 from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.rules.table import Grads, Use
@@ -33,15 +33,16 @@ class CaughtGrads:
     """Per-sample gradients that one backward pass has given so far, and the clip groups that they complete.
 
     Args:
-        weights: factors of a group; None if no group is summed before the end. params: leaves by name. anchor: a leaf
-            that makes autograd run the backward of every use.
+        group_factors: factors of a group; None if no group is summed before the end. params: leaves by name. anchor: a
+            leaf that makes autograd run the backward of every use.
         missing: uses without a gradient so far, by the identity of the parameter. late: names of parameters some of
             whose gradients are known only after the backward pass.
-        kept: identity -> gradients of open groups. sums, sq_norms, factors: of the closed ones, by name.
-        differentiating: the forward pass is over: later uses are repeated by checkpointing.
+        kept: identity -> gradients of groups that are not summed so far. sums, sq_norms, factors: of the summed
+            ones, by name.
+        forward_done: the forward pass is over: later uses are repeated by checkpointing.
     """
 
-    weights: GroupFactors | None
+    group_factors: GroupFactors | None
     params: Params
     anchor: Tensor
     missing: dict[int, int] = field(default_factory=dict)
@@ -50,63 +51,63 @@ class CaughtGrads:
     sums: dict[str, Tensor] = field(default_factory=dict)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Tensor] = field(default_factory=dict)
-    differentiating: bool = False
-    _open: dict[str, list[str]] = field(default_factory=dict)
+    forward_done: bool = False
+    _unsummed: dict[str, list[str]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _later: list[tuple[Mapping[str, int], Callable[[], Grads]]] = field(default_factory=list)
 
     @staticmethod
-    def of(weights: GroupFactors | None, params: Params) -> CaughtGrads:
-        """Nothing so far: all groups of these parameters are open."""
+    def of(group_factors: GroupFactors | None, params: Params) -> CaughtGrads:
+        """Nothing so far: no group of these parameters is summed."""
         first = next(iter(params.values()))
-        caught = CaughtGrads(weights, params, leaf((), first.dtype, first.device))
-        if weights is not None:
+        caught = CaughtGrads(group_factors, params, leaf((), first.dtype, first.device))
+        if group_factors is not None:
             for name, param in params.items():
-                caught._open.setdefault(weights.group_of[name], []).append(name)
+                caught._unsummed.setdefault(group_factors.group_of[name], []).append(name)
                 caught._names[id(param)] = name
         return caught
 
     def expect(self, targets: Mapping[str, int]) -> None:
         """Count a use of the forward pass, whose gradients will come."""
-        if not self.differentiating:
+        if not self.forward_done:
             for target in targets.values():
                 self.missing[target] = self.missing.get(target, 0) + 1
 
-    def begin(self) -> None:
-        """Note the end of the forward pass. Groups with a late parameter are not closed early."""
-        self.differentiating = True
-        for group in [group for group, names in self._open.items() if not self.late.isdisjoint(names)]:
-            del self._open[group]
+    def end_forward(self) -> None:
+        """Note the end of the forward pass. Groups with a late parameter are summed after the backward pass."""
+        self.forward_done = True
+        for group in [group for group, names in self._unsummed.items() if not self.late.isdisjoint(names)]:
+            del self._unsummed[group]
 
-    def take(self, use: Use, targets: Mapping[str, int], form: Callable[[], Grads], *, later: bool = False) -> None:
-        """Take the gradients of a use, and close the groups that they complete.
+    def take(self, use: Use, targets: Mapping[str, int], compute: Callable[[], Grads], *, later: bool = False) -> None:
+        """Take the gradients of a use, and sum the groups that they complete.
 
         Args:
-            later: form them after the backward pass, with all others: they are small.
+            later: compute them after the backward pass, with all others: they are small.
 
         Raises:
             UnsupportedModel: more gradients than uses.
         """
-        if not self.differentiating:  # the loss differentiates inside of itself
+        if not self.forward_done:  # the loss differentiates inside of itself
             return
         for target in targets.values():
             if not self.missing.get(target):
                 raise use.refuse("its backward pass runs more often than its forward pass.")
             self.missing[target] -= 1
-        if later and self.weights is None:
-            self._later.append((targets, form))
+        if later and self.group_factors is None:
+            self._later.append((targets, compute))
             return
         with unseen(), exact(self.anchor.device), torch.no_grad():
-            self._keep(targets, form())
-        if self.weights is not None:
-            self._close_groups(self.weights, targets.values())
+            self._keep(targets, compute())
+        if self.group_factors is not None:
+            self._sum_complete_groups(self.group_factors, targets.values())
 
     def finish(self) -> dict[int, list[PerSampleGrad]]:
-        """Form the gradients that were left for the end; identity -> the gradients of all uses in open groups."""
+        """Compute the gradients that were left for the end; identity -> the gradients of groups without a sum."""
         if self._later:
             with unseen(), exact(self.anchor.device), torch.no_grad():
-                for targets, form in self._later:
-                    self._keep(targets, form())
+                for targets, compute in self._later:
+                    self._keep(targets, compute())
             self._later.clear()
         return self.kept
 
@@ -114,44 +115,44 @@ class CaughtGrads:
         for argument, target in targets.items():
             self.kept.setdefault(target, []).append(grads[argument])
 
-    def _close_groups(self, weights: GroupFactors, targets: Iterable[int]) -> None:
+    def _sum_complete_groups(self, group_factors: GroupFactors, targets: Iterable[int]) -> None:
         """Sum the groups of these parameters that have all their gradients now."""
-        for group in {weights.group_of[self._names[target]] for target in targets if target in self._names}:
-            names = self._open.get(group, ())
+        for group in {group_factors.group_of[self._names[target]] for target in targets if target in self._names}:
+            names = self._unsummed.get(group, ())
             if names and not any(self.missing.get(id(self.params[name])) for name in names):
-                self._close(weights, group)
+                self._sum_group(group_factors, group)
 
-    def _close(self, weights: GroupFactors, group: str) -> None:
-        grads = {name: self._gradient(weights, name) for name in self._open.pop(group)}
+    def _sum_group(self, group_factors: GroupFactors, group: str) -> None:
+        grads = {name: self._gradient(group_factors, name) for name in self._unsummed.pop(group)}
         with unseen(), exact(self.anchor.device), torch.no_grad():
             sq_norms = {name: grad.sq_norms() for name, grad in grads.items()}
-            factors_B = weights.factors(group, sq_norms)
+            factors_B = group_factors.factors(group, sq_norms)
             for name, grad in grads.items():
                 self.sums[name], self.factors[name] = grad.weighted_sum(factors_B), factors_B
         self.sq_norms.update(sq_norms)
 
-    def _gradient(self, weights: GroupFactors, name: str) -> PerSampleGrad:
+    def _gradient(self, group_factors: GroupFactors, name: str) -> PerSampleGrad:
         param = self.params[name]
         uses = self.kept.pop(id(param), [])
-        return add(uses) if uses else Zeros(weights.num_samples, param.detach())
+        return add(uses) if uses else Zeros(group_factors.num_samples, param.detach())
 
 
 @dataclass(frozen=True)
-class ClosedSums:
-    """Losses and norms of B samples, sums of groups that were closed, and gradients of the others.
+class GroupwiseSums:
+    """Losses and norms of B samples, sums of the clip groups that are complete, and gradients of the others.
 
     Args:
-        losses_B: of each sample. rest: gradients of groups that are open. caught: those of the closed ones. weights:
-            their factors.
-        doubts, draws, untraced, coarse: see `PerSample`.
+        losses_B: of each sample. rest: gradients of groups without a sum. caught: the sums of the others.
+        group_factors: of these.
+        doubts, random_calls, untraced, coarse: see `PerSample`.
     """
 
     losses_B: Tensor
     rest: PerSample
     caught: CaughtGrads = field(repr=False)
-    weights: GroupFactors = field(repr=False)
+    group_factors: GroupFactors = field(repr=False)
     doubts: tuple[str, ...] = ()
-    draws: tuple[Draw, ...] = ()
+    random_calls: tuple[RandomCall, ...] = ()
     untraced: bool = False
     coarse: bool = False
 
@@ -164,7 +165,7 @@ class ClosedSums:
         """True if no sample has a group whose norm is not finite: it would contribute to other groups, and must not."""
         totals: dict[str, Tensor] = {}
         for name, value in self.sq_norms().items():
-            group = self.weights.group_of[name]
+            group = self.group_factors.group_of[name]
             totals[group] = totals[group] + value if group in totals else value
         return bool(torch.isfinite(torch.stack(list(totals.values()))).all())
 
@@ -172,7 +173,7 @@ class ClosedSums:
         """Weighted sums over the samples: name -> parameter shape.
 
         Raises:
-            InvalidArgument: other factors than those that closed groups were summed with.
+            InvalidArgument: other factors than those that the groups were summed with.
         """
         for name, used_B in self.caught.factors.items():
             same = torch.allclose(used_B, factors[name], rtol=_ROUNDING, atol=0)

@@ -1,0 +1,131 @@
+"""Checks of a loss: one number a sample, that depends on the parameters; its graph; the parameters after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.types import Params
+
+
+def check_losses(losses: object, num_samples: int) -> None:
+    """Check that there is one loss a sample, of floating dtype.
+
+    Raises:
+        InvalidArgument: another type, shape or dtype.
+    """
+    hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
+    if not isinstance(losses, Tensor):
+        raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
+    if losses.shape != (num_samples,):
+        raise InvalidArgument(
+            f"Expected loss_fn to return shape ({num_samples},), got {tuple(losses.shape)} where it was called with "
+            f"{num_samples} {'row' if num_samples == 1 else 'rows'}, all of the batch or a part of it. {hint}"
+        )
+    if is_dtensor(losses):
+        raise InvalidArgument(
+            "Expected loss_fn to return a plain tensor, got a DTensor. Make the output of the last layer plain "
+            "(use_local_output=True, output_layouts=Replicate()), or return losses.full_tensor()."
+        )
+    if not losses.is_floating_point():
+        raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
+
+
+def check_depends(depends: bool) -> None:
+    """Check that the loss depends on a parameter, and not on other tensors of the same values.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    if not depends:
+        raise InvalidArgument(
+            "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
+            "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
+            "detach()."
+        )
+
+
+def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
+    """Check that there is one loss a sample, and that it depends on the parameters.
+
+    Raises:
+        InvalidArgument: another shape or dtype, or no gradient.
+    """
+    check_losses(losses_B, num_samples)
+    check_depends(losses_B.requires_grad)
+
+
+def refuse_unproven(doubts: Sequence[str]) -> None:
+    """Refuse a step with doubts; also on processes in lockstep with one that has doubts.
+
+    Raises:
+        UnsupportedModel: naming them, and their usual causes.
+    """
+    with refused_by_all():
+        if doubts:
+            raise UnsupportedModel(
+                "It cannot be shown that the samples of this batch do not influence each other: "
+                f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in "
+                "training mode, a mean over the tokens of the batch, in-batch negatives), routing or sorting over the "
+                "whole batch, Python numbers taken from tensors. Compute each loss from its own row alone; "
+                'or use engine="vmap" or "loop", which compute each row alone.'
+            )
+
+
+def refuse_reentrant(inputs: object, output: object) -> None:
+    """Refuse reentrant checkpoints in the graph between inputs and output: they detach the parameters.
+
+    Only for plain autograd; torch itself refuses them under torch.func. About a microsecond for each node of the graph.
+
+    Raises:
+        UnsupportedModel: a part of the module is checkpointed.
+    """
+    for node in nodes_behind(output, inputs):
+        if node.name() == "CheckpointFunctionBackward":
+            raise UnsupportedModel(
+                "The forward pass uses reentrant gradient checkpointing, which loses gradients of parameters. Use "
+                "use_reentrant=False, or model.gradient_checkpointing_disable()."
+            )
+
+
+def nodes_behind(outputs: object, inputs: object = ()) -> Iterator[Node]:
+    """Nodes of the graph between inputs and outputs, each once. About a microsecond a node.
+
+    Args:
+        outputs, inputs: containers of tensors.
+    """
+    visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
+    todo = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    while todo:
+        node = todo.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        for earlier, _ in node.next_functions:  # a generator would double the time
+            todo.append(earlier)
+
+
+@contextmanager
+def parameters_unchanged(params: Params) -> Iterator[None]:
+    """Inside, refuse writes into parameters: engines and callers share their memory.
+
+    Raises:
+        UnsupportedModel: the loss wrote into a parameter.
+    """
+    before = {name: param._version for name, param in params.items()}
+    yield
+    written = [name for name, param in params.items() if param._version != before[name]]
+    if written:
+        raise UnsupportedModel(
+            f"The loss writes into the parameters {shorten(written)}: they are overwritten now. Use out-of-place "
+            "operations, and start again from the last checkpoint."
+        )
