@@ -43,6 +43,7 @@ from dpfunc.engines.tracing.entries import (
     pieces_of,
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
+from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
@@ -50,7 +51,6 @@ from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
 from dpfunc.engines.tracing.writes import copy_before_write, refuse_writes, write
 from dpfunc.engines.uses.sample_axis import SampleAxis
-from dpfunc.engines.uses.torch_functions import PythonValues
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch
 

@@ -23,6 +23,7 @@ from dpfunc.engines.rules.composite import without_dispatch
 from dpfunc.engines.rules.pointwise import copies_for, is_pointwise
 from dpfunc.engines.rules.recurrent import PADDING
 from dpfunc.engines.rules.table import Rule, Use
+from dpfunc.engines.tracing.python_values import SIZES
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key, NoSampleAxis, SampleAxes
 from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.gradient_taps import catch_any, leaf, watched
@@ -36,7 +37,6 @@ from dpfunc.engines.uses.torch_functions import (
     HOOKS,
     NESTED,
     RESHAPING,
-    SIZES,
     TRANSPOSING,
     WATCHED,
     kind_of,
