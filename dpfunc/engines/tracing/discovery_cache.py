@@ -79,20 +79,19 @@ class DiscoveryCache:
         Python may keep numbers that an earlier step gave to it, so all later steps have the doubt of that step.
         """
         wrong = self.wrong.setdefault(loss_fn, set())
-        try:
-            while True:
-                trace = Trace(num_samples, recording=True, whole=self.settled.get(loss_fn, False))
-                discovery = DiscoveryRecorder(trace, wrong)
-                try:
-                    result = compute(discovery)
-                    break
-                except WrongGuess as error:  # a guess by shape, which the gradient has shown to be wrong
-                    wrong.add(error.args[0])
-                except Unsettled:
-                    self.settled[loss_fn] = False
-        finally:
-            if discovery.trace.reads:
-                self.reads.setdefault(loss_fn, f"{discovery.trace.reads[0]}, which may be kept")
+        while True:
+            trace = Trace(num_samples, recording=True, whole=self.settled.get(loss_fn, False))
+            discovery = DiscoveryRecorder(trace, wrong)
+            try:
+                result = compute(discovery)
+                break
+            except WrongGuess as error:  # a guess by shape, which the gradient has shown to be wrong
+                wrong.add(error.args[0])
+            except Unsettled:
+                self.settled[loss_fn] = False
+            finally:  # of each attempt: what it gave to Python may be kept for the next one
+                if trace.reads:
+                    self.reads.setdefault(loss_fn, f"{trace.reads[0]}, which may be kept")
         self.settled[loss_fn] = trace.settled
         _check_norms(result, params, discovery.trace.meshes)
         kept = (self.reads[loss_fn],) if loss_fn in self.reads and not discovery.trace.reads else ()

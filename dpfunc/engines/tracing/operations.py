@@ -53,6 +53,10 @@ _FILLED = frozenset((
     "new_full", "new_empty", "scalar_tensor", "empty_strided", "new_empty_strided", "_efficientzerotensor", "fill_",
     "zero_", "empty_permuted",
 ))  # fmt: skip
+# Their results, or what `resize_` adds, have the numbers that were in this memory before, perhaps of other samples.
+UNWRITTEN = frozenset((
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize_",
+))  # fmt: skip
 _RANDOM = frozenset((
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli_", "uniform_", "normal_",
     "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli", "normal",
@@ -63,6 +67,8 @@ _ALIASES = frozenset((
 ))  # fmt: skip
 # Collectives of torch's own wrappers; those that only wait give their argument back.
 _EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+# They make tensors of Python values.
+LIFTED = frozenset(("lift_fresh", "lift_fresh_copy"))
 RECEIVING = frozenset(("scatter_", "recv_", "recv_any_source_"))
 _WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 # What keeps "true for all, so true for each" and "false for any, so false for each".
@@ -127,7 +133,7 @@ def _written_arguments(arguments: Sequence[Any]) -> tuple[int | str, ...]:
 
 def _follows_from_types(known: Known, namespace: str) -> bool:
     """True if the type of the result follows from shapes, types and Python numbers, whatever the numbers are."""
-    if known.written or known.name in WRITING_STATISTICS:
+    if known.written or known.name in WRITING_STATISTICS or known.name in UNWRITTEN:
         return False
     if known.kind is Kind.FAMILY:
         return known.name in PURE

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from dpfunc.engines.tracing.call import tensors_of
 
 READING = frozenset(
     (
@@ -14,11 +17,18 @@ READING = frozenset(
         Tensor.storage, Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__,
     )
 )  # fmt: skip
+_INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
+_CONVERTING = frozenset((Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__bool__, Tensor.__complex__))
+# They read numbers of arguments from this position on.
+_READING_INSIDE: Mapping[object, int] = {torch.tensor_split: 1, Tensor.tensor_split: 1, torch.tensordot: 2}
 SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # type: ignore[attr-defined]  # descriptors
 
 
 class _Reader(Protocol):
-    """Receiver of notes about values that Python was given."""
+    """Receiver of notes about values that Python was given; see `Trace` for its counts of operations."""
+
+    lifted: int
+    given: int
 
     def note_read(self, what: str, value: Tensor, result: object) -> None:
         """Note that Python was given numbers of a tensor."""
@@ -27,6 +37,37 @@ class _Reader(Protocol):
     def note_shape_read(self, value: Tensor) -> None:
         """Note that Python was given the shape of a tensor."""
         ...
+
+
+def noting_reads(reader: _Reader, call: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of `call(func, args, kwargs)`; numbers of tensors that `func` reads without an operation are noted.
+
+    It reads those in lists of which it makes a tensor, and those that constructors such as `torch.FloatTensor` take.
+    """
+    lifted, given = reader.lifted, reader.given
+    result = call(func, args, kwargs)
+    found: list[Tensor] = []
+    if reader.lifted != lifted:
+        values = (*args, *kwargs.values())
+        if func in _INDEXING:
+            values = args[1] if isinstance(args[1], tuple) else args[1:2]
+        found += tensors_of(value for value in values if isinstance(value, (list, tuple)))
+    if func in _CONVERTING and reader.given == given:
+        found.append(args[0])
+    if func in _READING_INSIDE:
+        found += tensors_of((*args[_READING_INSIDE[func] :], *_but_inputs(kwargs)))
+    for tensor in found:
+        reader.note_read(name_of(func), tensor, result)
+    return result
+
+
+def _but_inputs(kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    return [value for name, value in kwargs.items() if name not in ("input", "self", "a", "b", "out")]
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a function, for messages and tables."""
+    return getattr(func, "__name__", str(func))
 
 
 class PythonValues(TorchFunctionMode):
@@ -43,7 +84,11 @@ class PythonValues(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = noting_reads(self.reader, _called, func, args, kwargs or {})
         if func in READING and isinstance(args[0], Tensor):
             self.reader.note_read(func.__name__, args[0], result)
         return result
+
+
+def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)

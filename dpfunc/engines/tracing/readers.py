@@ -75,6 +75,7 @@ _PLUMBING = ("torch", "dpfunc.engines", "contextlib", "functools", "typing_exten
 # Modules of the frames between the code that reads a shape and the trace.
 _TRACING_MODULES = (
     *(f"dpfunc.engines.tracing.{name}" for name in ("trace", "credit", "declared", "entries", "results", "writes")),
+    "dpfunc.engines.tracing.python_values",
     "dpfunc.engines.tracing.sample_axis_discovery",
     "dpfunc.engines.uses.tracker",
     "torch.overrides",

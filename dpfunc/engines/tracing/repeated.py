@@ -33,10 +33,11 @@ _PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device, tor
 
 
 class Answer(NamedTuple):
-    """The shape and strides of the result, the entry of its memory, and whether it has numbers of 16 bits."""
+    """Shape, strides and dtype of the result, the entry of its memory, and whether it has numbers of 16 bits."""
 
     shape: torch.Size
     strides: tuple[int, ...]
+    dtype: torch.dtype
     entry: Stored | Constant
     coarse: bool
 
@@ -96,9 +97,9 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object], tracked: 
                     raise _Unkeyed  # computed from parameters, unseen
             found += (*_memory_of(trace, value), value.shape, value.stride(), value.dtype)
         elif kind in _PLAIN:
-            found.append(value)
+            found += (kind, value)  # 1, 1.0 and True are equal, and other arguments
         elif kind is list or kind is tuple:
-            found.append(len(value))
+            found += (kind, len(value))
             _collect(trace, value, found, tracked)
         else:
             raise _Unkeyed
@@ -138,12 +139,12 @@ def recall(trace: Trace, key: object, result: Any) -> bool | None:
 
 
 def note_again(trace: Trace, answers: tuple[Answer, ...], result: Any) -> bool | None:
-    """Note the types of the results of a call from these answers; None if the results have other shapes."""
+    """Note the types of the results of a call from these answers; None unless they are as they were, in new memory."""
     results = result if type(result) is tuple or type(result) is list else (result,)
     if len(results) != len(answers):
         return None
     for answer, tensor in zip(answers, results, strict=True):
-        if type(tensor) is not Tensor or tensor.shape != answer.shape or tensor.stride() != answer.strides:
+        if not _is_like(answer, tensor) or key_of(tensor) in trace.entries or key_of(tensor) in trace.untraced_memory:
             return None
     coarse = False
     for answer, tensor in zip(answers, results, strict=True):
@@ -151,6 +152,13 @@ def note_again(trace: Trace, answers: tuple[Answer, ...], result: Any) -> bool |
         coarse |= answer.coarse
         trace.entries[storage._cdata] = StorageWeakRef(storage), answer.entry
     return coarse
+
+
+def _is_like(answer: Answer, tensor: Any) -> bool:
+    """True for a tensor with this shape, these strides and this dtype (the default dtype is in no key)."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype != answer.dtype:
+        return False
+    return tensor.shape == answer.shape and tensor.stride() == answer.strides
 
 
 def keep(trace: Trace, key: object, inputs: Sequence[Tensor], result: Any) -> bool:
@@ -191,4 +199,5 @@ def _answer(trace: Trace, tensor: Tensor) -> Answer | None:
     if tensor.storage_offset() or entry is None or isinstance(entry, Mixed):
         return None
     regular = not entry.end and _is_regular(entry) if isinstance(entry, Stored) else entry in _CONSTANTS
-    return Answer(tensor.shape, tensor.stride(), entry, tensor.dtype in COARSE_DTYPES) if regular else None
+    coarse = tensor.dtype in COARSE_DTYPES
+    return Answer(tensor.shape, tensor.stride(), tensor.dtype, entry, coarse) if regular else None

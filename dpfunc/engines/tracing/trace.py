@@ -42,14 +42,14 @@ from dpfunc.engines.tracing.entries import (
     parts,
     pieces_of,
 )
-from dpfunc.engines.tracing.operations import Kind, Known, known_operation
+from dpfunc.engines.tracing.operations import LIFTED, UNWRITTEN, Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
-from dpfunc.engines.tracing.writes import copy_before_write, refuse_writes, write
+from dpfunc.engines.tracing.writes import clear_unwritten, copy_before_write, refuse_writes, write
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch
@@ -67,8 +67,8 @@ class Trace(DispatchMode):
 
     Args:
         num_samples: B. entries: key of a memory -> weak reference to it, and the samples that it depends on.
-        doubts: reasons why the step is not proven. reads: those doubts that are numbers given to Python.
-        random_calls: operations that drew random numbers, noted if `recording`.
+        doubts: reasons why the step is not proven. reads: those about numbers, shapes and errors, which Python may
+            keep. random_calls: operations that drew random numbers, noted if `recording`.
         alone: the pass computes each row alone; the trace only checks that nothing of the batch is kept.
         ragged: shapes follow from values of the batch. coarse: there are numbers of 16 bits.
         untraced_memory: memory that was made without an operation of this step: parameters, constants of the loss.
@@ -80,6 +80,8 @@ class Trace(DispatchMode):
             `SEVERAL` for those with several results.
         clean: no number that can carry a gradient depends on several samples so far, for certain.
         settled: the backward pass is proven by the forward pass.
+        shared: keys of memory of constants that Python was given, which may be written into without an operation.
+        lifted, given: how many tensors were made of Python values, and how many numbers were given to Python.
         whole: functions of several operations that occur again may run as a whole: the operations inside of them are
             not followed, which is right only if the step is settled. skipped: one did.
     """
@@ -102,6 +104,9 @@ class Trace(DispatchMode):
     heard: list[str] | None = None
     clean: bool = True
     settled: bool = False
+    shared: set[int] = field(default_factory=set)
+    lifted: int = 0
+    given: int = 0
     whole: bool = False
     skipped: bool = False
 
@@ -225,12 +230,19 @@ class Trace(DispatchMode):
     def note_read(self, what: str, value: Tensor, result: object) -> None:
         """Note a doubt where a number of the batch becomes a Python value, on which the rest of the step may depend."""
         kind = self.type_of(value)
+        if kind is None and self.entry_of(value) is not None:
+            self.shared.add(key_of(part(value)))
+            self.note(part(value), Constant.ANY)
         if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
             return
         module, line, name = reader()
         if not may_read(self, value, kind, module, name):
-            self.reads.append(f"{what} of numbers of the batch, in {module} line {line}")
-            self.doubts.append(self.reads[-1])
+            self._doubt_read(f"{what} of numbers of the batch, in {module} line {line}")
+
+    def _doubt_read(self, doubt: str) -> None:
+        """Note a doubt about something that Python has learnt of the batch, and may keep for later steps."""
+        self.reads.append(doubt)
+        self.doubts.append(doubt)
 
     def mark(self, what: str, tensor: Tensor) -> None:
         """Note something about a tensor, and about all tensors at the same position of its memory."""
@@ -250,7 +262,7 @@ class Trace(DispatchMode):
         module, line, name = reader()
         own_axis = value.ndim == 1 and kind == Rows(0, self.num_samples, ragged=True)
         if not own_axis and not may_measure(self, kind, module, name):
-            self.doubts.append(f"a shape that follows from values of the batch, read in {module} line {line}")
+            self._doubt_read(f"a shape that follows from values of the batch, read in {module} line {line}")
 
     def shaped_by_values(self, tensor: Tensor) -> Type:
         """The type of a tensor whose shape depends on values of the batch; None for other tensors."""
@@ -331,6 +343,8 @@ class Trace(DispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if self.shared and key in self.shared and isinstance(entry, Constant):
+            entry = Constant.ANY
         known = self.entries.get(key)
         if known is None:
             self.entries[key] = StorageWeakRef(storage), entry
@@ -366,6 +380,9 @@ class Trace(DispatchMode):
         if known.written:
             refuse_writes(self, known, args, kwargs)
             constants = copy_before_write(self, known, args)
+        self.lifted += known.name in LIFTED
+        self.given += known.name == "_local_scalar_dense"
+        before = part(args[0]).untyped_storage().nbytes() if known.name == "resize_" else 0
         random = self.recording and known.random
         if random:
             self.random_calls.append(random_call(func, args, kwargs))
@@ -374,6 +391,8 @@ class Trace(DispatchMode):
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
             self._note_failure(known, (*args, *kwargs.values()), error)
             raise
+        if known.name in UNWRITTEN:
+            clear_unwritten(result, before)
         if random:
             self.random_calls[-1] = self.random_calls[-1].with_shape_of(result)
         if types:  # of tensors that are split over processes, the parts are followed
@@ -388,7 +407,7 @@ class Trace(DispatchMode):
         """Note a doubt where an operation failed for values of the batch, on which the rest of the step may depend."""
         if any(self.type_of(tensor) is not None for tensor in tensors_of(given)):
             reason = str(error).splitlines()[0][:80]
-            self.doubts.append(f"{known.name}, which failed for values of the batch: {reason}")
+            self._doubt_read(f"{known.name}, which failed for values of the batch: {reason}")
 
     def _type(
         self,

@@ -40,6 +40,17 @@ def copy_before_write(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tens
     return constants
 
 
+def clear_unwritten(result: Tensor, before: int) -> None:
+    """Set memory behind its first `before` bytes to zero, which nobody has written into: other tensors had it before.
+
+    So it has the same numbers for each sample, as its type says.
+    """
+    own = part(result)
+    if own.layout is torch.strided and own.untyped_storage().nbytes() > before:
+        memory = torch.empty(0, dtype=torch.uint8, device=own.device).set_(own.untyped_storage())
+        memory[before:].zero_()
+
+
 def _was_uniform(constants: Tensor | None, made: Stored) -> bool:
     """True if each row of this memory was the same before the write, by the copy that was taken of it."""
     if constants is None:
@@ -195,6 +206,7 @@ def _entry_after_constants(trace: Trace, write: _Write, entry: Entry) -> Entry:
     current = located(entry, write.target, trace.num_samples)
     if current is not None and current.doubt:
         return doubted(entry, current.doubt)
+    trace.numbers_read = trace.numbers_read or write.law is Constant.ANY
     if _same_for_each_row(write, current, entry):
         return entry
     return doubted(entry, "a write of constants that differ between positions of the batch")
@@ -226,7 +238,10 @@ def _entry_of_base(trace: Trace, write: _Write, kind: Rows, before: Constant) ->
     made = _rows_of_base(trace, write.target, kind)
     if made is None:
         return Mixed("a write into a part of a tensor")
-    if before is Constant.EQUAL or _was_uniform(write.constants, made):
+    if before is Constant.EQUAL:
+        return made
+    trace.numbers_read = True
+    if _was_uniform(write.constants, made):
         return made
     return doubted(made, "a write into a tensor whose other values differ between positions")
 

@@ -12,7 +12,7 @@ only where the forward pass proves the backward pass, which is then not followed
 computed again, and each operation is followed (`Trace.whole`).
 
 A call goes the long way wherever somebody else could change what it does: under another mode, a transform of
-torch.func, autocast, or hooks on saved tensors.
+torch.func, forward derivatives, autocast, or hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dpfunc.engines.rules import FAMILIES, RULES, Rule
 from dpfunc.engines.rules.table import Use
@@ -93,6 +94,7 @@ def _is_watched(trace: Trace) -> bool:
         or torch._C._len_torch_function_stack() != 0
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0  # derivatives beside the numbers, in memory of their own
         or saving_hooked()
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines.tracing.python_values import READING, SIZES
+from dpfunc.engines.tracing.python_values import READING, SIZES, name_of
 
 NESTED = frozenset((torch.autograd.grad, torch.autograd.backward))
 HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
@@ -55,11 +55,6 @@ _IN_PLACE = (
     - frozenset(f"__r{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
     - {"requires_grad_"}
 )
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """The name of a function, for messages and tables."""
-    return getattr(func, "__name__", str(func))
 
 
 def kind_of(func: Callable[..., Any]) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.rules.table import Use
+from dpfunc.engines.tracing.python_values import name_of
 from dpfunc.engines.uses.sample_axis import SampleAxis
-from dpfunc.engines.uses.torch_functions import name_of
 from dpfunc.errors import UnsupportedModel
 
 

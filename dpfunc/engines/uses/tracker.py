@@ -23,7 +23,7 @@ from dpfunc.engines.rules.composite import without_dispatch
 from dpfunc.engines.rules.pointwise import copies_for, is_pointwise
 from dpfunc.engines.rules.recurrent import PADDING
 from dpfunc.engines.rules.table import Rule, Use
-from dpfunc.engines.tracing.python_values import SIZES
+from dpfunc.engines.tracing.python_values import SIZES, name_of, noting_reads
 from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder, Key, NoSampleAxis, SampleAxes
 from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.gradient_taps import catch_any, leaf, watched
@@ -40,7 +40,6 @@ from dpfunc.engines.uses.torch_functions import (
     TRANSPOSING,
     WATCHED,
     kind_of,
-    name_of,
     writes,
 )
 from dpfunc.engines.uses.tracked import Recorder, Tracked, no_rule, tensors_in, version
@@ -90,6 +89,8 @@ class Tracker(TorchFunctionMode):
                 result = repeat(self._trace, self.tracked, self.recorder, key, func, args, kwargs)
                 if result is not None:
                     return result
+        if isinstance(self.sample_axes, DiscoveryRecorder):
+            return noting_reads(self.sample_axes.trace, self._called, func, args, kwargs)
         return self._called(func, args, kwargs)
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
