@@ -1,6 +1,6 @@
 """The gates of recurrent layers: `y = x W^T + b + h U^T + c`, of inputs x and of the states h before each step.
 
-Both matrices see one gradient. So there is one product of matrices, and what the norms and sums need of that gradient is
+Both matrices see one gradient. So there is one product of matrices, and what both norms need of that gradient is
 computed once.
 """
 

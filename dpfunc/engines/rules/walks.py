@@ -1,8 +1,8 @@
 """The steps of recurrent layers, in order of time, with their derivatives written out.
 
-torch's own fused layer gives the outputs, without a graph. Then all gates are known at once: one linear of all inputs and
-states, or two "shares" of them, so that a rule sees each matrix once, not once a step. `replay` gives the outputs again
-as a function of the gates; its backward pass goes back through time and gives the gradient of every step's gates.
+torch's own fused layer gives the outputs, without a graph. Then all gates are known at once: one linear of all inputs
+and states, or two "shares" of them, so that a rule sees each matrix once, not once a step. `replay` gives the outputs
+again as a function of the gates; its backward pass goes back through time and gives the gradient of every step's gates.
 
 Fresh memory of this size takes longer than most functions here: what nobody needs any more is overwritten.
 
