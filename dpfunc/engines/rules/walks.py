@@ -100,8 +100,8 @@ def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: T
     shares_TB4H[:, :, 1].mul_(before(c_TBH, first_c_BH, reverse))
     torch.addcmul(i, i, g * g, value=-1, out=shares_TB4H[:, :, 2])
     torch.addcmul(h_TBH, h_TBH, o, value=-1, out=shares_TB4H[:, :, 3])  # o (1 - o) tanh(c)
-    smallest = torch.finfo(o.dtype).tiny  # where o is 0, h is
-    to_cell_TBH = torch.addcdiv(o, h_TBH * h_TBH, o.clamp_min(smallest), value=-1)  # o (1 - tanh(c)^2)
+    tanh_TBH = h_TBH / o.clamp_min(torch.finfo(o.dtype).tiny)  # where o is 0, h is
+    to_cell_TBH = torch.addcmul(o, h_TBH, tanh_TBH, value=-1)
     if mask_TB1 is not None:
         shares_TB4H.mul_(mask_TB1[..., None])
         to_cell_TBH.mul_(mask_TB1)
