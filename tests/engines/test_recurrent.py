@@ -346,10 +346,37 @@ def test_autocast(engine, name):
             return loss_fn(params, batch).float()
 
     wanted = engines.loop()(loss_fn, params, batch).sq_norms()
+    ENGINES[engine]()(loss_fn, params, batch).sq_norms()  # the types that are kept of it have numbers of 32 bits
     found = ENGINES[engine]()(shortened_loss, params, batch).sq_norms()
     largest = max(float(norms_B.max()) for norms_B in wanted.values()) ** 0.5
     for key, norms_B in wanted.items():
         assert (found[key].sqrt() - norms_B.sqrt()).abs().max() < 0.01 * largest, key
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_sixteen_bits_lose_no_digits_twice(layer):
+    """Small numbers, whose tanh needs digits that twice a sigmoid less one has not."""
+    norms = {}
+    for dtype in (torch.float64, torch.float16):
+        recurrent = made(lambda: Classifier(layer, {"batch_first": True})).layer
+        forward, params = functionalize(recurrent)
+        params = {name: (0.01 * param).to(dtype) for name, param in params.items()}
+        x = torch.randn(5, LENGTH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found = bookkeeping()(lambda params, x, run=forward: run(params, x)[0].sum((1, 2)), params, x)
+        norms[dtype] = {name: norms_B.double().sqrt() for name, norms_B in found.sq_norms().items()}
+    for name, exact_B in norms[torch.float64].items():
+        assert (norms[torch.float16][name] / exact_B - 1).abs().max() < 0.01, name
+
+
+def test_gates_that_are_closed():
+    """Where the sigmoid of an output gate is 0, the tanh of the cell cannot be found from the result."""
+    forward, params = functionalize(made(lambda: Classifier(*LAYERS["LSTM, batch first"]), torch.float32).layer)
+    params["bias_ih_l0"] = params["bias_ih_l0"].clone().index_fill_(0, torch.arange(3 * H, 4 * H - 1), -200.0)
+    x = torch.randn(5, LENGTH, D, generator=torch.Generator().manual_seed(0))
+    loss_fn = lambda params, x: forward(params, x)[0].square().sum((1, 2))
+    wanted, found = (run(loss_fn, params, x).sq_norms() for run in (engines.loop(), bookkeeping()))
+    for name, norms_B in wanted.items():
+        assert (found[name] - norms_B).abs().max() < 1e-5, name
 
 
 class Counting(TorchFunctionMode):
