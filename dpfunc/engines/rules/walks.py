@@ -56,7 +56,7 @@ class _Walked:
 
 
 def _tanh_(x: Tensor) -> Tensor:
-    """tanh in place, by `2 sigmoid(2 x) - 1`: torch's own takes ten times as long. 16 bits would lose digits."""
+    """tanh in place, by `2 sigmoid(2 x) - 1`: torch's own takes longer. 16 bits would lose digits."""
     return x.tanh_() if x.dtype.itemsize < 4 else x.mul_(2).sigmoid_().mul_(2).sub_(1)
 
 
