@@ -50,7 +50,7 @@ def _gates(
     """`y = x W^T + b + h U^T + c`."""
     grads: dict[str, PerSampleGrad] = {}
     g_BTG = use.positions(grad)
-    products: list[tuple[Tensor, Tensor]] = []
+    products: list[tuple[Tensor, Tensor]] | None = [] if {"w_ih", "w_hh"} <= use.wanted.keys() else None
     for name, side in (("w_ih", input), ("w_hh", state)):
         if name in use.wanted:
             grads[name] = Outer(g_BTG, use.positions(side), tuple(use.shapes[name]), products=products)
