@@ -118,12 +118,18 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Outer:
-    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: the gradients of a matrix applied at T positions."""
+    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: the gradients of a matrix applied at T positions.
+
+    Args:
+        products: `a` and its products `a a^T`, for the next norm of a gradient with the same `a`. Gradients that share
+            `a` share the list; None for others.
+    """
 
     a_BTp: Tensor
     b_BTd: Tensor
     shape: tuple[int, ...]
     cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    products: list[tuple[Tensor, Tensor]] | None = field(default=None, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """B matrix products: 2 B T p d operations."""
@@ -138,11 +144,11 @@ class Outer:
         """
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         eps = torch.finfo(a_BTp.dtype).eps
-        reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             sq_norms_B = self._measured(a_BTp, b_BTd)
+            reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
         else:
-            sq_norms_B = self._ghost(a_BTp, b_BTd)
+            sq_norms_B, reach_B = self._ghost(a_BTp, b_BTd)
             doubtful_B = ~(ROUNDINGS * eps * reach_B.square() <= TOLERATED * sq_norms_B)
             if torch.compiler.is_compiling():
                 safe_B = sq_norms_B.clamp(min=0.0) + ROUNDINGS * eps * reach_B.square()
@@ -162,16 +168,26 @@ class Outer:
         ]
         return torch.cat(pieces)
 
-    @staticmethod
-    def _ghost(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
-        if a_BTp.shape[1] == 1:  # |a|^2 |b|^2
-            return a_BTp.square().sum((1, 2)) * b_BTd.square().sum((1, 2))
+    def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms, and the sums of the norms of all positions, which are the diagonals of the same products."""
         size = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2))
+        if size >= len(a_BTp):
+            return _paired(self._products_of_a(a_BTp), _products(b_BTd))
         pieces = [
-            ((a @ a.transpose(1, 2)) * (b @ b.transpose(1, 2))).sum((1, 2))
+            _paired(_products(a), _products(b))
             for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
         ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        sq_norms, reaches = zip(*pieces, strict=True)
+        return torch.cat(sq_norms), torch.cat(reaches)
+
+    def _products_of_a(self, a_BTp: Tensor) -> Tensor:
+        """`a a^T` of each sample, or those that a gradient with the same `a` has left; they are taken once."""
+        if self.products and self.products[0][0] is self.a_BTp:
+            return self.products.pop()[1]
+        products_BTT = _products(a_BTp)
+        if self.products is not None and not torch.compiler.is_compiling():
+            self.products[:] = [(self.a_BTp, products_BTT)]
+        return products_BTT
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
@@ -186,7 +202,8 @@ class Outer:
         )
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
         a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
-        if a_BTp.stride(0) < a_BTp.stride(1) and b_BTd.stride(0) < b_BTd.stride(1):  # (T, B, d) in memory
+        larger = a_BTp if a_BTp.shape[2] >= b_BTd.shape[2] else b_BTd
+        if larger.stride(0) < larger.stride(1):  # (T, B, d) in memory: it is not copied
             a_BTp, b_BTd = a_BTp.transpose(0, 1), b_BTd.transpose(0, 1)
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
@@ -200,6 +217,17 @@ class Outer:
     def num_bytes(self) -> int:
         """Bytes of both sides, though b is often an activation that autograd keeps as well."""
         return sum(side.numel() * side.element_size() for side in (self.a_BTp, self.b_BTd))
+
+
+def _products(a_BTp: Tensor) -> Tensor:
+    """`a_t . a_u` of all pairs of positions of each sample."""
+    return a_BTp.square().sum(2, keepdim=True) if a_BTp.shape[1] == 1 else a_BTp @ a_BTp.transpose(1, 2)
+
+
+def _paired(a_BTT: Tensor, b_BTT: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of `(a_t . a_u)(b_t . b_u)` over all pairs of positions, and that of `|a_t| |b_t|` over all positions."""
+    reach_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt() * b_BTT.diagonal(dim1=1, dim2=2).sqrt()
+    return (a_BTT * b_BTT).sum((1, 2)), reach_BT.sum(1)
 
 
 @dataclass(frozen=True)

@@ -408,3 +408,22 @@ def test_gradients_that_are_computed_together(kind, dropped):
         for name, grad in grads.items():
             torch.testing.assert_close(norms[name], grad.sq_norms(), equal_nan=True)
             torch.testing.assert_close(sums[name], grad.weighted_sum(each[name]))
+
+
+def test_gradients_with_the_same_side_share_its_products():
+    """Norms are those of the formed gradients, also where a part of the samples is left of one of them."""
+    products = []
+    a, other, *sides = (torch.randn(4, 3, size, dtype=torch.float64) for size in (64, 64, 50, 60))
+    first, second = (Outer(a, b, (64, b.shape[2]), products=products) for b in sides)
+    for grad in (
+        first,
+        replace(second, a_BTp=other),
+        first,
+        second,
+        first,
+        replace(second, a_BTp=a[:2], b_BTd=sides[1][:2]),
+    ):
+        wanted = Dense(grad.dense()).sq_norms()
+        assert torch.allclose(grad.sq_norms(), wanted, rtol=1e-9)
+    first.sq_norms()
+    assert [len(products), second.sq_norms().shape, len(products)] == [1, (4,), 0]

@@ -346,10 +346,36 @@ def test_autocast(engine, name):
             return loss_fn(params, batch).float()
 
     wanted = engines.loop()(loss_fn, params, batch).sq_norms()
+    ENGINES[engine]()(loss_fn, params, batch).sq_norms()  # the types that are kept of it have numbers of 32 bits
     found = ENGINES[engine]()(shortened_loss, params, batch).sq_norms()
     largest = max(float(norms_B.max()) for norms_B in wanted.values()) ** 0.5
     for key, norms_B in wanted.items():
         assert (found[key].sqrt() - norms_B.sqrt()).abs().max() < 0.01 * largest, key
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_sixteen_bits_keep_small_numbers(layer):
+    """Twice a sigmoid less one has few digits of the tanh of a small number."""
+    gates = {}
+    for dtype in (torch.float64, torch.float16):
+        forward, params = functionalize(made(lambda: Classifier(layer, {"batch_first": True})).layer)
+        params = {name: (0.01 * param).to(dtype) for name, param in params.items()}
+        x = torch.randn(5, LENGTH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found = bookkeeping()(lambda params, x, run=forward: run(params, x)[0].sum((1, 2)), params, x)
+        first = {name: torch.eye(5, dtype=torch.float64)[0] for name in params}
+        gates[dtype] = found.weighted_sum(first)["bias_ih_l0"].double().reshape(-1, H)
+    assert ((gates[torch.float16] - gates[torch.float64]).norm(dim=1) < 0.01 * gates[torch.float64].norm(dim=1)).all()
+
+
+def test_gates_that_are_closed():
+    """Where the sigmoid of an output gate is 0, the tanh of the cell cannot be found from the result."""
+    forward, params = functionalize(made(lambda: Classifier(*LAYERS["LSTM, batch first"]), torch.float32).layer)
+    params["bias_ih_l0"] = params["bias_ih_l0"].clone().index_fill_(0, torch.arange(3 * H, 4 * H - 1), -200.0)
+    x = torch.randn(5, LENGTH, D, generator=torch.Generator().manual_seed(0))
+    loss_fn = lambda params, x: forward(params, x)[0].square().sum((1, 2))
+    wanted, found = (run(loss_fn, params, x).sq_norms() for run in (engines.loop(), bookkeeping()))
+    for name, norms_B in wanted.items():
+        assert (found[name] - norms_B).abs().max() < 1e-5, name
 
 
 class Counting(TorchFunctionMode):

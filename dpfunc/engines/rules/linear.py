@@ -23,7 +23,7 @@ def _costs(use: Use) -> Costs:
     return matrix(positions, *shape) if len(shape) == 2 else summed(math.prod(shape), positions)
 
 
-def _column_sum(use: Use, grad: Tensor) -> Dense:
+def column_sum(use: Use, grad: Tensor) -> Dense:
     """The sum over the positions of each sample: the gradient of a bias."""
     return Dense(to_accumulation_dtype(use.positions(grad)).sum(1))
 
@@ -34,7 +34,7 @@ def _linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor 
     if "weight" in use.wanted:
         grads["weight"] = Outer(use.positions(grad), use.positions(input), tuple(use.shapes["weight"]))
     if "bias" in use.wanted:
-        grads["bias"] = _column_sum(use, grad)
+        grads["bias"] = column_sum(use, grad)
     return grads
 
 
@@ -58,7 +58,7 @@ def _addmm(
     if "input" in use.wanted:
         if len(use.shapes["input"]) != 1:
             raise use.refuse("the added parameter is not a vector.")
-        grads["input"] = _column_sum(use, _times(grad, beta))
+        grads["input"] = column_sum(use, _times(grad, beta))
     return grads
 
 
@@ -113,7 +113,7 @@ def _bilinear(
         products_BTq = (use.positions(input1)[..., :, None] * use.positions(input2)[..., None, :]).flatten(2)
         grads["weight"] = Outer(use.positions(grad), products_BTq, tuple(use.shapes["weight"]))
     if "bias" in use.wanted:
-        grads["bias"] = _column_sum(use, grad)
+        grads["bias"] = column_sum(use, grad)
     return grads
 
 

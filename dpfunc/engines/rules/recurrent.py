@@ -1,7 +1,7 @@
 """Recurrent layers: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call; and single cells.
 
-A layer is two linears over the whole sequence, one of the inputs and one of the states, and the steps that
-join them in the order of time (`walks`). The rule of linear applies to both.
+A layer is a linear of inputs and states over the whole sequence (`gates`), or two where they are not just added, and
+the steps in the order of time (`walks`).
 
 The rows of a PackedSequence, which has samples of different lengths one after the other, are put into a padded
 (T, B, d) by one `index_select`, and the results are packed again by another; a mask stops each sample at its end.
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_packed_sequence
 
 from dpfunc.engines.guards.modes import unseen
+from dpfunc.engines.rules.gates import gates
 from dpfunc.engines.rules.walks import GRU, LSTM, RELU, TANH, Kind, before, declare, replay, walk
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing.trace import current_trace
@@ -270,16 +271,15 @@ class _Layers:
         """One layer in one direction: the outputs (T, B, P) and the last state."""
         mask_TB1 = None if self.pack is None else self.pack.mask_TB1
         before_TBP = before(known_TBP, state[0].detach().to(known_TBP.dtype), reverse)
-        x_TBG = F.linear(x_TBd, weights.inputs, weights.inputs_bias)
-        own_TBG = F.linear(before_TBP, weights.state, weights.state_bias)
+        shares = _shares(self.kind, x_TBd, before_TBP, weights)
         cell = [one.detach() for one in state[1:]]
         inner_TBP, proj = None, weights.proj
-        shares = (x_TBG.detach(), own_TBG.detach())
-        walked = walk(self.kind, reverse, *shares, before_TBP, cell, mask_TB1, proj is not None)
+        fixed_shares = [share.detach() for share in shares]
+        walked = walk(self.kind, reverse, fixed_shares, before_TBP, known_TBP, cell, mask_TB1, proj is not None)
         if proj is not None and walked.inner_TBH is not None:
             inner_TBP = F.linear(walked.inner_TBH, proj)
         fixed = (weights.state.detach(), None if proj is None else proj.detach(), mask_TB1)
-        h_TBP, *cells = replay(self.kind, reverse, walked, known_TBP, (x_TBG, own_TBG, inner_TBP, *state), fixed)
+        h_TBP, *cells = replay(self.kind, reverse, walked, known_TBP, (*shares, inner_TBP, *state), fixed)
         return h_TBP, (h_TBP[0 if reverse else -1], *cells)
 
     def _dropped(self, x_TBd: Tensor) -> Tensor:
@@ -288,6 +288,14 @@ class _Layers:
         if self.pack is None:
             return F.dropout(x_TBd, self.dropout, True)
         return self.pack.padded(F.dropout(self.pack.packed(x_TBd), self.dropout, True))  # torch's own random numbers
+
+
+def _shares(kind: Kind, x_TBd: Tensor, before_TBP: Tensor, weights: _Weights) -> list[Tensor]:
+    """The gates of all steps, or the share of the inputs and that of the states where they are not just added."""
+    own = (weights.inputs, weights.state, weights.inputs_bias, weights.state_bias)
+    if kind.adds:
+        return [gates(x_TBd, before_TBP, *own)]
+    return [F.linear(x_TBd, *own[::2]), F.linear(before_TBP, *own[1::2])]
 
 
 def _beginning(state_LBH: Tensor, x_TBd: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The steps of recurrent layers, in order of time, with their derivatives written out.
 
-torch's own fused layer gives the outputs, without a graph. Then all gates are known at once: the gates' share of the
-state is one linear of all states, so that a rule sees the matrix of the states once, not once a step. `replay` gives
-the outputs again as a function of the shares; its backward pass goes back through time and gives the gradient of every
-step's share.
+torch's own fused layer gives the outputs, without a graph. Then all gates are known at once: one linear of all inputs
+and states, or two "shares" of them, so that a rule sees each matrix once, not once a step. `replay` gives the outputs
+again as a function of the gates; its backward pass goes back through time and gives the gradient of every step's gates.
+
+Fresh memory of this size takes longer than most functions here: what nobody needs any more is overwritten.
 
 Axis letters: T steps, B samples, H state, P output (H, or narrower), G gates times H.
 """
@@ -54,28 +55,35 @@ class _Walked:
     inner_TBH: Tensor | None = None
 
 
+def _tanh_(x: Tensor) -> Tensor:
+    """tanh in place, by `2 sigmoid(2 x) - 1`: torch's own takes longer. 16 bits would lose digits."""
+    return x.tanh_() if x.dtype.itemsize < 4 else x.mul_(2).sigmoid_().mul_(2).sub_(1)
+
+
 def _lstm(
-    x_TBG: Tensor,
-    own_TBG: Tensor,
-    h_TBP: Tensor,
+    shares: Sequence[Tensor],
+    before_TBP: Tensor,
+    known_TBP: Tensor,
     mask_TB1: Tensor | None,
     reverse: bool,
     projected: bool,
     c_BH: Tensor,
 ) -> _Walked:
-    """`c = f c + i g`, `h = o tanh(c)`."""
-    gates_TBG, first_c_BH = x_TBG + own_TBG, c_BH
-    new_TBH = gates_TBG.chunk(4, 2)[2].tanh()
-    i, f, _, o = gates_TBG.sigmoid_().chunk(4, 2)  # in place: fresh memory takes longer than the function
-    added_TBH = i * new_TBH
+    """`c = f c + i g`, `h = o tanh(c)`. The gates are overwritten with their values."""
+    (gates_TBG,), first_c_BH = shares, c_BH
+    i, f, g, o = gates_TBG.chunk(4, 2)
+    _tanh_(g)
+    for gate in (gates_TBG[..., : -2 * g.shape[2]], o):
+        gate.sigmoid_()
+    added_TBH = i * g
     if mask_TB1 is not None:
         f, added_TBH = torch.where(mask_TB1, f, 1.0), added_TBH * mask_TB1
     keeps, cells = f.unbind(0), list(added_TBH.unbind(0))
     for t in _steps(len(cells), reverse):
         c_BH = cells[t].addcmul_(keeps[t], c_BH)
-    tanh_TBH = added_TBH.tanh()
-    inner_TBH = o * tanh_TBH if projected else None
-    return _Walked((gates_TBG, new_TBH, added_TBH, tanh_TBH, first_c_BH), c_BH.clone(), inner_TBH)
+    inner_TBH = o * added_TBH.tanh() if projected else None
+    h_TBH = known_TBP if inner_TBH is None else inner_TBH
+    return _Walked((gates_TBG, added_TBH, h_TBH, first_c_BH), c_BH.clone(), inner_TBH)
 
 
 def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
@@ -84,15 +92,16 @@ def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
 
 
 def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
-    """The gradients of both shares, of the projection's result, and of the first state."""
-    gates_TBG, new_TBH, c_TBH, tanh_TBH, first_c_BH, weight, proj, mask_TB1 = saved
-    i, f, _, o = gates_TBG.chunk(4, 2)
+    """The gradients of the gates, of the projection's result, and of the first state."""
+    gates_TBG, c_TBH, h_TBH, first_c_BH, weight, proj, mask_TB1 = saved
+    i, f, g, o = gates_TBG.chunk(4, 2)
     shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))
-    shares_TB4H[:, :, 0].mul_(new_TBH)
+    shares_TB4H[:, :, 0].mul_(g)
     shares_TB4H[:, :, 1].mul_(before(c_TBH, first_c_BH, reverse))
-    torch.addcmul(i, i, new_TBH * new_TBH, value=-1, out=shares_TB4H[:, :, 2])
-    shares_TB4H[:, :, 3].mul_(tanh_TBH)
-    to_cell_TBH = torch.addcmul(o, o, tanh_TBH * tanh_TBH, value=-1)
+    torch.addcmul(i, i, g * g, value=-1, out=shares_TB4H[:, :, 2])
+    torch.addcmul(h_TBH, h_TBH, o, value=-1, out=shares_TB4H[:, :, 3])  # o (1 - o) tanh(c)
+    tanh_TBH = h_TBH / o.clamp_min(torch.finfo(o.dtype).tiny)  # where o is 0, h is
+    to_cell_TBH = torch.addcmul(o, h_TBH, tanh_TBH, value=-1)
     if mask_TB1 is not None:
         shares_TB4H.mul_(mask_TB1[..., None])
         to_cell_TBH.mul_(mask_TB1)
@@ -116,18 +125,23 @@ def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: T
         dh_BP = gates[t] @ weight if mask is None else torch.addmm(dh_BP * ~mask, gates[t], weight)
         dc_BH = dc_BH * keeps[t]
     shares_TBG = shares_TB4H.flatten(2)
-    return shares_TBG, shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
+    return shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
 
 
 def _gru(
-    x_TBG: Tensor, own_TBG: Tensor, h_TBH: Tensor, mask_TB1: Tensor | None, reverse: bool, projected: bool
+    shares: Sequence[Tensor],
+    before_TBH: Tensor,
+    known_TBH: Tensor,
+    mask_TB1: Tensor | None,
+    reverse: bool,
+    projected: bool,
 ) -> _Walked:
     """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
-    size = h_TBH.shape[2]
-    gates_TBG = (x_TBG[..., : 2 * size] + own_TBG[..., : 2 * size]).sigmoid()
+    (x_TBG, own_TBG), size = shares, before_TBH.shape[2]
+    gates_TBG = (x_TBG[..., : 2 * size] + own_TBG[..., : 2 * size]).sigmoid_()
     own_TBH = own_TBG[..., 2 * size :]
-    n_TBH = torch.addcmul(x_TBG[..., 2 * size :], gates_TBG[..., :size], own_TBH).tanh()
-    return _Walked((gates_TBG, n_TBH, own_TBH, h_TBH))
+    n_TBH = _tanh_(torch.addcmul(x_TBG[..., 2 * size :], gates_TBG[..., :size], own_TBH))
+    return _Walked((gates_TBG, n_TBH, own_TBH, before_TBH))
 
 
 def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
@@ -154,22 +168,21 @@ def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence
 
 
 def _rnn(
-    activation: Callable[[Tensor], Tensor],
-    x_TBG: Tensor,
-    own_TBG: Tensor,
-    h_TBH: Tensor,
+    shares: Sequence[Tensor],
+    before_TBH: Tensor,
+    known_TBH: Tensor,
     mask_TB1: Tensor | None,
     reverse: bool,
     projected: bool,
 ) -> _Walked:
-    """`h = activation(x + W h)`."""
-    return _Walked((activation(x_TBG + own_TBG),))
+    """`h = activation(x + W h)`: the slope of the activation follows from its result."""
+    return _Walked((known_TBH,))
 
 
 def _rnn_back(
     slope: Callable[[Tensor], Tensor], reverse: bool, saved: Sequence[Any], grad_TBH: Tensor
 ) -> Sequence[Tensor | None]:
-    """The gradients of both shares and of the first state."""
+    """The gradients of the gates and of the first state."""
     h_TBH, weight, _, mask_TB1 = saved
     length, masks = len(h_TBH), _masks(mask_TB1, len(h_TBH))
     slopes_TBH = slope(h_TBH) if mask_TB1 is None else slope(h_TBH) * mask_TB1
@@ -180,31 +193,35 @@ def _rnn_back(
         dh_BH, mask = dh_BH + grads[t], masks[t]
         shares.append(dh_BH * each[t])
         dh_BH = shares[-1] @ weight if mask is None else torch.addmm(dh_BH * ~mask, shares[-1], weight)
-    shares_TBG = _in_time(shares, reverse)
-    return shares_TBG, shares_TBG, None, dh_BH
+    return _in_time(shares, reverse), None, dh_BH
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of recurrent layer: torch's own function, all gates from all states, and the walk back."""
+    """A kind of recurrent layer: torch's own function, the values of all gates, and the walk back.
+
+    Args:
+        adds: gates are the sum of the share of the inputs and that of the states.
+    """
 
     native: Callable[..., tuple[Tensor, ...]]
-    gates: Callable[..., _Walked]
+    values: Callable[..., _Walked]
     back: Callable[..., Sequence[Tensor | None]]
+    adds: bool = True
 
 
 LSTM = Kind(torch.lstm, _lstm, _lstm_back)
-GRU = Kind(torch.gru, _gru, _gru_back)
-TANH = Kind(torch.rnn_tanh, partial(_rnn, torch.tanh), partial(_rnn_back, lambda h: 1 - h * h))
-RELU = Kind(torch.rnn_relu, partial(_rnn, torch.relu), partial(_rnn_back, lambda h: (h > 0).to(h.dtype)))
+GRU = Kind(torch.gru, _gru, _gru_back, adds=False)
+TANH = Kind(torch.rnn_tanh, _rnn, partial(_rnn_back, lambda h: 1 - h * h))
+RELU = Kind(torch.rnn_relu, _rnn, partial(_rnn_back, lambda h: (h > 0).to(h.dtype)))
 
 
 def walk(
     kind: Kind,
     reverse: bool,
-    x_TBG: Tensor,
-    own_TBG: Tensor,
+    shares: Sequence[Tensor],
     before_TBP: Tensor,
+    known_TBP: Tensor,
     cell: Sequence[Tensor],
     mask_TB1: Tensor | None,
     projected: bool,
@@ -212,21 +229,22 @@ def walk(
     """The gates of all steps, without a graph. A mode sees this call, and not the steps.
 
     Args:
-        kind: of layer. reverse: from the last time to the first. x_TBG: the gates' share of the inputs.
-        own_TBG: that of the states. before_TBP: the state before each step. cell: the first cell of an LSTM.
+        kind: of layer. reverse: from the last time to the first. shares: the gates, or the share of the inputs and that
+            of the states; overwritten. before_TBP, known_TBP: the state before and after each step.
+        cell: the first cell of an LSTM.
         mask_TB1: False where a sample has no such time: its state stays as it is. projected: outputs are projected.
     """
-    if has_torch_function((x_TBG, own_TBG)):
-        dispatched = (x_TBG, own_TBG)
+    if has_torch_function(shares):
         result: _Walked = handle_torch_function(
-            walk, dispatched, kind, reverse, x_TBG, own_TBG, before_TBP, cell, mask_TB1, projected
+            walk, shares, kind, reverse, shares, before_TBP, known_TBP, cell, mask_TB1, projected
         )
         return result
     dtype = before_TBP.dtype
-    x_TBG, own_TBG, *cell = (one.to(dtype) for one in (x_TBG, own_TBG, *cell))
-    with unseen(), torch.no_grad(), torch.autocast(x_TBG.device.type, enabled=False):
-        walked = kind.gates(x_TBG, own_TBG, before_TBP, mask_TB1, reverse, projected, *cell)
-    declare((*walked.saved, walked.last_BH, walked.inner_TBH), (x_TBG, own_TBG, before_TBP, mask_TB1, *cell), ())
+    shares, cell = ([one.to(dtype) for one in tensors] for tensors in (shares, cell))
+    with unseen(), torch.no_grad(), torch.autocast(before_TBP.device.type, enabled=False):
+        walked = kind.values(shares, before_TBP, known_TBP, mask_TB1, reverse, projected, *cell)
+    inputs = (*shares, before_TBP, known_TBP, mask_TB1, *cell)
+    declare((*walked.saved, walked.last_BH, walked.inner_TBH), inputs, ())
     return walked
 
 
@@ -280,7 +298,7 @@ def replay(
 
     Args:
         kind, reverse: as for `walk`. walked: what it gave. h_TBP: the outputs.
-        inputs: the gates' shares of the inputs and of the states, what the projection gives, and the first states.
+        inputs: the shares, what the projection gives, and the first states.
         fixed: the matrix of the states, that of the projection, and the mask.
     """
     if has_torch_function([value for value in inputs if value is not None]):

@@ -15,6 +15,7 @@ from dpfunc.engines.tracing.families.aligning import nowhere
 from dpfunc.engines.tracing.families.packed import doubt_of_lengths
 from dpfunc.engines.tracing.families.recurrent import as_time_first, time_first
 from dpfunc.engines.tracing.operations import Kind, Known
+from dpfunc.engines.tracing.repeated import keep, key_of_values
 from dpfunc.engines.tracing.results import type_results
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, stored
 
@@ -136,8 +137,15 @@ def declare_over_time(
         kind = combined(call, [*map(time_first, inputs), *map(nowhere, fixed)], (0, 2))
         return [as_time_first(kind, tensor) for tensor in made]
 
+    names = ("over time", len(inputs), *(tensor.dtype for tensor in made))  # dtypes do not follow under autocast
+    key = key_of_values(trace, names, (*inputs, *fixed))
+    if key is not None and trace.recalls(key, made):
+        return
     call = Call.of(trace, "a recurrent layer", (*inputs, *fixed), {}, made)
+    trace.numbers_read = False
     type_results(trace, Known(Kind.FAMILY, call.name, over_time, ()), call)
+    if key is not None and not trace.numbers_read:
+        keep(trace, key, call.inputs, made)
 
 
 def are_sorted(trace: Trace, tensor: Tensor) -> bool:

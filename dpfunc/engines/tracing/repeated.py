@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from dpfunc.engines.tracing.entries import COARSE_DTYPES, Constant, is_doubtful, key_of
+from dpfunc.engines.tracing.entries import COARSE_DTYPES, Constant, key_of
 from dpfunc.engines.tracing.operations import Kind, Known
 from dpfunc.engines.tracing.rows import Mixed, Stored
 
@@ -89,13 +89,14 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object], tracked: 
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
+            memory = _memory_of(trace, value)
             if tracked is not None:
                 own = tracked.get(id(value))
                 if own is not None:
                     found.append((own.name,))
-                elif value.requires_grad and trace.depends_on_none(value):
+                elif len(memory) == 1 and value.requires_grad:
                     raise _Unkeyed  # computed from parameters, unseen
-            found += (*_memory_of(trace, value), value.shape, value.stride(), value.dtype)
+            found += (memory, value.shape, value.stride(), value.dtype)
         elif kind in _PLAIN:
             found += (kind, value)  # 1, 1.0 and True are equal, and other arguments
         elif kind is list or kind is tuple:
@@ -106,7 +107,7 @@ def _collect(trace: Trace, values: Iterable[Any], found: list[object], tracked: 
 
 
 def _memory_of(trace: Trace, tensor: Tensor) -> tuple[object, ...]:
-    """The samples of the memory of a tensor, and where it lies there, as numbers."""
+    """The samples of the memory of a tensor, and where it lies there, as numbers; one if it depends on no sample."""
     if tensor.layout is not torch.strided:
         raise _Unkeyed
     key = tensor.untyped_storage()._cdata
@@ -116,16 +117,11 @@ def _memory_of(trace: Trace, tensor: Tensor) -> tuple[object, ...]:
             trace.type_of(tensor)
         return (0,)
     entry = known[1]
-    if type(entry) is Stored and _is_regular(entry):
-        return (entry.base, entry.step, entry.count, entry.end, tensor.storage_offset())
+    if type(entry) is Stored and entry.numbers is not None:
+        return entry.numbers, tensor.storage_offset()
     if type(entry) is Constant and entry in _CONSTANTS:
         return (_CONSTANTS[entry],)
     raise _Unkeyed
-
-
-def _is_regular(entry: Stored) -> bool:
-    """True for rows 0, 1, 2, ... without a doubt: all that a rule may read of them are a few numbers."""
-    return entry.ids is None and not is_doubtful(entry)
 
 
 def recall(trace: Trace, key: object, result: Any) -> bool | None:
@@ -198,6 +194,6 @@ def _answer(trace: Trace, tensor: Tensor) -> Answer | None:
     entry = trace.entry_of(tensor)
     if tensor.storage_offset() or entry is None or isinstance(entry, Mixed):
         return None
-    regular = not entry.end and _is_regular(entry) if isinstance(entry, Stored) else entry in _CONSTANTS
+    regular = not entry.end and entry.numbers is not None if isinstance(entry, Stored) else entry in _CONSTANTS
     coarse = tensor.dtype in COARSE_DTYPES
     return Answer(tensor.shape, tensor.stride(), tensor.dtype, entry, coarse) if regular else None

@@ -271,3 +271,22 @@ def test_what_is_known_is_bounded(repeated, monkeypatch):
     for width in range(2, 9):
         engines.bookkeeping()(losses, {"w": torch.randn(D, D), "v": torch.randn(width, D)}, torch.randn(B, D))
         assert len(repeated_uses._known) <= 3
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+def test_parameters_that_a_custom_function_changed_are_found_in_each_step():
+    """No torch function gave them, so that nothing names them when the linear is called again."""
+    loss_fn = lambda params, x: F.linear(x, Halved.apply(params["w"])).square().sum(1)
+    params, x, engine = {"w": torch.randn(3, 2)}, torch.randn(4, 2), engines.bookkeeping()
+    wanted = engines.loop()(loss_fn, params, x).sq_norms()["w"]
+    for _ in range(3):
+        assert torch.allclose(engine(loss_fn, params, x).sq_norms()["w"], wanted)
