@@ -77,13 +77,13 @@ class Drawing:
             self._started += [self._pool.submit(self._draw) for _ in range(threads)]
 
     def finish(self, threads: int) -> dict[str, npt.NDArray[np.floating[Any]]]:
-        """The noise: name -> matrix. Draws what is left, in so many threads, this one included.
+        """The noise: name -> matrix. Draws what is left, in so many threads, this one and those begun before included.
 
         Raises:
             RuntimeError: not all tiles were drawn, so that there is memory without noise. Whatever a thread raises.
         """
         try:
-            self.start(min(threads, len(self._jobs)) - 1)
+            self.start(min(threads, len(self._jobs)) - 1 - len(self._started))
             drawn = self._draw() + sum(thread.result() for thread in self._started)
         finally:
             self.stop()

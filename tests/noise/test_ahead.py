@@ -124,6 +124,18 @@ def test_memory_without_noise_is_never_given_out():
         drawing.finish(threads=1)
 
 
+@pytest.mark.parametrize(("ahead", "threads", "expected"), [(0, 1, 0), (0, 3, 2), (1, 2, 1), (1, 4, 3), (3, 2, 3)])
+def test_threads_that_draw_ahead_are_counted(monkeypatch, ahead, threads, expected):
+    begun, tile = threading.Event(), streams.tile
+    monkeypatch.setattr(streams, "tile", lambda *args: begun.wait(60) and tile(*args))
+    drawing = Drawing(KEY, LEAVES)
+    drawing.start(ahead)
+    start = drawing.start
+    monkeypatch.setattr(drawing, "start", lambda more: (start(more), begun.set()))  # no thread ends before
+    drawing.finish(threads)
+    assert len(drawing._started) == expected
+
+
 def test_free_cores(monkeypatch):
     monkeypatch.setattr(streams, "_cores", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
