@@ -191,10 +191,7 @@ class DPStep:
         if self.noise_source != "secure" or any(is_dtensor(param) for param in params.values()):
             return nullcontext()
         on_cpu = all(param.is_cpu for param in params.values())
-        processes = self._processes
-        return drawn_by_free_cores(
-            self._release_key(state), lambda: processes.noise_of(params), on_cpu, processes.on_this_machine
-        )
+        return drawn_by_free_cores(self._release_key(state), lambda: self._processes.noise_of(params), on_cpu)
 
     def _release_key(self, state: StepState) -> Key:
         return fold_in(fold_in(state.key, "step", state.step), "release")

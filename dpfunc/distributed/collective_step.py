@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -78,12 +77,6 @@ class _ManyProcesses:
     def full_norms(self) -> FullNorms:
         """Squared norms of whole gradients from those of the parts of this process."""
         return partial(full_norms, ranks=self.ranks)
-
-    @property
-    def on_this_machine(self) -> int:
-        """Processes here, as torchrun says; otherwise all could be."""
-        given = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return int(given) if given.isdecimal() and int(given) else dist.get_world_size()
 
     def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
         """Refuse what processes cannot agree on where the loss itself communicates.

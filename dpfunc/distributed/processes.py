@@ -75,11 +75,6 @@ class Processes(Protocol):
         """Squared norms of whole gradients from those of the parts of this process; None where it has whole ones."""
         ...
 
-    @property
-    def on_this_machine(self) -> int:
-        """The largest number of processes of the run that can be on this machine."""
-        ...
-
     def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
         """Check that the processes can take steps with these settings.
 
@@ -139,7 +134,6 @@ class OneProcess:
     size = 1
     writes = True
     full_norms = None
-    on_this_machine = 1
 
     def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
         return None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import Window, local, window
@@ -76,13 +77,13 @@ class Drawing:
             self._started += [self._pool.submit(self._draw) for _ in range(threads)]
 
     def finish(self, threads: int) -> dict[str, npt.NDArray[np.floating[Any]]]:
-        """The noise: name -> matrix. Draws what is left, in so many threads, this one included.
+        """The noise: name -> matrix. Draws what is left, in so many threads, this one and those begun before included.
 
         Raises:
             RuntimeError: not all tiles were drawn, so that there is memory without noise. Whatever a thread raises.
         """
         try:
-            self.start(min(threads, len(self._jobs)) - 1)
+            self.start(min(threads, len(self._jobs)) - 1 - len(self._started))
             drawn = self._draw() + sum(thread.result() for thread in self._started)
         finally:
             self.stop()
@@ -166,24 +167,22 @@ def drawn_ahead(key: Key, like: _Leaves, threads: int) -> Iterator[None]:
         drawing.stop()
 
 
-def free_cores(on_cpu: bool, processes: int = 1) -> int:
+def free_cores(on_cpu: bool) -> int:
     """Cores that are left while gradients are computed: by torch's threads, or by a GPU that one thread drives.
 
     Args:
-        on_cpu: gradients are computed there. processes: how many share the cores of this machine, and what is left.
+        on_cpu: gradients are computed there.
     """
-    return max(0, _cores() // processes - (torch.get_num_threads() if on_cpu else 1))
+    return max(0, _cores() - (torch.get_num_threads() if on_cpu else 1))
 
 
-def drawn_by_free_cores(
-    key: Key, like: Callable[[], _Leaves], on_cpu: bool, processes: int
-) -> AbstractContextManager[None]:
+def drawn_by_free_cores(key: Key, like: Callable[[], _Leaves], on_cpu: bool) -> AbstractContextManager[None]:
     """`drawn_ahead` by the cores that are free, if there are any and the noise is worth a thread.
 
     Args:
-        key: as for `secure_normal`. like: returns its leaves. on_cpu, processes: as for `free_cores`.
+        key: as for `secure_normal`. like: returns its leaves. on_cpu: as for `free_cores`.
     """
-    threads = free_cores(on_cpu, processes)
+    threads = free_cores(on_cpu)
     leaves = like() if threads else {}
     if sum(math.prod(leaf.shape) for leaf in leaves.values()) < _WORTH_A_THREAD:
         return nullcontext()
@@ -202,7 +201,8 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
     """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
     Args:
-        key: used for this purpose only. like: name -> tensor. threads: default one a core; no influence on the result.
+        key: used for this purpose only. like: name -> tensor. threads: default one a core of this process; no
+            influence on the result.
 
     Raises:
         InvalidArgument: a narrower dtype.
@@ -216,8 +216,17 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
 
 
 def _cores() -> int:
+    """Cores of this process: an equal share of those that it may use, if others of the run are on this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, _MAX_THREADS)
+    return max(1, min(usable, _MAX_THREADS) // _processes_here())
+
+
+def _processes_here() -> int:
+    """Processes of the run on this machine, as torchrun says; otherwise all could be."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:

@@ -56,6 +56,32 @@ def test_a_checksum_sees_two_signs_and_two_rows():
     assert len({checksum([("x", each)]) for each in (rows, signs, order, rows + 0.0)}) == 3
 
 
+ROWS, COLUMNS = 6, 4095  # as words of 8 bytes are summed
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((1, 7), (1, 4000)), ((1, 7), (4, 7)), ((0, 0), (5, 4094)), ((2, 8), (6, 3)), ((6, 1), (6, 3))],
+)
+def test_a_checksum_of_many_words_sees_where_they_are(first, second):
+    """Two words that change places, or that change by as much as each other: in a row, in a column, in neither, in no whole row."""
+    words = torch.arange(ROWS * COLUMNS + 9) ** 3
+    one, other = (row * COLUMNS + column for row, column in (first, second))
+    exchanged, balanced, flipped = words.clone(), words.clone(), words.clone()
+    exchanged[[one, other]] = words[[other, one]]
+    balanced[one] += 1
+    balanced[other] -= 1
+    flipped[[one, other]] ^= -(2**63)
+    assert len({checksum([("x", each)]) for each in (words, exchanged, balanced, flipped)}) == 4
+
+
+@pytest.mark.parametrize("count", [COLUMNS, ROWS * COLUMNS, (ROWS + 1) * COLUMNS, 2**16])
+def test_a_checksum_sees_that_all_signs_changed(count):
+    values = torch.randn(count, dtype=torch.float64)
+    half = torch.cat([-values[: count // 2], values[count // 2 :]])
+    assert len({checksum([("x", each)]) for each in (values, -values, half)}) == 3
+
+
 def test_parameters_on_a_part_of_the_processes_are_refused():
     """Each part would release a sum of its own with the same noise: the difference would have none."""
     for kind, text in run(2, "jobs:part_of_the_mesh"):

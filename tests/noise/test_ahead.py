@@ -1,5 +1,6 @@
 """Noise that threads draw while gradients are computed: the same numbers, for one release and no other."""
 
+import os
 import threading
 import time
 
@@ -123,13 +124,35 @@ def test_memory_without_noise_is_never_given_out():
         drawing.finish(threads=1)
 
 
+@pytest.mark.parametrize(("ahead", "threads", "expected"), [(0, 1, 0), (0, 3, 2), (1, 2, 1), (1, 4, 3), (3, 2, 3)])
+def test_threads_that_draw_ahead_are_counted(monkeypatch, ahead, threads, expected):
+    begun, tile = threading.Event(), streams.tile
+    monkeypatch.setattr(streams, "tile", lambda *args: begun.wait(60) and tile(*args))
+    drawing = Drawing(KEY, LEAVES)
+    drawing.start(ahead)
+    start = drawing.start
+    monkeypatch.setattr(drawing, "start", lambda more: (start(more), begun.set()))  # no thread ends before
+    drawing.finish(threads)
+    assert len(drawing._started) == expected
+
+
 def test_free_cores(monkeypatch):
     monkeypatch.setattr(streams, "_cores", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     assert (free_cores(on_cpu=True), free_cores(on_cpu=False)) == (2, 7)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     assert free_cores(on_cpu=True) == 0
-    assert (free_cores(on_cpu=False, processes=4), free_cores(on_cpu=False, processes=8)) == (1, 0)
+
+
+@pytest.mark.parametrize(("cores", "processes", "expected"), [(8, "", 8), (8, "1", 8), (8, "3", 2), (2, "4", 1)])
+def test_processes_share_the_cores(monkeypatch, cores, processes, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert streams._cores() == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # not started by torchrun: all processes of the run could be here
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert streams._cores() == max(1, cores // 4)
 
 
 @pytest.fixture
@@ -146,7 +169,7 @@ def job():
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_step_draws_its_own_noise_once(monkeypatch, drawn, job, threads):
     dp_step, params, batch, state, key = job
-    monkeypatch.setattr(streams, "free_cores", lambda on_cpu, processes: threads)
+    monkeypatch.setattr(streams, "free_cores", lambda on_cpu: threads)
     clipped, _ = dp_step.clipped_grad(params, batch, key=fold_in(fold_in(key, "step", 0), "dropout"))
     release = fold_in(fold_in(key, "step", 0), "release")
     expected = noise.add_gaussian(ClippedSum(clipped.sums, clipped.group_of, clipped.sensitivities), 1.0, release)
@@ -166,7 +189,7 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
         return drawn_ahead(key, like, threads)
 
     monkeypatch.setattr(streams, "drawn_ahead", spied)
-    monkeypatch.setattr(streams, "free_cores", lambda on_cpu, processes: 3 if on_cpu else 0)
+    monkeypatch.setattr(streams, "free_cores", lambda on_cpu: 3 if on_cpu else 0)
     plan = dpfunc.Plan(
         dpfunc.sampling.Poisson(4, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3
     )
@@ -180,7 +203,7 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
 def test_a_step_that_fails_leaves_no_noise_for_another(monkeypatch, drawn, job):
     """The next try is the same release; other data with the same step are refused once it was released."""
     dp_step, params, batch, state, _ = job
-    monkeypatch.setattr(streams, "free_cores", lambda on_cpu, processes: 1)
+    monkeypatch.setattr(streams, "free_cores", lambda on_cpu: 1)
     with pytest.raises(dpfunc.errors.InvalidArgument, match="finite"):
         dp_step({"w": params["w"] + float("nan")}, batch, state)
     assert not noise_threads()
