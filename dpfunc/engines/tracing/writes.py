@@ -145,7 +145,11 @@ def _types_written(trace: Trace, known: Known, call: Call, targets: Sequence[Ten
         return [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in targets]
     if known.name == "copy_":
         return [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
-    return [None] * len(targets) if call.constant() else types_of(trace, known, call, len(targets))
+    if call.constant():
+        return [None] * len(targets)
+    if call.out is None:  # of operations on lists: what they give is what they write
+        call = call._replace(out=list(targets))
+    return types_of(trace, known, call, len(targets))
 
 
 def _overwrite(trace: Trace, write: _Write) -> None:
