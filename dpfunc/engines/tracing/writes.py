@@ -210,7 +210,8 @@ def _entry_after_constants(trace: Trace, write: _Write, entry: Entry) -> Entry:
     current = located(entry, write.target, trace.num_samples)
     if current is not None and current.doubt:
         return doubted(entry, current.doubt)
-    trace.numbers_read = trace.numbers_read or write.law is Constant.ANY
+    if write.law is Constant.ANY:
+        trace.note_numbers_read()
     if _same_for_each_row(write, current, entry):
         return entry
     return doubted(entry, "a write of constants that differ between positions of the batch")
@@ -244,7 +245,7 @@ def _entry_of_base(trace: Trace, write: _Write, kind: Rows, before: Constant) ->
         return Mixed("a write into a part of a tensor")
     if before is Constant.EQUAL:
         return made
-    trace.numbers_read = True
+    trace.note_numbers_read()
     if _was_uniform(write.constants, made):
         return made
     return doubted(made, "a write into a tensor whose other values differ between positions")

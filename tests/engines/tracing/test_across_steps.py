@@ -133,7 +133,7 @@ MIXING = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")  # of torch
 @pytest.mark.parametrize("loss", MIXING, ids=lambda loss: loss.__name__)
 def test_rows_that_meet_in_a_later_step(loss):
     kept, engine = SimpleNamespace(step=1, number=1.0, read=False), bookkeeping()
