@@ -19,8 +19,11 @@ READING = frozenset(
 )  # fmt: skip
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 _CONVERTING = frozenset((Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__bool__, Tensor.__complex__))
-# They read numbers of arguments from this position on.
-_READING_INSIDE: Mapping[object, int] = {torch.tensor_split: 1, Tensor.tensor_split: 1, torch.tensordot: 2}
+# They read numbers of arguments from this position on; the last three also give them to Python functions, and write.
+_READING_INSIDE: Mapping[object, int] = {
+    torch.tensor_split: 1, Tensor.tensor_split: 1, torch.tensordot: 2,
+    Tensor.apply_: 0, Tensor.map_: 0, Tensor.map2_: 0,
+}  # fmt: skip
 SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement))  # type: ignore[attr-defined]  # descriptors
 
 

@@ -213,6 +213,10 @@ class Trace(DispatchMode):
         self.numbers_read = True
         return rows_module.uniform(own, rows, axis)
 
+    def note_numbers_read(self) -> None:
+        """Note that the type of the last result depends on the numbers of a constant."""
+        self.numbers_read = True
+
     def keep_integers(self, values: Tensor) -> None:
         """Keep integers of the samples\' own, one a row: what a later operation computes by segments is compared."""
         self.integers.append(values)

@@ -145,7 +145,11 @@ def _types_written(trace: Trace, known: Known, call: Call, targets: Sequence[Ten
         return [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in targets]
     if known.name == "copy_":
         return [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
-    return [None] * len(targets) if call.constant() else types_of(trace, known, call, len(targets))
+    if call.constant():
+        return [None] * len(targets)
+    if call.out is None:  # of operations on lists: what they give is what they write
+        call = call._replace(out=list(targets))
+    return types_of(trace, known, call, len(targets))
 
 
 def _overwrite(trace: Trace, write: _Write) -> None:
@@ -206,7 +210,8 @@ def _entry_after_constants(trace: Trace, write: _Write, entry: Entry) -> Entry:
     current = located(entry, write.target, trace.num_samples)
     if current is not None and current.doubt:
         return doubted(entry, current.doubt)
-    trace.numbers_read = trace.numbers_read or write.law is Constant.ANY
+    if write.law is Constant.ANY:
+        trace.note_numbers_read()
     if _same_for_each_row(write, current, entry):
         return entry
     return doubted(entry, "a write of constants that differ between positions of the batch")
@@ -240,7 +245,7 @@ def _entry_of_base(trace: Trace, write: _Write, kind: Rows, before: Constant) ->
         return Mixed("a write into a part of a tensor")
     if before is Constant.EQUAL:
         return made
-    trace.numbers_read = True
+    trace.note_numbers_read()
     if _was_uniform(write.constants, made):
         return made
     return doubted(made, "a write into a tensor whose other values differ between positions")

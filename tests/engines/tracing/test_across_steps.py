@@ -105,14 +105,35 @@ def constants_that_numpy_writes(p, x, step, kept):
     return head(x * weights, p)
 
 
+def written_in_a_list(p, x, step, kept):
+    weights = torch.ones(1, 2, dtype=DOUBLE)
+    torch._foreach_add_([weights], [x.mean(0, keepdim=True) if step > 1 else torch.ones(1, 2, dtype=DOUBLE)])
+    return head(x * weights, p)
+
+
+def written_by_a_python_function(p, x, step, kept):
+    weights = torch.ones(1, 2, dtype=DOUBLE)
+    if step > 1:
+        weights.map_(x.mean(0, keepdim=True), lambda old, new: new)
+    return head(x * weights, p)
+
+
+def read_by_a_python_function(p, x, step, kept):
+    seen = [1.0]
+    if step > 1:
+        x.mean(0).apply_(lambda number: seen.append(number) or number)
+    return head(x * seen[-1], p)
+
+
 MIXING = [
     read_when_functions_run_as_a_whole, read_before_a_wrong_guess, shape_that_is_kept, error_that_is_kept,
     forward_derivative, tensor_of_a_list, old_constructor, index_of_a_list, split_at_a_number,
-    contracted_along_a_number, constants_that_numpy_writes,
+    contracted_along_a_number, constants_that_numpy_writes, written_in_a_list, written_by_a_python_function,
+    read_by_a_python_function,
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")  # of torch
 @pytest.mark.parametrize("loss", MIXING, ids=lambda loss: loss.__name__)
 def test_rows_that_meet_in_a_later_step(loss):
     kept, engine = SimpleNamespace(step=1, number=1.0, read=False), bookkeeping()
@@ -121,9 +142,10 @@ def test_rows_that_meet_in_a_later_step(loss):
         return loss(p, x, kept.step, kept)
 
     engine(loss_fn, params(), batch(0))  # proven, so that its answers are kept
-    kept.step = 2
-    with pytest.raises(UnsupportedModel, match="influence each other"):
-        engine(loss_fn, params(), batch(1))
+    for step in (2, 3):  # in the third one, some losses only use what Python has kept
+        kept.step = step
+        with pytest.raises(UnsupportedModel, match="influence each other"):
+            engine(loss_fn, params(), batch(step))
 
 
 def memory_of_others(x, make):
@@ -166,7 +188,7 @@ def test_another_default_dtype():
     def loss_fn(p, x):
         third = (100 * x).long() / 3
         pairs = third.view(2, 2, 2).sum(1)
-        return head((third if third.dtype == DOUBLE else torch.cat([pairs, third[2:]])).to(DOUBLE), p)
+        return head(third if third.dtype == DOUBLE else torch.cat([pairs.to(DOUBLE), x[2:]]), p)
 
     try:
         torch.set_default_dtype(torch.float64)
