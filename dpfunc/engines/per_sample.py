@@ -226,7 +226,8 @@ def _products(a_BTp: Tensor) -> Tensor:
 
 def _paired(a_BTT: Tensor, b_BTT: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of `(a_t . a_u)(b_t . b_u)` over all pairs of positions, and that of `|a_t| |b_t|` over all positions."""
-    reach_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt() * b_BTT.diagonal(dim1=1, dim2=2).sqrt()
+    diagonal = slice(None, None, a_BTT.shape[1] + 1)  # Tensor.diagonal warns where it is compiled
+    reach_BT = a_BTT.flatten(1)[:, diagonal].sqrt() * b_BTT.flatten(1)[:, diagonal].sqrt()
     return (a_BTT * b_BTT).sum((1, 2)), reach_BT.sum(1)
 
 

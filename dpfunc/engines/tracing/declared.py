@@ -15,8 +15,7 @@ from dpfunc.engines.tracing.families.aligning import nowhere
 from dpfunc.engines.tracing.families.packed import doubt_of_lengths
 from dpfunc.engines.tracing.families.recurrent import as_time_first, time_first
 from dpfunc.engines.tracing.operations import Kind, Known
-from dpfunc.engines.tracing.repeated import keep, key_of_values
-from dpfunc.engines.tracing.results import type_results
+from dpfunc.engines.tracing.repeated import key_of_values
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, stored
 
 if TYPE_CHECKING:
@@ -142,10 +141,7 @@ def declare_over_time(
     if key is not None and trace.recalls(key, made):
         return
     call = Call.of(trace, "a recurrent layer", (*inputs, *fixed), {}, made)
-    trace.numbers_read = False
-    type_results(trace, Known(Kind.FAMILY, call.name, over_time, ()), call)
-    if key is not None and not trace.numbers_read:
-        keep(trace, key, call.inputs, made)
+    trace.type_declared(Known(Kind.FAMILY, call.name, over_time, ()), call, key)
 
 
 def are_sorted(trace: Trace, tensor: Tensor) -> bool:

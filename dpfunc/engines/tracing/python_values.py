@@ -17,6 +17,8 @@ READING = frozenset(
         Tensor.storage, Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__,
     )
 )  # fmt: skip
+# Names of those whose result shares the memory of the tensor, so that it can be written into without an operation.
+SHARING = frozenset(("numpy", "__array__", "data_ptr", "__dlpack__", "untyped_storage", "storage"))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 _CONVERTING = frozenset((Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__bool__, Tensor.__complex__))
 # They read numbers of arguments from this position on; the last three also give them to Python functions, and write.

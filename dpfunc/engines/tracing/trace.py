@@ -43,7 +43,7 @@ from dpfunc.engines.tracing.entries import (
     pieces_of,
 )
 from dpfunc.engines.tracing.operations import LIFTED, UNWRITTEN, Kind, Known, known_operation
-from dpfunc.engines.tracing.python_values import PythonValues
+from dpfunc.engines.tracing.python_values import SHARING, PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
@@ -234,7 +234,7 @@ class Trace(DispatchMode):
     def note_read(self, what: str, value: Tensor, result: object) -> None:
         """Note a doubt where a number of the batch becomes a Python value, on which the rest of the step may depend."""
         kind = self.type_of(value)
-        if kind is None and self.entry_of(value) is not None:
+        if kind is None and what in SHARING and self.entry_of(value) is not None:
             self.shared.add(key_of(part(value)))
             self.note(part(value), Constant.ANY)
         if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
@@ -439,6 +439,12 @@ class Trace(DispatchMode):
         self._hear(known if kept else None, result)
         if split:
             check_complete(self, known, call)
+
+    def type_declared(self, known: Known, call: Call, key: object) -> None:
+        """Type what a rule of an engine made without an operation that is seen, and keep the types by a key, if any."""
+        self._type_by_rule(known, call, (), None)
+        if key is not None and not self.numbers_read:
+            keep(self, key, call.inputs, call.out)
 
     def _is_certain(self, tensor: Tensor) -> bool:
         """True if the memory of a tensor has an entry without a doubt."""
