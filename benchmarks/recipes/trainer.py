@@ -55,9 +55,11 @@ class ImageHead(nn.Module):
         nn.init.zeros_(self.classifier.weight)
         nn.init.zeros_(self.classifier.bias)
 
-    def forward(self, pixel_values: Tensor) -> ImageClassifierOutput:
-        """Logits (B, classes)."""
-        return ImageClassifierOutput(logits=self.classifier(pixel_values))
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
+        """Logits (B, classes), and the mean loss if the labels are given."""
+        logits = self.classifier(pixel_values)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)
 
 
 def pairs_of(name: str) -> list[tuple[str, str]]:
