@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 import dpfunc
 from benchmarks.pages import row
 from benchmarks.recipes import closed
-from benchmarks.recipes.data import ROOT, SETS, Data, Part, load
+from benchmarks.recipes.data import ROOT, SETS, Data, Part, chosen_on, load
 from dpfunc.recipes import Recipe, recipe
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes.json"
@@ -46,7 +46,9 @@ PROBS = (0.1, 0.5)
 RATES = dict.fromkeys(("head", "full"), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1))
 REFERENCES = ("majority", "non_private", "tuned", "tuned_settings", "plain")
 HIDDEN = 64
-FULL = ("fashion-5k", "mnist-5k", "penbased", "optdigits", "texture", "segment")
+FULL = (
+    "fashion-5k", "mnist-5k", "penbased", "optdigits", "texture", "segment", "reuters", "tweets", "phoneme", "signs"
+)  # fmt: skip
 
 
 def network(strategy: str, data: Data, seed: int) -> nn.Module:
@@ -163,7 +165,7 @@ def measure(name: str, strategy: str, known: dict[str, Any] | None) -> dict[str,
     ]
     tests = [accuracy(model, data.test, scale) for model in models]
     return {
-        "data": name, "kind": data.kind, "chosen_on": data.chosen_on, "strategy": strategy, "n": n,
+        "data": name, "kind": data.kind, "chosen_on": chosen_on(name, strategy), "strategy": strategy, "n": n,
         "parameters": found.num_parameters, "classes": data.classes, "epsilon": EPSILON, "delta": found.delta,
         "noise_to_signal": found.noise_to_signal,
         **compared,

@@ -4,7 +4,9 @@ For each data set, strategy and way: accuracy on the test part after runs whose 
 the recipe. The ways: a job of `dpfunc train`, and `DPTrainer` with `PrivacyArguments(dp_recipe=...)` on the same model
 and records. Nothing is chosen here, and the test part is read once, at the end of each run. Data and parts are those of
 data.py. Each run has its own secret noise; frozen layers are computed once for all runs, which does not change them.
-Results are kept after each run: one that is stopped leaves those that ended.
+Results are kept after each run: one that is stopped leaves those that ended. Classes of images are no task of
+`dpfunc train`: there the way is `DPTrainer` alone, with a head on what a frozen vision network gives (`seen` in
+data.py).
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 from transformers import TrainingArguments
+from transformers.modeling_outputs import ImageClassifierOutput
 
 from benchmarks.pages import row
 from benchmarks.recipes.__main__ import EPSILON, delta_of
-from benchmarks.recipes.data import ROOT, SHARES, examples, reviews
+from benchmarks.recipes.data import ROOT, SHARES, Part, examples, load, reviews
 from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.frozen import CollateFrozen, compute_frozen
@@ -38,6 +42,24 @@ STRATEGIES = ("head", "lora")
 WAYS = ("dpfunc train", "DPTrainer")
 SEEDS = 5
 LENGTH = {"rotten": 64, "bbc": 96}  # tokens
+IMAGES = ("fashion-vision", "signs-vision")
+ROWS_AT_ONCE = 1024  # of features
+
+
+class ImageHead(nn.Module):
+    """A linear layer that starts at zero, on features (B, width) of unit variance: what a user writes in ten lines."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(width, classes)
+        nn.init.zeros_(self.classifier.weight)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
+        """Logits (B, classes), and the mean loss if the labels are given."""
+        logits = self.classifier(pixel_values)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)
 
 
 def pairs_of(name: str) -> list[tuple[str, str]]:
@@ -69,7 +91,7 @@ def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSI
     job, records = prepared.job, prepared.records
     return DPTrainer(
         model=model,
-        args=TrainingArguments(output_dir=str(folder), report_to="none", remove_unused_columns=False),
+        args=arguments(folder),
         privacy=PrivacyArguments(
             dp_epsilon=epsilon, dp_delta=job.privacy.dp_delta, dp_recipe=job.strategy,
             dp_physical_batch_size=job.training.physical_batch_size,
@@ -80,6 +102,43 @@ def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSI
         data_collator=CollateFrozen(job.data.max_length),
         compute_metrics=classification,
     )  # fmt: skip
+
+
+def arguments(folder: Path) -> TrainingArguments:
+    """No value that a recipe decides."""
+    return TrainingArguments(output_dir=str(folder), report_to="none", remove_unused_columns=False)
+
+
+def measure_images(name: str, seeds: int) -> Iterator[dict[str, Any]]:
+    """The result of `DPTrainer` with a head on images after each run."""
+    data, runs = load(name), list[dict[str, float]]()
+    width = data.train.x.shape[1]
+
+    def records(part: Part) -> list[dict[str, Any]]:
+        rows = zip(part.x * width**0.5, part.y.tolist(), strict=True)
+        return [{"pixel_values": x, "labels": y} for x, y in rows]
+
+    train, test = records(data.train), records(data.test)
+    for _ in range(seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            trainer = DPTrainer(
+                model=ImageHead(width, data.classes),
+                args=arguments(Path(folder)),
+                privacy=PrivacyArguments(
+                    dp_epsilon=EPSILON, dp_delta=delta_of(len(train)), dp_recipe="head",
+                    dp_physical_batch_size=ROWS_AT_ONCE,
+                ),
+                loss="image_classification",
+                train_dataset=train,
+                eval_dataset=test,
+                compute_metrics=classification,
+            )  # fmt: skip
+            trainer.train()
+            found = {"seconds": time.perf_counter() - started, **trainer.evaluate()}
+        runs.append({**found, "spent": trainer.plan.guarantee().epsilon})
+        facts = (len(train), trainer.recipe.num_parameters, trainer.recipe.noise_to_signal)
+        yield result_of((name, "head", "DPTrainer"), facts, {"max_length": None}, trainer, runs)
 
 
 def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_length: int) -> Iterator[dict[str, Any]]:
@@ -109,20 +168,28 @@ def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_len
                 trainer.train()
                 found = {"seconds": time.perf_counter() - started, **trainer.evaluate()}
                 runs[way].append({**found, "spent": trainer.plan.guarantee().epsilon})
-                yield result_of(name, way, prepared, trainer, runs[way])
+                noise = None if prepared.recipe is None else prepared.recipe.noise_to_signal
+                facts = (len(prepared.records.train), prepared.num_trained, noise)
+                read = {"top_layers": prepared.job.lora.top_layers, "max_length": prepared.job.data.max_length}
+                yield result_of((name, strategy, way), facts, read, trainer, runs[way])
 
 
-def result_of(name: str, way: str, prepared: Prepared, trainer: Any, runs: list[dict[str, float]]) -> dict[str, Any]:
+def result_of(
+    place: tuple[str, str, str],
+    facts: tuple[int, int, float | None],
+    read: dict[str, Any],
+    trainer: Any,
+    runs: list[dict[str, float]],
+) -> dict[str, Any]:
     """One entry of the file."""
-    job, plan, groups = prepared.job, trainer.plan, trainer.optimizer.param_groups
+    plan, groups = trainer.plan, trainer.optimizer.param_groups
     return {
-        "data": name, "strategy": job.strategy, "way": way, "n": len(prepared.records.train), "epsilon": EPSILON,
-        "delta": plan.delta, "parameters": prepared.num_trained,
-        "noise_to_signal": None if prepared.recipe is None else prepared.recipe.noise_to_signal,
+        **dict(zip(("data", "strategy", "way"), place, strict=True)),
+        **dict(zip(("n", "parameters", "noise_to_signal"), facts, strict=True)),
+        "epsilon": EPSILON, "delta": plan.delta,
         "settings": {
             "learning_rate": groups[0]["initial_lr"], "head_rate": groups[1]["initial_lr"] if groups[1:] else None,
-            "steps": plan.num_steps, "batch_size": plan.sampler.expected_batch_size(0),
-            "top_layers": job.lora.top_layers, "max_length": job.data.max_length,
+            "steps": plan.num_steps, "batch_size": plan.sampler.expected_batch_size(0), **read,
         },
         "majority": runs[0]["eval_majority"], "accuracy": [each["eval_accuracy"] for each in runs],
         "spent": runs[0]["spent"], "seconds": statistics.median(each["seconds"] for each in runs),
@@ -135,7 +202,7 @@ def line(result: dict[str, Any]) -> str:
     settings = result["settings"]
     rate = settings["head_rate"] or settings["learning_rate"]
     cells = [
-        result["data"], result["strategy"], result["way"], str(settings["max_length"]), str(result["n"]),
+        result["data"], result["strategy"], result["way"], str(settings["max_length"] or ""), str(result["n"]),
         str(result["parameters"]), f"{rate:.3g}", f"{result['majority']:.3f}",
         f"{statistics.mean(found):.3f} ({min(found):.3f} - {max(found):.3f})", str(len(found)),
     ]  # fmt: skip
@@ -156,11 +223,21 @@ def main(
     """Measure, print, and keep the results; others in the file stay."""
     console = Console(width=200)
     torch.set_num_threads(1)
-    for name in names or tuple(LENGTH):
+    for name in names or (*LENGTH, *IMAGES):
         for each in strategy or STRATEGIES:
-            for result in measure(name, each, way or WAYS, seeds, max_length or LENGTH[name]):
+            for result in results(name, each, way or WAYS, seeds, max_length):
                 console.print(line(result))
                 keep(result, out)
+
+
+def results(
+    name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_length: int | None
+) -> Iterator[dict[str, Any]]:
+    """Results of a data set; for images of a head with `DPTrainer` alone."""
+    if name not in IMAGES:
+        yield from measure(name, strategy, ways, seeds, max_length or LENGTH[name])
+    elif strategy == "head" and "DPTrainer" in ways:
+        yield from measure_images(name, seeds)
 
 
 def keep(result: dict[str, Any], out: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import dpfunc
 from benchmarks.recipes import closed
 from benchmarks.recipes.__main__ import RESULT, accuracy, line, network, train_readme
-from benchmarks.recipes.data import SETS, Part, split
+from benchmarks.recipes.data import Part, chosen_on, split
 from dpfunc.recipes import recipe
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -21,7 +21,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
 def test_the_closed_form_is_the_clipped_sum(strategy):
     source = torch.Generator().manual_seed(1)
     x, y = torch.randn(60, 7, generator=source), torch.randint(3, (60,), generator=source)
-    data = split("drawn", "tabular", True, x, y)
+    data = split("drawn", "tabular", x, y)
     module = network(strategy, data, seed=2)
     forward, params = dpfunc.functionalize(module)
 
@@ -37,7 +37,7 @@ def test_the_loop_of_the_readme_is_run_word_for_word():
     source = torch.Generator().manual_seed(1)
     x = torch.randn(400, 7, generator=source)
     part = Part(x, (x[:, 0] > 0).long())
-    start = network("full", split("drawn", "tabular", True, x, part.y), seed=2)
+    start = network("full", split("drawn", "tabular", x, part.y), seed=2)
     before = accuracy(start, part, 1.0)
     assert accuracy(train_readme(start, part, 1.0), part, 1.0) > 0.8 > before
     assert accuracy(start, part, 1.0) == before  # a copy is trained
@@ -48,7 +48,7 @@ def test_the_table_is_the_committed_result():
     results = json.loads(RESULT.read_text("utf-8"))
     for result in results:
         assert line(result) in text
-        assert result["chosen_on"] == SETS[result["data"]][1]
+        assert result["chosen_on"] == chosen_on(result["data"], result["strategy"])
     kinds = {result["kind"] for result in results if not result["chosen_on"]}
     assert kinds == {"text", "images", "tabular"}  # kept apart
 
