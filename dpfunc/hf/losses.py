@@ -91,7 +91,7 @@ def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGN
     tensor([0.6931])
     """
     flat_NV, flat_N = _at_least_float32(logits_BTV).flatten(0, 1), labels_BT.flatten()
-    losses_N = F.cross_entropy(flat_NV, flat_N, ignore_index=ignore_index, reduction="none")
+    losses_N = _cross_entropy(flat_NV, flat_N, ignore_index)
     count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
     return losses_N.reshape(labels_BT.shape).sum(1) / count_B
 
@@ -106,13 +106,13 @@ def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = I
         (B,), unreleased.
 
     Raises:
-        InvalidArgument: shapes that do not fit.
+        InvalidArgument: shapes that do not fit, or a class that the logits do not have (on a CPU).
 
     >>> classification(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([1.3863, 1.3863])
     """
     _check("logits (B, C)", logits_BC, "labels (B,)", labels_B)
-    return F.cross_entropy(_at_least_float32(logits_BC), labels_B, ignore_index=ignore_index, reduction="none")
+    return _cross_entropy(_at_least_float32(logits_BC), labels_B, ignore_index)
 
 
 def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
@@ -250,6 +250,24 @@ def _at_least_float32(values: Tensor) -> Tensor:
     torch.float32
     """
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _cross_entropy(logits_NC: Tensor, labels_N: Tensor, ignore_index: int) -> Tensor:
+    """Cross entropy of each row, (N,); the message about a class that does not exist names no record's label.
+
+    Accelerators find such a class later, with an error of their own.
+    """
+    try:
+        return F.cross_entropy(logits_NC, labels_N, ignore_index=ignore_index, reduction="none")
+    except (IndexError, RuntimeError) as error:  # the second under torch.func.vmap
+        if "out of bounds" not in str(error):
+            raise
+        count = logits_NC.shape[-1]
+        raise InvalidArgument(
+            f"Expected labels 0 <= label < {count}, for the {count} classes or tokens of the model, or {ignore_index}, "
+            "which is left out; got a label outside of them. Map the labels to 0, 1, ..., or load the model with more "
+            "classes (num_labels). Nothing was spent by this step."
+        ) from None
 
 
 def _check(what: str, logits: Tensor, other: str, labels: Tensor) -> None:

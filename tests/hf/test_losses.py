@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from dpfunc import clipped_grad, clipping, engines
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf import losses
 
@@ -139,3 +140,19 @@ def test_empty_batches_and_no_positions(loss):
 def test_shapes_that_do_not_fit_are_refused(call, said):
     with pytest.raises(InvalidArgument, match=said):
         call()
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1, 7919])
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+def test_a_class_that_does_not_exist_is_refused_and_not_named(label, engine):
+    """The number is of a private record."""
+
+    def loss_fn(params, batch):
+        return losses.classification(batch["x"] @ params["w"], batch["y"])
+
+    batch = {"x": torch.ones(3, 2), "y": torch.tensor([0, label, losses.IGNORED])}
+    with pytest.raises(InvalidArgument, match=r"Expected labels 0 <= label < 5.*or -100.*num_labels") as caught:
+        clipped_grad(
+            loss_fn, {"w": torch.zeros(2, VOCAB)}, batch, clipping.Flat(1.0), engine=getattr(engines, engine)()
+        )
+    assert str(label) not in str(caught.value).replace("-100", "").replace("< 5", "").replace("the 5", "")
