@@ -169,8 +169,8 @@ REASONS = {
     "processes": (
         "clipped sums take most of it, 1.03 and 1.09 of the plain step; each process draws half of the noise, reads "
         "its parameters and what it releases once for checksums, and copies its sums into one message. The parts are "
-        "in distributed.json. Tried: one message for all sums, noise included; noise divided over processes; checksums of "
-        "sums over rows and columns; as many threads as a process has cores."
+        "in distributed.json. Tried: one message for all sums, noise included; noise divided over processes; "
+        "checksums of sums over rows and columns; as many threads as a process has cores."
     ),
     "noise": (
         "a number needs 1.02 words of AES (1.5-1.8 ns) and about ten passes over numbers in the cache, of 0.14 "
