@@ -328,7 +328,17 @@ def _unknown(base: nn.Module) -> UnsupportedModel:
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     if not isinstance(batch, Mapping) or "labels" not in batch:
         got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise InvalidArgument(f"Expected a batch with 'labels', got {got}. They are not given to the model.")
+        raise InvalidArgument(
+            f"Expected a batch with 'labels', got {got}. The collator makes them of a column 'label' or 'labels' with "
+            "numbers, or, for language models, of the token ids (DataCollatorForLanguageModeling, mlm=False). The "
+            "Trainer drops columns that the model's forward function does not name."
+        )
+    if len(batch) == 1:
+        raise InvalidArgument(
+            "Expected inputs of the model beside 'labels' in the batch, got none. Tokenize the texts first: "
+            "dataset.map(lambda row: tokenizer(row['text'], truncation=True)). The Trainer drops columns that the "
+            "model's forward function does not name."
+        )
     return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
 
 
