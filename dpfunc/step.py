@@ -27,7 +27,7 @@ from dpfunc.distributed.processes import Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
-from dpfunc.engines.guards.parameters import check_named, check_params
+from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores
@@ -100,6 +100,7 @@ class DPStep:
             InsecureKeyWarning: everybody can know the key.
         """
         check_params(params)
+        refuse_narrow_range(params)
         if not isinstance(key, Key):
             raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
         if key.guessable:
@@ -159,6 +160,7 @@ class DPStep:
 
         def check() -> Tensor | None:
             check_named(params)
+            refuse_narrow_range(params)
             size = batch_size(batch)
             real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
             if state is not None:

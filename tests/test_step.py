@@ -300,6 +300,12 @@ def test_released_in_the_dtype_of_the_parameters():
     assert all(value.dtype == torch.bfloat16 for value in grads.values())
 
 
+def test_float16_is_refused_before_the_first_step():
+    """Gradients beyond 65504 are infinite there: their records would count as zero."""
+    with pytest.raises(InvalidArgument, match="in torch.float16. Large gradients are infinite"):
+        make_dp_step(linear_loss, plan()).init(params(torch.float16), secure_key())
+
+
 def test_schedules_of_noise_and_sampling_are_charged():
     the_plan = plan(
         sampler=sampling.Poisson(100, Schedule(((2, 0.1), (3, 0.3)))),
@@ -364,6 +370,10 @@ BAD_STEPS = {
     "integer parameter": (
         linear_loss, {**params(), "head.weight": torch.zeros(4, dtype=torch.long)}, GOOD,
         r"Expected params\['head.weight'\] to have a floating dtype, got torch.int64",
+    ),
+    "float16 parameter": (
+        linear_loss, {**params(), "head.weight": torch.zeros(4, dtype=torch.float16)}, GOOD,
+        "in float32, bfloat16 or float64, got 'head.weight' in torch.float16",
     ),
     "no parameters": (linear_loss, {}, GOOD, "Expected at least one parameter"),
     "params that are no mapping": (linear_loss, list(params().values()), GOOD, "mapping name -> tensor, got list"),

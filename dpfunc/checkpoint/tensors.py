@@ -154,7 +154,7 @@ def _translated(done: str, path: Path) -> Iterator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             # torch calls what it has deprecated
             warnings.filterwarnings("ignore", ".*_state_dict. is deprecated", FutureWarning)
-            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # torch 2.6
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # its own call, in torch 2.6
             yield
     except CheckpointException as error:  # not an Exception: it would pass all handlers
         raise CheckpointError(f"The tensors of {path} could not be {done}: {error}.") from error

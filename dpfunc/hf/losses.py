@@ -275,7 +275,7 @@ def _check(what: str, logits: Tensor, other: str, labels: Tensor) -> None:
     axes = what.count(",") + 1
     if logits.dim() != axes or labels.shape != logits.shape[:-1]:
         raise _misfit(what, logits, other, labels)
-    if labels.is_floating_point():
+    if labels.is_floating_point() or labels.dtype == torch.bool:
         raise InvalidArgument(f"Expected whole numbers as {other}, got {labels.dtype}.")
 
 

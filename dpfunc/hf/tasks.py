@@ -20,6 +20,9 @@ from dpfunc.hf.sentences import refusal, sentence_classes, sentence_similarity
 from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.types import LossFn, Params
 
+CLASSES = "single_label_classification"
+"""The `problem_type` of one class a sample."""
+
 SampleLoss = Callable[[AnyForward, Params, Mapping[str, Tensor]], Tensor]
 """`(forward, params, batch) -> (B,)`: one loss for each sample of a batch with the samples on axis 0."""
 
@@ -79,12 +82,8 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
     """
     inputs, labels = _split(batch)
     outputs_BC = _logits(forward(params, **inputs))
-    problem = facts_of(forward).problem
-    if problem is None and outputs_BC.shape[-1] == 1:
-        problem = "regression"
-    if problem is None and labels.is_floating_point():
-        problem = "multi_label_classification"
-    if problem is None and labels.dim() == 2 and labels.shape == outputs_BC.shape:
+    problem = problem_of(facts_of(forward).problem, outputs_BC.shape[-1], labels)
+    if problem == CLASSES and not labels.is_floating_point() and labels.dim() == 2 and labels.shape == outputs_BC.shape:
         raise InvalidArgument(
             f"Expected classes (B,), or floats (B, C) for several labels a sample, got {labels.dtype} of "
             f"{tuple(labels.shape)}. Make several labels labels.float(), or set config.problem_type."
@@ -94,6 +93,22 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
     if problem == "multi_label_classification":
         return losses.multi_label(outputs_BC, labels)
     return losses.classification(outputs_BC, labels)
+
+
+def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
+    """The `problem_type` of a configuration, or what Transformers takes if it is None.
+
+    Args:
+        given: of the configuration. num_outputs: of the model, for each sample. labels: of a batch.
+
+    >>> problem_of(None, 3, torch.tensor([2, 0]))
+    'single_label_classification'
+    """
+    if given is not None:
+        return given
+    if num_outputs == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else CLASSES
 
 
 def token_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -313,7 +328,17 @@ def _unknown(base: nn.Module) -> UnsupportedModel:
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     if not isinstance(batch, Mapping) or "labels" not in batch:
         got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise InvalidArgument(f"Expected a batch with 'labels', got {got}. They are not given to the model.")
+        raise InvalidArgument(
+            f"Expected a batch with 'labels', got {got}. The collator makes them of a column 'label' or 'labels' with "
+            "numbers, or, for language models, of the token ids (DataCollatorForLanguageModeling, mlm=False). The "
+            "Trainer drops columns that the model's forward function does not name."
+        )
+    if len(batch) == 1:
+        raise InvalidArgument(
+            "Expected inputs of the model beside 'labels' in the batch, got none. Tokenize the texts first: "
+            "dataset.map(lambda row: tokenizer(row['text'], truncation=True)). The Trainer drops columns that the "
+            "model's forward function does not name."
+        )
     return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
 
 

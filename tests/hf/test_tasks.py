@@ -158,6 +158,7 @@ def test_models_whose_class_does_not_tell_are_refused(model):
         (lambda: make_loss_fn(3, "causal_lm"), "Expected forward"),
         (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, {"input_ids": IDS}), "batch with 'labels'"),
         (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, IDS), "batch with 'labels'"),
+        (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, {"labels": IDS}), "inputs of the model beside 'labels'"),
         (lambda: make_loss_fn(lambda params, **inputs: SimpleNamespace(), "causal_lm")({}, BATCH), ".logits"),
         (lambda: make_loss_fn(recorded(torch.zeros(2, 4, 4))[0], "causal_lm")({}, BATCH), "that fit"),
     ],

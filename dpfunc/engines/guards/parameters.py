@@ -13,6 +13,8 @@ from dpfunc.engines.numerics import to_accumulation_dtype
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Params
 
+_TRAINED = (torch.float64, torch.float32, torch.bfloat16)
+
 
 def check_named(params: Params) -> None:
     """Check that params are a non-empty mapping of floating tensors.
@@ -31,6 +33,27 @@ def check_named(params: Params) -> None:
             raise InvalidArgument(
                 f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
                 "Leave it out of params: it cannot be trained by gradients."
+            )
+
+
+def refuse_narrow_range(params: Params) -> None:
+    """Refuse trained parameters of a type with few exponents: float16, or 8 bits.
+
+    A gradient beyond 65504 is infinite in float16, so its record would count as zero, and nobody would see it.
+
+    Raises:
+        InvalidArgument: naming the parameter.
+
+    >>> refuse_narrow_range({"w": torch.zeros(1, dtype=torch.bfloat16)})
+    """
+    for name, param in params.items():
+        if param.dtype not in _TRAINED:
+            raise InvalidArgument(
+                f"Expected trained parameters in float32, bfloat16 or float64, got {name!r} in {param.dtype}. Large "
+                "gradients are infinite there, and their records would count as zero, unnoticed; small ones, and the "
+                "squares that Adam keeps, round to 0. Convert them with .float(), or load the model with "
+                "from_pretrained(..., dtype=torch.float32): Transformers takes the type that the folder was saved in. "
+                "Frozen parameters may stay as they are."
             )
 
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.validation import fail, wrong_type
+from dpfunc.engines.guards.parameters import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.refuse import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -167,20 +167,15 @@ def refuse_data(dataset: Any) -> int:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Refuse a wrapped model, one that mixes samples in training mode, and one whose optimizer float16 would break.
+    """Refuse a wrapped model, one that mixes samples in training mode, and trained parameters in float16.
 
     Raises:
-        UnsupportedModel: BatchNorm in training mode, trained parameters in float16, or a compiled or wrapped model.
+        UnsupportedModel: BatchNorm in training mode, or a compiled or wrapped model.
+        InvalidArgument: trained parameters in float16.
     """
     if hasattr(model, "_orig_mod") or isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UnsupportedModel(f"Expected the model itself, got it wrapped in {type(model).__name__}.")
-    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-    if half:
-        raise UnsupportedModel(
-            f"Expected trained parameters in float32 or bfloat16, got {half[0]!r} in float16, where the squares that "
-            "Adam keeps round to 0 and parameters become infinite. Load it with from_pretrained(..., "
-            "dtype=torch.float32): Transformers takes the type that the folder was saved in."
-        )
+    refuse_narrow_range({name: param for name, param in model.named_parameters() if param.requires_grad})
     refuse_unsupported(model, checkpointing=True)
 
 

@@ -27,6 +27,7 @@ from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument
+from dpfunc.hf.tasks import infer_task
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import processes, sharded
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -43,6 +44,7 @@ from dpfunc.hf.trainer.checks import (
 )
 from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
 from dpfunc.hf.trainer.fsdp import refuse_with_sharding, sharding_of
+from dpfunc.hf.trainer.labels import refuse_labels
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
     Loss,
@@ -336,7 +338,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         )  # fmt: skip
 
     def _described_data(self) -> str:
-        check_repeatable(self.train_dataset, self._collator())
+        collate = self._collator()
+        refuse_labels(self.train_dataset, collate, self.model, self._task or infer_task(self.model))
+        check_repeatable(self.train_dataset, collate)
         return self._data_name or data_name(self.train_dataset)
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:

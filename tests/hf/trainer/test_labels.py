@@ -1,0 +1,151 @@
+"""Labels that a model cannot learn are refused before anything is spent, and not shown."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from trainer_cases import PRIVACY, classifier, labelled, training_arguments
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.trainer.labels import refuse_labels
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.sampling.records import spread
+
+CLASSES, NUMBERS, SHARES = "classes 0 <= label < 3, or -100", "finite numbers in 'label'", "3 numbers from 0 to 1"
+ONE, TOKENS = "sequence_classification", "token_classification"
+
+
+class Model(nn.Module):
+    def __init__(self, outputs=3, problem=None):
+        super().__init__()
+        self.config = SimpleNamespace(num_labels=outputs, problem_type=problem)
+        self.head = nn.Linear(2, outputs)
+
+
+class ChoicesForMultipleChoice(Model):
+    """Its outputs are the choices of a question."""
+
+
+class Lazy(Dataset):
+    def __init__(self, labels):
+        self.records = records(labels)
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, index):
+        return self.records[index]
+
+
+class Columns(Lazy):
+    """A data set of Hugging Face, as far as reading one column goes."""
+
+    format: ClassVar = {"type": None}
+
+    def select_columns(self, names):
+        return [{name: record[name] for name in names} for record in self.records]
+
+
+def records(labels, name="label"):
+    return [{name: label} for label in labels]
+
+
+def collate(rows):
+    """Labels of tokens are padded; others are made a tensor."""
+    labels = [row.get("label", row.get("labels")) for row in rows]
+    if isinstance(labels[0], list):
+        longest = max(map(len, labels))
+        labels = [label + [-100] * (longest - len(label)) for label in labels]
+    return {"labels": torch.tensor(labels)}
+
+
+def mostly(good, bad, place=37):
+    """The bad one is not among the few records that are collated."""
+    return [bad if index == place else good for index in range(60)]
+
+
+REFUSED = {
+    "too large": (mostly(1, 3), Model(), ONE, CLASSES),
+    "negative": (mostly(1, -1), Model(), ONE, CLASSES),
+    "the first record": (mostly(1, 7, 0), Model(), ONE, CLASSES),
+    "a tensor": (mostly(torch.tensor(1), torch.tensor(7)), Model(), ONE, CLASSES),
+    "none": (mostly(1, None), Model(), ONE, CLASSES),
+    "of a token": (mostly([0, -100], [0, 1, 3]), Model(), TOKENS, CLASSES),
+    "NaN": (mostly(0.5, math.nan), Model(1), ONE, NUMBERS),
+    "infinite in float32": (mostly(0.5, 1e39), Model(1), ONE, NUMBERS),
+    "of several outputs": (mostly([0.5, 9.0, 2.0], [0.5, 9.0, math.inf]), Model(3, "regression"), ONE, NUMBERS),
+    "no probability": (mostly([0.0, 0.5, 1.0], [0.0, 0.5, 1.5]), Model(), ONE, SHARES),
+    "a class as a float": (mostly(1.0, 2.0), Model(), ONE, SHARES),
+    "a text": (
+        ["good", "bad"],
+        Model(),
+        ONE,
+        "Expected numbers in 'label' of each record of train_dataset, got a text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_labels_that_cannot_be_learnt_are_refused(name):
+    labels, model, task, message = REFUSED[name]
+    with pytest.raises(InvalidArgument, match=message) as error:
+        refuse_labels(records(labels), collate, model, task)
+    assert not any(str(secret) in str(error.value) for secret in ("7", "good", "1.5", "1e"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "model", "task"),
+    [
+        ([0, 2, -100], Model(), ONE),
+        ([[0], [2, -100, 1]], Model(), TOKENS),
+        ([0.0, -1e30], Model(1), ONE),
+        ([7, 9], Model(3), "causal_lm"),
+        ([7, 9], Model(3), lambda forward, params, batch: batch["labels"]),
+        ([7, 9], ChoicesForMultipleChoice(3), ONE),
+    ],
+    ids=["classes", "tokens", "numbers", "other task", "loss of one's own", "choices"],
+)
+def test_labels_that_can_be_learnt_pass(labels, model, task):
+    refuse_labels(records(labels), collate, model, task)
+
+
+def test_a_configuration_that_does_not_fit_the_layers_is_not_believed():
+    model = Model(3)
+    model.head = nn.Linear(2, 10)
+    refuse_labels(records([7, 9]), collate, model, ONE)
+
+
+def test_a_collator_that_numbers_the_labels_is_believed():
+    """What the loss gets is checked, not a column of which it is made."""
+
+    def numbered(rows):
+        return {"labels": torch.tensor([ord(row["label"]) - ord("a") for row in rows])}
+
+    refuse_labels(records("abc"), numbered, Model(), ONE)
+    with pytest.raises(InvalidArgument, match="in 'labels' of each record"):
+        refuse_labels(records("abz"), numbered, Model(), ONE)
+
+
+def test_one_column_is_cheap_to_read_and_of_other_data_sets_some_records_are():
+    between = next(index for index in range(3000) if index not in spread(3000, 1024))
+    labels = [7 if index == between else 1 for index in range(3000)]
+    refuse_labels(Lazy(labels), collate, Model(), ONE)
+    with pytest.raises(InvalidArgument, match=CLASSES):
+        refuse_labels(Columns(labels), collate, Model(), ONE)
+    with pytest.raises(InvalidArgument, match=CLASSES):
+        refuse_labels(Lazy(mostly(1, 7)), collate, Model(), ONE)
+
+
+def test_the_trainer_refuses_before_it_spends(tmp_path):
+    data = labelled()
+    data[41]["labels"] = torch.tensor(2)
+    trainer = DPTrainer(classifier(), training_arguments(tmp_path), train_dataset=data, privacy=PRIVACY)
+    with pytest.raises(InvalidArgument, match="classes 0 <= label < 2.* Nothing was spent"):
+        trainer.train()
+    assert not (tmp_path / "privacy_journal.jsonl").exists()
