@@ -49,6 +49,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(growth, "AXES", {"T": axis})
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_files(tiny, tmp_path):
     out, page, plot = tmp_path / "growth.json", tmp_path / "page.md", tmp_path / "growth.png"
     page.write_text("<!-- growth -->\n<!-- end -->\n")

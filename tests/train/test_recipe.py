@@ -177,6 +177,7 @@ def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
         assert hint in train("--dry-run").stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     """A version of the library with other recipes goes on with the old values."""
     make = train_job.make_trainer

@@ -232,6 +232,7 @@ torch.save(run(Path("run"), {}), "trained.pt")
 """
 
 
+@pytest.mark.slow
 def test_accelerate_launch_with_one_process(tmp_path, plain):
     """The launcher itself, with the variables that this version of it sets."""
     (tmp_path / "train.py").write_text(SCRIPT)
