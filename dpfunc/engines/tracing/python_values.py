@@ -91,7 +91,7 @@ class PythonValues(TorchFunctionMode):
     ) -> Any:
         result = noting_reads(self.reader, _called, func, args, kwargs or {})
         if func in READING and isinstance(args[0], Tensor):
-            self.reader.note_read(func.__name__, args[0], result)
+            self.reader.note_read(name_of(func), args[0], result)
         return result
 
 

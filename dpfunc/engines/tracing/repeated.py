@@ -140,7 +140,10 @@ def note_again(trace: Trace, answers: tuple[Answer, ...], result: Any) -> bool |
     if len(results) != len(answers):
         return None
     for answer, tensor in zip(answers, results, strict=True):
-        if not _is_like(answer, tensor) or key_of(tensor) in trace.entries or key_of(tensor) in trace.untraced_memory:
+        if not _is_like(answer, tensor):
+            return None
+        memory = key_of(tensor)
+        if memory in trace.entries or memory in trace.untraced_memory:
             return None
     coarse = False
     for answer, tensor in zip(answers, results, strict=True):

@@ -207,7 +207,7 @@ class DiscoveryRecorder:
         return sample_axis
 
     def _record(self, key: Key, sample_axis: SampleAxis | None) -> None:
-        if sample_axis is not None:
+        if sample_axis is not None and sample_axis.guess is not None:
             sample_axis = replace(sample_axis, guess=None)
         if self.known.setdefault(key, sample_axis) != sample_axis or (
             sample_axis is not None and sample_axis.ids is not None
