@@ -210,7 +210,7 @@ class Trace(DispatchMode):
         entry = self.entries.get(key_of(own))
         if entry is not None and entry[1] in (Constant.EQUAL, Constant.RANDOM):
             return True
-        self.numbers_read = True
+        self.note_numbers_read()
         return rows_module.uniform(own, rows, axis)
 
     def note_numbers_read(self) -> None:
