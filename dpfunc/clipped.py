@@ -201,7 +201,7 @@ class ClippedGrad:
             credited = credited_by(per_sample, sq_norms)
             self._audits.note(credited)
             if credited is not None:
-                with self._audits.choose_rows(key, microbatch, credited.doubts, credited.untraced, seconds) as chosen:
+                with self._audits.choose_rows(key, microbatch, credited.evidence, seconds) as chosen:
                     audit(self.loss_fn, params, microbatch, credited, chosen)
 
         return self._clip_and_sum(parts, bounds, params, per_sample, mask_B, check)

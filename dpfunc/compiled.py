@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dpfunc._utils.versions import check_compile, lacks_compile
 from dpfunc.batches import rows, signature, tree_map
+from dpfunc.engines.evidence import Evidence
 from dpfunc.engines.guards.audit import Audits, Credited, audit
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.modes import DispatchMode
@@ -328,7 +329,7 @@ class _Compiled:
             UnsupportedModel: they are not.
         """
         credited = _credited(params, result, self.audits.coarse)
-        tolerance = _tolerance(params, result, credited.coarse)
+        tolerance = _tolerance(params, result, credited.evidence.coarse)
         differing = _differing(result, expected, tolerance)
         if self.random and mask_B.device.type != "cpu":  # other generators are not set back
             return
@@ -346,7 +347,7 @@ class _Compiled:
 
 
 def _credited(params: Params, result: MicrobatchSums, coarse: bool) -> Credited:
-    return Credited(result.losses_B, {name: result.sq_norms[name] for name in params}, (), (), None, coarse=coarse)
+    return Credited(result.losses_B, {name: result.sq_norms[name] for name in params}, Evidence(coarse=coarse), None)
 
 
 def _tolerance(params: Params, result: MicrobatchSums, coarse: bool) -> float:

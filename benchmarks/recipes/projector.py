@@ -5,13 +5,14 @@ four visual tokens of EfficientNet-Lite0 (examples/vqa/vision.py), one linear la
 layer of all-MiniLM-L6-v2. The mean of its outputs is compared with the sentence vectors of the classes ("a photo of a
 shirt"), as that model compares sentences; nothing but the projector is trained. Images: those of easy-VQA of which
 questions tell both colour and form, which are the classes; and 3,500 each of Fashion-MNIST and MNIST. 70 % are for
-training, the rest for validation.
+training, the rest for validation. `projector_apart.py` reads other images.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,56 +74,79 @@ def sentence_vectors(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     return F.normalize(x_Bd - x_Bd.mean(0), dim=1)
 
 
-def shapes() -> tuple[Tensor, Tensor, list[str]]:
-    """easy-VQA: images (n, 3, 64, 64) of which questions tell both colour and form, classes and their names."""
+@dataclass(frozen=True)
+class Images:
+    """Images (n, 3, H, W) and classes (n,) for training and validation, others for a test, and the names of classes."""
+
+    pixels: Tensor
+    y: Tensor
+    test_pixels: Tensor
+    test_y: Tensor
+    names: list[str]
+
+
+def shapes() -> Images:
+    """easy-VQA: images of 64 x 64 of which questions tell both colour and form; those of its test part are the test."""
     from downloads import fetch_questions
     from questions import load
 
     data = load(fetch_questions())
     colours = [answer for answer in data.answers if answer not in (*FORMS, "yes", "no")]
-    rows, classes = [], []
-    for image, (answers, asked) in enumerate(zip(data.train.answer, data.train.asked, strict=True)):
-        told = {data.answers[answer] for answer in answers[asked].tolist()}
-        for form in told & {*FORMS}:
-            for colour in told & {*colours}:
-                rows.append(image)
-                classes.append(colours.index(colour) * len(FORMS) + FORMS.index(form))
+
+    def told(part: Any) -> tuple[Tensor, Tensor]:
+        rows, classes = [], []
+        for image, (answers, asked) in enumerate(zip(part.answer, part.asked, strict=True)):
+            answered = {data.answers[answer] for answer in answers[asked].tolist()}
+            for form in answered & {*FORMS}:
+                for colour in answered & {*colours}:
+                    rows.append(image)
+                    classes.append(colours.index(colour) * len(FORMS) + FORMS.index(form))
+        return part.pixels[rows], torch.tensor(classes)
+
     names = [f"{colour} {form}" for colour in colours for form in FORMS]
-    return data.train.pixels[rows], torch.tensor(classes), names
+    return Images(*told(data.train), *told(data.test), names)
 
 
-def clothes() -> tuple[Tensor, Tensor, list[str]]:
-    """Fashion-MNIST: images (n, 3, 28, 28), classes and their names."""
-    x, y = pixels(0, IMAGES)
-    return x.view(-1, 1, 28, 28).expand(-1, 3, -1, -1), y, list(CLOTHES)
+def coloured(x: Tensor) -> Tensor:
+    """Grey images (n, 784) as (n, 3, 28, 28)."""
+    return x.view(-1, 1, 28, 28).expand(-1, 3, -1, -1)
 
 
-def digits() -> tuple[Tensor, Tensor, list[str]]:
-    """MNIST: images (n, 3, 28, 28), classes and their names."""
+def clothes() -> Images:
+    """Fashion-MNIST; the test is of images that are in no other part of this project."""
+    (x, y), (test_x, test_y) = pixels(0, IMAGES), pixels(30_000, 31_500)
+    return Images(coloured(x), y, coloured(test_x), test_y, list(CLOTHES))
+
+
+def digits() -> Images:
+    """MNIST; the test is of the images that are left."""
     x, y = mnist_pixels()
-    rows = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:IMAGES]
-    return x[rows].view(-1, 1, 28, 28).expand(-1, 3, -1, -1), y[rows], list(DIGITS)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    rows, others = order[:IMAGES], order[IMAGES:]
+    return Images(coloured(x[rows]), y[rows], coloured(x[others]), y[others], list(DIGITS))
 
 
-SETS: dict[str, Callable[[], tuple[Tensor, Tensor, list[str]]]] = {
-    "easy-vqa": shapes, "fashion": clothes, "mnist": digits,
-}  # fmt: skip
+SETS: dict[str, Callable[[], Images]] = {"easy-vqa": shapes, "fashion": clothes, "mnist": digits}
 
 
-def parts(name: str) -> tuple[Part, Part, list[str]]:
-    """Visual features (n, V, c) of unit variance for training and for validation, and the names of the classes."""
+def features(name: str, images: Tensor) -> Tensor:
+    """Visual features (n, V, c) of unit variance, kept in a file."""
     from downloads import fetch_vision
     from vision import image_features, load_vision
 
-    images, y, names = SETS[name]()
     file = FOLDER / f"features-projector-{name}.pt"
     if not file.exists():
         torch.save(image_features(load_vision(fetch_vision()), images).float(), file)
     x = torch.load(file, weights_only=True)
-    x = x * x.shape[-1] ** 0.5
+    return x * x.shape[-1] ** 0.5
+
+
+def parts(name: str, images: Images) -> tuple[Part, Part]:
+    """Visual features for training and for validation."""
+    x, y = features(name, images.pixels), images.y
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     first, second = order.split([round(SHARE * len(y)), len(y) - round(SHARE * len(y))])
-    return Part(x[first], y[first]), Part(x[second], y[second]), names
+    return Part(x[first], y[first]), Part(x[second], y[second])
 
 
 def without_privacy(module: nn.Module, part: Part, rate: float, steps: int = 300, size: int = 256) -> nn.Module:
@@ -174,6 +198,17 @@ def line(result: dict[str, Any]) -> str:
     return row(cells)
 
 
+def starts(classes: list[str], width: int) -> Callable[[bool, int], Reader]:
+    """Make a model of (two layers or one, seed), for images of these classes with features of this width."""
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = ROOT / ".cache" / "model"
+    encoder = AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    texts = sentence_vectors(encoder, tokenizer, [f"a photo of a {each}" for each in classes])
+    return partial(Reader, encoder, texts, width)
+
+
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
 @click.option("--seeds", type=int, default=SEEDS, help="Runs of each.")
@@ -181,19 +216,14 @@ def line(result: dict[str, Any]) -> str:
 def main(names: tuple[str, ...], seeds: int, out: Path) -> None:
     """Measure, print, and write the results."""
     examples()
-    from transformers import AutoModel, AutoTokenizer
-
-    folder = ROOT / ".cache" / "model"
-    encoder = AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     console, results = Console(width=200), []
     torch.set_num_threads(1)
     for name in names or tuple(SETS):
-        train, validation, classes = parts(name)
-        texts = sentence_vectors(encoder, tokenizer, [f"a photo of a {each}" for each in classes])
+        images = SETS[name]()
+        train, validation = parts(name, images)
+        start = starts(images.names, train.x.shape[-1])
         for deep in (False, True):
-            start = partial(Reader, encoder, texts, train.x.shape[-1], deep)
-            for result in measure(start, train, validation, seeds):
+            for result in measure(partial(start, deep), train, validation, seeds):
                 results.append({"data": name, "layers": 2 if deep else 1, **result})
                 console.print(line(results[-1]))
                 out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")

@@ -38,8 +38,8 @@ def proof(case: Case, limit: int = 60) -> Row:
             loss_fn = subject.loss(forward)
             seed()
             result = engines.bookkeeping(unproven="audit")(loss_fn, params, subject.batch)
-            row["doubts"] = list(dict.fromkeys(result.doubts))[:1]
-            if result.doubts:
+            row["doubts"] = list(dict.fromkeys(result.evidence.doubts))[:1]
+            if result.evidence.doubts:
                 row["cannot"] = impossible(loss_fn, params, subject.batch)
             if not subject.module.training and repeatable(loss_fn, params, subject.batch):
                 row["parity"] = difference(result.sq_norms(), engines.loop()(loss_fn, params, subject.batch).sq_norms())

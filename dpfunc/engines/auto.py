@@ -12,12 +12,14 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc.batches import batch_size, signature
 from dpfunc.engines.bookkeeping import Bookkeeping, bookkeeping
+from dpfunc.engines.caught_grads import GroupwiseSums
 from dpfunc.engines.guards.lockstep import in_lockstep, on_any_rank, refused_by_all
 from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
+from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import UNPROVEN, Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads, Unproven
@@ -97,7 +99,7 @@ class Auto:
         if history.alone is not None and history.failures >= _MAX_UNPROVEN:
             return self._alone(loss_fn, params, batch, history, history.reason)
         result, reason = self._attempt(loss_fn, params, batch, history)
-        doubts = getattr(result, "doubts", ())
+        doubts = () if result is None else result.evidence.doubts
         impossible, doubted = on_any_rank(params, result is None, bool(doubts))
         found = None if impossible else result
         if found is not None and not doubted:
@@ -113,7 +115,7 @@ class Auto:
         params: Params,
         batch: Batch,
         history: _History,
-        found: PerSampleGrads | None,
+        found: PerSample | GroupwiseSums | None,
         reason: str,
     ) -> PerSampleGrads:
         """Gradients of a step without a proof: those that were found, to be audited, or those of rows alone.
@@ -131,11 +133,11 @@ class Auto:
 
     def _attempt(
         self, loss_fn: LossFn, params: Params, batch: Batch, history: _History
-    ) -> tuple[PerSampleGrads | None, str]:
+    ) -> tuple[PerSample | GroupwiseSums | None, str]:
         """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
         before = python_state(loss_fn) if not history.state_checked else 0
         fast = self.fast if self._group_factors is None else self.fast.groupwise(self._group_factors)
-        result: PerSampleGrads | None = None
+        result: PerSample | GroupwiseSums | None = None
         reason = ""
         try:
             result = fast(loss_fn, params, batch)

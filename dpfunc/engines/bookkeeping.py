@@ -232,7 +232,7 @@ class Bookkeeping:
         if isinstance(result, GroupwiseSums) and not result.is_finite():
             return replace(self, _group_factors=None)(loss_fn, params, batch)
         if self.unproven == "refuse":
-            refuse_unproven(result.doubts)
+            refuse_unproven(result.evidence.doubts)
         return result
 
     def first_read(self, loss_fn: LossFn) -> str:
@@ -286,7 +286,7 @@ class Bookkeeping:
             trace.credited(losses_B, SampleAxis(0), "the loss")
             with backward_pass(trace, losses_B, hooked=tracker.hooked):
                 result = _backward(tracker, recorder, leaves, losses_B)
-        return replace(result, doubts=tuple(trace.doubts), random_calls=tuple(trace.random_calls))
+        return result
 
 
 def bookkeeping(memory_budget: int | None = None, unproven: Literal["audit", "refuse"] = "refuse") -> Bookkeeping:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
 from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.rules.table import Grads, Use
@@ -143,18 +143,14 @@ class GroupwiseSums:
 
     Args:
         losses_B: of each sample. rest: gradients of groups without a sum. caught: the sums of the others.
-        group_factors: of these.
-        doubts, random_calls, untraced, coarse: see `PerSample`.
+        group_factors: of these. evidence: about the pass.
     """
 
     losses_B: Tensor
     rest: PerSample
     caught: CaughtGrads = field(repr=False)
     group_factors: GroupFactors = field(repr=False)
-    doubts: tuple[str, ...] = ()
-    random_calls: tuple[RandomCall, ...] = ()
-    untraced: bool = False
-    coarse: bool = False
+    evidence: Evidence = NOTHING_FOUND
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms of the gradients of each sample: name -> (B,)."""

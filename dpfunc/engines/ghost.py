@@ -18,6 +18,7 @@ from dpfunc._utils.dtensor import arrived
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines.bookkeeping import apply_rule, checked, read_copies
+from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
 from dpfunc.engines.guards.loss import (
     check_depends,
     check_differentiable,
@@ -26,7 +27,6 @@ from dpfunc.engines.guards.loss import (
     refuse_unproven,
 )
 from dpfunc.engines.guards.modes import unfollowed, unseen
-from dpfunc.engines.guards.random_calls import RandomCall
 from dpfunc.engines.guards.scope import Scope, backward_inside
 from dpfunc.engines.loop import loop
 from dpfunc.engines.numerics import exact
@@ -153,10 +153,7 @@ class Ghost:
     _scope: Scope = field(repr=False)
     _graph: list[Tensor] = field(repr=False)
     _seed: Key256 = field(repr=False)
-    doubts: tuple[str, ...] = ()
-    random_calls: tuple[RandomCall, ...] = ()
-    untraced: bool = False
-    coarse: bool = False
+    evidence: Evidence = NOTHING_FOUND
 
     @property
     def _trace(self) -> Trace:
@@ -180,10 +177,11 @@ class Ghost:
             )
         if self._meter.sq_norms:
             self._meter.weigh(factors)
+            known = len(self._trace.doubts)
             followed = nullcontext() if self._trace.settled else self._trace
             with followed, torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
                 torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
-            refuse_unproven(self._trace.doubts[len(self.doubts) :])  # a hook may act differently the second time
+            refuse_unproven(self._trace.doubts[known:])  # a hook may act differently the second time
         sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
         return {name: sums[name] for name in self._tracker.params}
 
@@ -203,7 +201,7 @@ class GhostEngine:
             loss_fn, params, batch_size(batch), partial(_measure, loss_fn, params, batch)
         )
         if self.unproven == "refuse":
-            refuse_unproven(result.doubts)
+            refuse_unproven(result.evidence.doubts)
         return result
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
@@ -278,5 +276,4 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
         kept = collect(tracker, leaves, meter.kept)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
     losses_B = arrived(losses_B.detach())
-    doubts, random_calls = tuple(trace.doubts), tuple(trace.random_calls)
-    return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed, doubts, random_calls)
+    return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.cost import matrix
-from dpfunc.engines.guards.random_calls import RandomCall
+from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
 from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
@@ -465,21 +465,14 @@ class PerSample:
     """The gradients of all parameters for B samples.
 
     Args:
-        losses_B: of each sample. grads: name -> gradients.
-        doubts: why it is not proven that samples do not influence each other; empty where it is.
-        random_calls: operations of the pass that drew random numbers, for an audit. alone: each sample was computed
+        losses_B: of each sample. grads: name -> gradients. evidence: about the pass. alone: each sample was computed
             alone.
-        untraced: a tensor was made without an operation that the trace follows, unlike before. coarse: there were
-            numbers of 16 bits.
     """
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
-    doubts: tuple[str, ...] = ()
-    random_calls: tuple[RandomCall, ...] = ()
+    evidence: Evidence = NOTHING_FOUND
     alone: bool = False
-    untraced: bool = False
-    coarse: bool = False
 
     @cached_property
     def _kept_stacks(self) -> list[_Stack]:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import integer, shorten
+from dpfunc.engines.evidence import Evidence
 from dpfunc.engines.guards.collectives import none_batched
 from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
 from dpfunc.engines.per_sample import Dense, PerSample
@@ -138,7 +139,7 @@ def vmap(chunk_size: int | None = None) -> Engine:
             raise UnsupportedModel(f'Under vmap a row would depend on others: {trace.doubts[0]}. Use engine="loop".')
         # An audit sees functions whose rule for vmap mixes rows; it cannot give a row the random numbers that it had.
         found = {name: Dense(grad) for name, grad in grads.items()}
-        return PerSample(losses_B, found, alone=bool(trace.random_calls), coarse=trace.coarse)
+        return PerSample(losses_B, found, alone=bool(trace.random_calls), evidence=Evidence(coarse=trace.coarse))
 
     return engine
 

@@ -457,7 +457,7 @@ def test_a_layer_without_mixing_is_proven_by_its_forward_pass(monkeypatch):
     forward, params = functionalize(torch.nn.LSTM(3, 4, batch_first=True))
     result = bookkeeping()(lambda p, x: forward(p, x)[0].square().sum((1, 2)), params, torch.randn(5, 6, 3))
     assert settled == [True]
-    assert not result.doubts
+    assert not result.evidence.doubts
 
 
 def test_results_of_the_steps_in_time_have_the_rows_of_all_inputs():

@@ -634,7 +634,7 @@ def test_part_of_a_table_at_a_number_of_the_batch():
     batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([2, 0, 1])
     params = {"w": torch.randn(6, 4, generator=torch.Generator().manual_seed(1))}
     found = bookkeeping(unproven="audit")(loss_fn, params, batch)
-    assert found.doubts
+    assert found.evidence.doubts
     leaves = {"w": params["w"].clone().requires_grad_()}
     losses_B = loss_fn(leaves, batch)
     for row in range(3):

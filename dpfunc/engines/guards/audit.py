@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows, signature
+from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
 from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, on_any_rank
 from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
 from dpfunc.engines.guards.row_independence import rounded_params
@@ -63,21 +64,21 @@ class Audits:
 
     def note(self, credited: Credited | None) -> None:
         """Remember whether the step drew random numbers, and whether it had numbers of 16 bits."""
-        self.random = credited is not None and bool(credited.random_calls)
-        self.coarse = credited is not None and credited.coarse
+        self.random = credited is not None and bool(credited.evidence.random_calls)
+        self.coarse = credited is not None and credited.evidence.coarse
 
-    def due(self, batch: Batch, doubts: Sequence[str] = (), untraced: bool = False, seconds: float = 0.0) -> int:
+    def due(self, batch: Batch, evidence: Evidence = NOTHING_FOUND, seconds: float = 0.0) -> int:
         """Choose how many rows of this batch to compute alone: more for a step with doubts or untraced tensors.
 
         Args:
-            batch, doubts, untraced: of the step, see `Credited`. seconds: that the engine took.
+            batch, evidence: of the step. seconds: that the engine took.
         """
         count = batch_size(batch)
         self.saved += TIME_SHARE * seconds
-        if on_any_process(bool(doubts)):  # all processes compute the same number of rows
+        if on_any_process(bool(evidence.doubts)):  # all processes compute the same number of rows
             return min(count, max(_UNPROVEN_ROWS, -(-count // _UNPROVEN_IN)))
         size = (count, *signature(batch))
-        wanted, new = count // ROWS_IN, size not in self.sizes
+        wanted, new, untraced = count // ROWS_IN, size not in self.sizes, evidence.untraced
         if in_lockstep():  # each process has a clock, sizes and tensors of its own
             new = untraced = False
         elif not new:
@@ -95,14 +96,14 @@ class Audits:
 
     @contextmanager
     def choose_rows(
-        self, key: Key | None, batch: Batch, doubts: Sequence[str] = (), untraced: bool = False, seconds: float = 0.0
+        self, key: Key | None, batch: Batch, evidence: Evidence = NOTHING_FOUND, seconds: float = 0.0
     ) -> Iterator[list[int]]:
         """Rows of this batch to compute alone, which is done inside and timed; see `due`.
 
         Args:
-            key: of the step, see `_random_rows`. batch, doubts, untraced, seconds: as for `due`.
+            key: of the step, see `_random_rows`. batch, evidence, seconds: as for `due`.
         """
-        wanted = self.due(batch, doubts, untraced, seconds)
+        wanted = self.due(batch, evidence, seconds)
         start = time.perf_counter()
         yield _random_rows(key, batch_size(batch), wanted)
         self.paid(wanted, time.perf_counter() - start)
@@ -134,34 +135,22 @@ class Credited:
     """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
 
     Args:
-        losses_B: their losses. sq_norms: name -> squared norms (B,). doubts, random_calls: of the step.
+        losses_B: their losses. sq_norms: name -> squared norms (B,). evidence: about the step.
         per_sample: gives weighted sums of rows; None where they can be taken once only.
-        untraced: a tensor was made without an operation that the trace follows. coarse: there were numbers of 16 bits.
     """
 
     losses_B: Tensor
     sq_norms: Mapping[str, Tensor]
-    doubts: Sequence[str]
-    random_calls: Sequence[RandomCall]
+    evidence: Evidence
     per_sample: PerSample | None
-    untraced: bool = False
-    coarse: bool = False
 
 
 def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:
     """Collect the values to audit; None where each row was computed alone."""
-    if not hasattr(per_sample, "random_calls") or getattr(per_sample, "alone", False):
+    if not hasattr(per_sample, "evidence") or getattr(per_sample, "alone", False):
         return None
     own = per_sample if isinstance(per_sample, PerSample) else None
-    return Credited(
-        per_sample.losses_B,
-        sq_norms,
-        per_sample.doubts,
-        per_sample.random_calls,
-        own,
-        per_sample.untraced,
-        per_sample.coarse,
-    )
+    return Credited(per_sample.losses_B, sq_norms, per_sample.evidence, own)
 
 
 def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
@@ -176,12 +165,12 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
     try:
         problem = _problem(loss_fn, params, batch, credited, chosen)
     except OtherRandomCalls:
-        problem = "alone it draws other random numbers" if credited.doubts else ""
+        problem = "alone it draws other random numbers" if credited.evidence.doubts else ""
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
     if _on_any_rank(problem, params):
-        doubts = shorten(list(dict.fromkeys(credited.doubts)))
-        doubts = f" The trace doubts the step as well: {doubts}." if credited.doubts else ""
+        doubts = shorten(list(dict.fromkeys(credited.evidence.doubts)))
+        doubts = f" The trace doubts the step as well: {doubts}." if credited.evidence.doubts else ""
         raise UnsupportedModel(
             f"A row of this batch was computed alone, and differs from what it has beside the others: "
             f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on its "
@@ -201,7 +190,7 @@ def _on_any_rank(problem: str, params: Params) -> bool:
 
 def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
-    alone = {row: _alone(loss_fn, params, batch, credited.random_calls, row) for row in chosen}
+    alone = {row: _alone(loss_fn, params, batch, credited.evidence.random_calls, row) for row in chosen}
     problem = _compare(params, credited, alone, {})
     if not _on_any_rank(problem, params):
         return problem
@@ -209,7 +198,7 @@ def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, 
     problem = _compare(params, credited, alone, unstable)
     if not _on_any_rank(problem, params) or _repeats(loss_fn, params, batch, credited, chosen[0]) or not problem:
         return problem
-    return "its loss differs from call to call, with equal random numbers" if credited.doubts else ""
+    return "its loss differs from call to call, with equal random numbers" if credited.evidence.doubts else ""
 
 
 def _alone(loss_fn: LossFn, params: Params, batch: Batch, random_calls: Sequence[RandomCall], row: int) -> PerSample:
@@ -220,7 +209,7 @@ def _alone(loss_fn: LossFn, params: Params, batch: Batch, random_calls: Sequence
 
 def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
     """True if the loss of a row alone is the same twice: it is not with random numbers of other libraries."""
-    first, second = (_alone(loss_fn, params, batch, credited.random_calls, row).losses_B for _ in range(2))
+    first, second = (_alone(loss_fn, params, batch, credited.evidence.random_calls, row).losses_B for _ in range(2))
     return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
 
 
@@ -244,7 +233,9 @@ def _unstable(
     """
     loss, gradients = 0.0, dict.fromkeys(params, 0.0)
     for number in range(_TRIES):
-        again = _alone(loss_fn, rounded_params(params, _ROUNDING_UNITS, number), batch, credited.random_calls, row)
+        again = _alone(
+            loss_fn, rounded_params(params, _ROUNDING_UNITS, number), batch, credited.evidence.random_calls, row
+        )
         loss = _larger(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
         for name, grad in again.grads.items():
             off = float(torch.linalg.vector_norm((grad.dense()[0] - alone.grads[name].dense()[0]).flatten()))
@@ -258,7 +249,7 @@ def _larger(value: float, other: float) -> float:
 
 def _explained(change: float, scale: float, credited: Credited) -> float:
     """Difference that rounding explains; in a step that is not proven at most what 16 bits would."""
-    return min(2 * change, COARSE * scale) if credited.doubts else 2 * change
+    return min(2 * change, COARSE * scale) if credited.evidence.doubts else 2 * change
 
 
 def _compare(
@@ -266,7 +257,7 @@ def _compare(
 ) -> str:
     """The first difference, in words; empty if there is none."""
     tolerance = tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
-    tolerance = COARSE if credited.coarse else tolerance
+    tolerance = COARSE if credited.evidence.coarse else tolerance
     for row, single in alone.items():
         together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])
         finite = torch.isfinite(credited.losses_B[row]), torch.isfinite(single.losses_B[0])

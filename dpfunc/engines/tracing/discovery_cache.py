@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.validation import shorten
+from dpfunc.engines.evidence import Evidence
 from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.guards.replicated import check_replicated
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 class _Result(Protocol):
     """Per-sample gradients of a traced engine: the part that is used here."""
-
-    @property
-    def doubts(self) -> tuple[str, ...]: ...
 
     @property
     def losses_B(self) -> Tensor: ...
@@ -93,13 +91,16 @@ class DiscoveryCache:
                 if trace.reads:
                     self.reads.setdefault(loss_fn, f"{trace.reads[0]}, which may be kept")
         self.settled[loss_fn] = trace.settled
-        _check_norms(result, params, discovery.trace.meshes)
-        kept = (self.reads[loss_fn],) if loss_fn in self.reads and not discovery.trace.reads else ()
+        _check_norms(result, params, trace.meshes)
+        kept = (self.reads[loss_fn],) if loss_fn in self.reads and not trace.reads else ()
         return replace(
             result,
-            doubts=(*result.doubts, *kept),
-            untraced=self._has_untraced(loss_fn, params, discovery.trace),
-            coarse=discovery.trace.coarse,
+            evidence=Evidence(
+                doubts=(*trace.doubts, *kept),
+                random_calls=tuple(trace.random_calls),
+                untraced=self._has_untraced(loss_fn, params, trace),
+                coarse=trace.coarse,
+            ),
         )
 
     def _has_untraced(self, loss_fn: LossFn, params: Params, trace: Trace) -> bool:
@@ -122,10 +123,11 @@ class DiscoveryCache:
         while True:
             discovery = DiscoveryRecorder(AnyValuesTrace(num_samples), wrong)
             try:
-                refuse_unproven(compute(discovery).doubts)
+                compute(discovery)
                 break
             except WrongGuess as error:
                 wrong.add(error.args[0])
+        refuse_unproven(discovery.trace.doubts)
         if discovery.unclear:
             names = sorted({key[0] for key in discovery.unclear})
             raise UnsupportedModel(

@@ -34,7 +34,9 @@ class Known:
         kind: how its result is typed. name: without overload. handler: of a family. written: arguments, by position or
             name, that it writes into. random: it draws random numbers. exchange: it communicates. shares: its results
             always share the memory of its argument, whose entry holds for them. pure: its type follows from shapes and
-            types alone, whatever the numbers are. number: of its own.
+            types alone, whatever the numbers are. number: of its own. lifts: it makes a tensor of Python values.
+            gives: it gives a number to Python. unwritten: its result, or what `resize_` adds, has the numbers that
+            were in this memory before, perhaps of other samples. resizes: it is `resize_`.
     """
 
     kind: Kind
@@ -46,6 +48,10 @@ class Known:
     shares: bool = False
     pure: bool = False
     number: int = 0
+    lifts: bool = False
+    gives: bool = False
+    unwritten: bool = False
+    resizes: bool = False
 
 
 _FILLED = frozenset((
@@ -53,8 +59,7 @@ _FILLED = frozenset((
     "new_full", "new_empty", "scalar_tensor", "empty_strided", "new_empty_strided", "_efficientzerotensor", "fill_",
     "zero_", "empty_permuted",
 ))  # fmt: skip
-# Their results, or what `resize_` adds, have the numbers that were in this memory before, perhaps of other samples.
-UNWRITTEN = frozenset((
+_UNWRITTEN = frozenset((
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize_",
 ))  # fmt: skip
 _RANDOM = frozenset((
@@ -67,8 +72,7 @@ _ALIASES = frozenset((
 ))  # fmt: skip
 # Collectives of torch's own wrappers; those that only wait give their argument back.
 _EXCHANGING = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
-# They make tensors of Python values.
-LIFTED = frozenset(("lift_fresh", "lift_fresh_copy"))
+_LIFTING = frozenset(("lift_fresh", "lift_fresh_copy"))
 RECEIVING = frozenset(("scatter_", "recv_", "recv_any_source_"))
 _WAITING = frozenset(("wait_tensor", "_wrap_tensor_autograd"))
 # What keeps "true for all, so true for each" and "false for any, so false for each".
@@ -119,7 +123,10 @@ def _look_up(func: Any) -> Known:
     random, exchange = is_random(func), communicates(func)
     shares = found.kind is Kind.VIEW and func.is_view and not exchange and not _composite(func)
     pure = not random and not exchange and _follows_from_types(found, func.namespace)
-    return replace(found, random=random, exchange=exchange, shares=shares, pure=pure)
+    return replace(
+        found, random=random, exchange=exchange, shares=shares, pure=pure, lifts=name in _LIFTING,
+        gives=name == "_local_scalar_dense", unwritten=name in _UNWRITTEN, resizes=name == "resize_",
+    )  # fmt: skip
 
 
 def _written_arguments(arguments: Sequence[Any]) -> tuple[int | str, ...]:
@@ -133,7 +140,7 @@ def _written_arguments(arguments: Sequence[Any]) -> tuple[int | str, ...]:
 
 def _follows_from_types(known: Known, namespace: str) -> bool:
     """True if the type of the result follows from shapes, types and Python numbers, whatever the numbers are."""
-    if known.written or known.name in WRITING_STATISTICS or known.name in UNWRITTEN:
+    if known.written or known.name in WRITING_STATISTICS or known.name in _UNWRITTEN:
         return False
     if known.kind is Kind.FAMILY:
         return known.name in PURE

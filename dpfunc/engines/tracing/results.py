@@ -13,7 +13,6 @@ from dpfunc.engines.tracing.entries import Constant, Entry, key_of, part, pieces
 from dpfunc.engines.tracing.operations import (
     AGREEING,
     COPYING,
-    LIFTED,
     ORDERED,
     PLACING,
     RECEIVING,
@@ -65,7 +64,7 @@ def _mark_statistics(trace: Trace, known: Known, call: Call) -> None:
 def _type_constants(trace: Trace, known: Known, call: Call, results: Sequence[Any]) -> None:
     """Store the types of results that depend on no sample."""
     constant: Entry = constant_of(trace, known, call.inputs)
-    if known.name in LIFTED:  # numbers that may be of the batch stay in memory
+    if known.lifts:  # numbers that may be of the batch stay in memory
         constant = kept_numbers() or constant
     for result in tensors_of(results):
         if trace.entry_of(result) is None:
@@ -144,7 +143,7 @@ def _law_of(trace: Trace, inputs: Sequence[Tensor]) -> Constant:
 
 def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constant:
     """Kind of constant that an operation on constants gives: elementwise functions keep EQUAL and RANDOM."""
-    if known.name in LIFTED:  # made of Python or NumPy numbers
+    if known.lifts:  # made of Python or NumPy numbers
         module, _, name = reader()
         return Constant.RANDOM if listed(DRAWING, module, name) else Constant.ANY
     keeps = known.kind is Kind.POINTWISE or known.name in COPYING

@@ -42,7 +42,7 @@ from dpfunc.engines.tracing.entries import (
     parts,
     pieces_of,
 )
-from dpfunc.engines.tracing.operations import LIFTED, UNWRITTEN, Kind, Known, known_operation
+from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import SHARING, PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
@@ -384,9 +384,9 @@ class Trace(DispatchMode):
         if known.written:
             refuse_writes(self, known, args, kwargs)
             constants = copy_before_write(self, known, args)
-        self.lifted += known.name in LIFTED
-        self.given += known.name == "_local_scalar_dense"
-        before = part(args[0]).untyped_storage().nbytes() if known.name == "resize_" else 0
+        self.lifted += known.lifts
+        self.given += known.gives
+        before = part(args[0]).untyped_storage().nbytes() if known.resizes else 0
         random = self.recording and known.random
         if random:
             self.random_calls.append(random_call(func, args, kwargs))
@@ -395,7 +395,7 @@ class Trace(DispatchMode):
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
             self._note_failure(known, (*args, *kwargs.values()), error)
             raise
-        if known.name in UNWRITTEN:
+        if known.unwritten:
             clear_unwritten(result, before)
         if random:
             self.random_calls[-1] = self.random_calls[-1].with_shape_of(result)

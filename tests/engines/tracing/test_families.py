@@ -289,7 +289,7 @@ def test_sparse_tensors_of_the_batch_are_not_constants(name):
     """Their memory is filled by operations that are not seen."""
     batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
     params = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(1)), "v": torch.ones(3)}
-    assert bookkeeping(unproven="audit")(sparse_loss(SPARSE[name]), params, batch).doubts
+    assert bookkeeping(unproven="audit")(sparse_loss(SPARSE[name]), params, batch).evidence.doubts
 
 
 def test_sparse_tensors_of_parameters_are_constants():

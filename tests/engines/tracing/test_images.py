@@ -68,7 +68,7 @@ def compared(loss_fn, params, batch):
     single = engines.loop()(loss_fn, params, batch).sq_norms()
     norms = found.sq_norms()
     off = (norms[name] - single[name] for name in single)
-    return found.doubts, max(float(off_B.abs().max()) for off_B in off) / float(sum(single.values()).max())
+    return found.evidence.doubts, max(float(off_B.abs().max()) for off_B in off) / float(sum(single.values()).max())
 
 
 @pytest.mark.parametrize("per_sample", [1, 2])
@@ -160,7 +160,7 @@ def test_positions_of_images(use):
 def test_sizes_of_the_batch_are_not_proven(use):
     """Sums over the batch, and sizes that come from all samples, also where all are the same."""
     loss_fn, params = small(use)
-    assert engines.bookkeeping(unproven="audit")(loss_fn, params, images(SAME)).doubts
+    assert engines.bookkeeping(unproven="audit")(loss_fn, params, images(SAME)).evidence.doubts
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_as_many_images_of_each_sample_are_proven(idefics, counts):
 
 def test_different_numbers_of_images_are_not_proven(idefics):
     params = {name: param for name, param in idefics.named_parameters() if "connector" in name}
-    assert engines.bookkeeping(unproven="audit")(idefics_loss(idefics), params, pictures((1, 2, 1))).doubts
+    assert engines.bookkeeping(unproven="audit")(idefics_loss(idefics), params, pictures((1, 2, 1))).evidence.doubts
 
 
 def test_the_number_of_images_of_the_batch_is_not_proven():
@@ -216,7 +216,7 @@ def test_the_number_of_images_of_the_batch_is_not_proven():
         values = (real @ params["w"]).flatten(1).sum(1)
         return values.view(len(batch["ids"]), -1).sum(1) / len(real)
 
-    assert engines.bookkeeping(unproven="audit")(loss_fn, params, pictures((2, 2, 2))).doubts
+    assert engines.bookkeeping(unproven="audit")(loss_fn, params, pictures((2, 2, 2))).evidence.doubts
 
 
 def one_by_one(join):
@@ -244,7 +244,7 @@ def test_parameters_joined_to_one_sample(join, engine):
     loss_fn, params = one_by_one(join)
     found = engine(unproven="audit")(loss_fn, params, pictures((1, 2, 1)))
     single = engines.loop()(loss_fn, params, pictures((1, 2, 1)))
-    assert found.doubts == ()
+    assert found.evidence.doubts == ()
     for name, norms_B in single.sq_norms().items():
         torch.testing.assert_close(found.sq_norms()[name], norms_B, rtol=1e-4, atol=1e-6)
 
@@ -257,7 +257,7 @@ def test_a_parameter_joined_to_one_sample_that_others_see():
         first = torch.cat((pixels[0], params["end"]), -1)
         return (pixels + first[..., :-1] * first[..., -1:]).flatten(1).square().sum(1)
 
-    assert engines.bookkeeping(unproven="audit")(loss_fn, params, pictures((1, 2, 1))).doubts
+    assert engines.bookkeeping(unproven="audit")(loss_fn, params, pictures((1, 2, 1))).evidence.doubts
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])

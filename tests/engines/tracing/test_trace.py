@@ -116,7 +116,7 @@ def test_an_empty_tensor_is_no_untraced_memory():
     for numbers, noted in (([], False), ([1.0], True)):
         engine, loss_fn, params = bookkeeping(unproven="audit"), loss_of(numbers), {"w": torch.ones(3)}
         steps = [engine(loss_fn, params, torch.randn(4, 3)) for _ in range(3)]
-        assert [step.untraced for step in steps] == [False, noted, noted]
+        assert [step.evidence.untraced for step in steps] == [False, noted, noted]
 
 
 def test_a_copy_of_constants_counts_for_one_write_only():
@@ -130,7 +130,7 @@ def test_a_copy_of_constants_counts_for_one_write_only():
 
     with quiet():
         result = bookkeeping(unproven="audit")(loss_fn, {"w": torch.ones(3)}, torch.randn(4, 3))
-    assert "other values differ between positions" in result.doubts[0]
+    assert "other values differ between positions" in result.evidence.doubts[0]
 
 
 def test_positions_of_different_samples_are_mixed():
@@ -142,4 +142,4 @@ def test_positions_of_different_samples_are_mixed():
 
     with quiet():
         result = bookkeeping(unproven="audit")(loss_fn, {"w": torch.ones(2)}, torch.randint(5, (4, 2)).float())
-    assert "at positions of different samples" in result.doubts[0]
+    assert "at positions of different samples" in result.evidence.doubts[0]

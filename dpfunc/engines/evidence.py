@@ -1,0 +1,27 @@
+"""Facts about one step by which it is judged whether its samples influence each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpfunc.engines.guards.random_calls import RandomCall
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Facts that the trace of a step has found. Without any, the step is proven, and its numbers have 32 bits.
+
+    Args:
+        doubts: why it is not proven that samples do not influence each other; empty where it is.
+        random_calls: operations that drew random numbers, for an audit.
+        untraced: a tensor was made without an operation that the trace follows, unlike before.
+        coarse: there were numbers of 16 bits.
+    """
+
+    doubts: tuple[str, ...] = ()
+    random_calls: tuple[RandomCall, ...] = ()
+    untraced: bool = False
+    coarse: bool = False
+
+
+NOTHING_FOUND = Evidence()
