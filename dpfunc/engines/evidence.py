@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dpfunc.engines.guards.random_calls import RandomCall
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """Facts that the trace of a step has found. Without any, the step is proven, and its numbers have 32 bits.
 
     Args:
