@@ -22,6 +22,9 @@ _COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
 """Decoders with a table of positions that is looked up from the start of the row, padding or not."""
 
 
+_POSITIONS = ("wpe", "position_embeddings", "embed_positions")
+"""Names of layers that look positions up in a table."""
+
 NESTED = ("idefics", "smolvlm", "mllama")
 """Vision-language models that take images with an axis for the samples and one for the images of a sample."""
 
@@ -42,6 +45,42 @@ class Speech:
 
 
 @dataclass(frozen=True)
+class Tables:
+    """Sizes of the tables of a language model; None where it has none, or where its configuration does not say.
+
+    Args:
+        tokens: token ids. positions: tokens of a row.
+    """
+
+    tokens: int | None = None
+    positions: int | None = None
+
+    def explain(self, error: Exception, ids: object) -> InvalidArgument | None:
+        """The error for token ids that are not in these tables, or rows too long, if that is what torch reports.
+
+        On a CPU: accelerators find a wrong index later, with an error of their own. It tells by the message of torch
+        and by shapes, since engines compute rows under `vmap`, where no number can be read.
+        """
+        if not isinstance(ids, Tensor) or self.tokens is None:
+            return None
+        long = self.positions is not None and ids.dim() > 1 and ids.shape[-1] > self.positions
+        if not (long and "size" in str(error)) and "index out of range" not in str(error):
+            return None
+        most = "" if self.positions is None else f" and rows of at most {self.positions} tokens"
+        cut = (
+            ""
+            if self.positions is None
+            else f", and truncate: tokenizer(..., truncation=True, max_length={self.positions})"
+        )
+        return InvalidArgument(
+            f"Expected token ids 0 <= id < {self.tokens}{most}, as the tables of this model have them; got others in "
+            "at least one record, which is private and not shown. Use the tokenizer that belongs to the model, or call "
+            f"model.resize_token_embeddings(len(tokenizer)) before its parameters are taken{cut}. Nothing was spent by "
+            "this step."
+        )
+
+
+@dataclass(frozen=True)
 class Facts:
     """Facts about a model on which its loss depends.
 
@@ -51,7 +90,8 @@ class Facts:
         problem: "regression", "single_label_classification", "multi_label_classification", or None for what the labels
             say. decoder_inputs: labels (B, T) -> inputs of the decoder, None if not known. speech: of a CTC loss.
         augmented: a model that masks its inputs at random when it is in training mode. blocks: True if which tokens
-            see later ones is in "token_type_ids". nested_images: the model takes images as (B, I, ...).
+            see later ones is in "token_type_ids". nested_images: the model takes images as (B, I, ...). tables: of
+            tokens and positions.
     """
 
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -63,6 +103,7 @@ class Facts:
     augmented: nn.Module | None = field(default=None, repr=False)
     blocks: bool = False
     nested_images: bool = False
+    tables: Tables = field(default=Tables(), repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +130,13 @@ class Caller:
         mask_BT = kwargs.get("attention_mask")
         if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
             kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)
-        return self.forward(params, *args, **{**self.facts.options, **kwargs})
+        try:
+            return self.forward(params, *args, **{**self.facts.options, **kwargs})
+        except (IndexError, RuntimeError) as error:
+            explained = self.facts.tables.explain(error, kwargs.get("input_ids"))
+            if explained is None:
+                raise
+            raise explained from error
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -130,6 +177,7 @@ def facts_of(forward: AnyForward) -> Facts:
         augmented=base if augments(config) else None,
         blocks=_has_blocks(config),
         nested_images=str(getattr(config, "model_type", "")).startswith(NESTED),
+        tables=_tables(base),
     )
 
 
@@ -139,6 +187,17 @@ def _soft_prompt(module: nn.Module) -> int:
     if config is None or not config.is_prompt_learning or "PREFIX" in str(config.peft_type):
         return 0
     return int(config.num_virtual_tokens)
+
+
+def _tables(base: nn.Module) -> Tables:
+    inputs: Any = getattr(base, "get_input_embeddings", lambda: None)()
+    positions = None
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            # RoBERTa and its like number positions from behind the padding's, OPT and BART from 2
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            positions = module.num_embeddings - max(unused, int(getattr(module, "offset", 0)))
+    return Tables(getattr(inputs, "num_embeddings", None), positions)
 
 
 def augments(config: object) -> bool:

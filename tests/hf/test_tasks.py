@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from zoo import language as zoo
 
-from dpfunc import engines
+from dpfunc import clipped_grad, engines
+from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf import losses
@@ -185,3 +186,43 @@ def test_museum_7_the_loss_of_the_model_itself_is_refused():
     together = engine(loss_fn, params, batch).sq_norms()["transformer.wte.weight"]
     alone = engine(loss_fn, params, {name: value[:1] for name, value in batch.items()}).sq_norms()
     torch.testing.assert_close(together[:1], alone["transformer.wte.weight"], rtol=1e-3, atol=1e-5)
+
+
+OF_TABLES = {
+    "gpt2": (zoo.gpt2, "causal_lm"), "bert": (zoo.bert, "sequence_classification"), "llama": (zoo.llama, "causal_lm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("fault", ["too large", "negative", "too long"])
+@pytest.mark.parametrize("name", OF_TABLES)
+def test_token_ids_and_rows_that_do_not_fit_the_tables_are_named(name, fault, engine):
+    make, task = OF_TABLES[name]
+    model = make()
+    forward, params = functionalize(model)
+    tables = facts_of(forward).tables
+    assert tables.tokens == model.config.vocab_size
+    assert tables.positions == (None if name == "llama" else model.config.max_position_embeddings)
+    ids = torch.ones(3, 4, dtype=torch.long)
+    if fault == "too long":
+        ids = torch.ones(3, model.config.max_position_embeddings + 1, dtype=torch.long)
+    else:
+        ids[1, 2] = tables.tokens if fault == "too large" else -1
+    labels = ids.new_ones(3) if task == "sequence_classification" else torch.ones_like(ids)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    loss_fn = make_loss_fn(forward, task)
+    if name == "llama" and fault == "too long":  # it computes its positions
+        assert clipped_grad(loss_fn, params, batch, Flat(1.0), engine=getattr(engines, engine)())
+        return
+    limits = f"0 <= id < {tables.tokens}" + ("" if name == "llama" else f" and rows of at most {tables.positions} tok")
+    with pytest.raises(InvalidArgument, match=limits) as caught:
+        clipped_grad(loss_fn, params, batch, Flat(1.0), engine=getattr(engines, engine)())
+    assert ("truncation=True" in str(caught.value)) == (name != "llama")
+
+
+def test_other_errors_of_a_model_are_its_own():
+    def forward(params, **inputs):
+        raise RuntimeError("the size of tensor a must match")
+
+    with pytest.raises(RuntimeError, match="tensor a"):
+        make_loss_fn(forward, "causal_lm")({}, BATCH)
