@@ -190,6 +190,8 @@ def _soft_prompt(module: nn.Module) -> int:
 
 
 def _tables(base: nn.Module) -> Tables:
+    if "input_ids" not in inspect.signature(base.forward).parameters:
+        return Tables()
     inputs: Any = getattr(base, "get_input_embeddings", lambda: None)()
     positions = None
     for name, module in base.named_modules():
