@@ -115,18 +115,7 @@ class Caller:
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output, the same for a sample whatever padding the batch has on its left."""
-        if self.facts.augmented is not None and self.facts.augmented.training:
-            raise UnsupportedModel(
-                f"{type(self.facts.augmented).__name__} masks its inputs at random in training mode (SpecAugment), by "
-                "numpy's generator, which the key of the run does not drive: no step could be repeated, and no row "
-                "compared. Set model.config.apply_spec_augment = False, or mask in the collator with torch."
-            )
-        if self.facts.blocks and "token_type_ids" not in kwargs:
-            raise InvalidArgument(
-                "Expected 'token_type_ids' in the batch: which tokens of this model (PaliGemma) see later ones depends "
-                "on them, and without them on whether any record of the batch is padded. Its processor makes them: "
-                "processor(..., suffix=answers)."
-            )
+        self._refuse_inputs(kwargs)
         mask_BT = kwargs.get("attention_mask")
         if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
             kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)
@@ -137,6 +126,20 @@ class Caller:
             if explained is None:
                 raise
             raise explained from error
+
+    def _refuse_inputs(self, inputs: Mapping[str, Any]) -> None:
+        if self.facts.augmented is not None and self.facts.augmented.training:
+            raise UnsupportedModel(
+                f"{type(self.facts.augmented).__name__} masks its inputs at random in training mode (SpecAugment), by "
+                "numpy's generator, which the key of the run does not drive: no step could be repeated, and no row "
+                "compared. Set model.config.apply_spec_augment = False, or mask in the collator with torch."
+            )
+        if self.facts.blocks and "token_type_ids" not in inputs:
+            raise InvalidArgument(
+                "Expected 'token_type_ids' in the batch: which tokens of this model (PaliGemma) see later ones depends "
+                "on them, and without them on whether any record of the batch is padded. Its processor makes them: "
+                "processor(..., suffix=answers)."
+            )
 
 
 def base_model(model: nn.Module) -> nn.Module:
