@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from cases import GROUPINGS, as_batch, linear_loss, random_rows
+from cases import GROUPINGS, SAMPLERS, as_batch, linear_loss, random_rows
 from cases import RULES as RULE_CASES
 from cases import params as zeros
 from hypothesis import given, settings
@@ -346,6 +346,20 @@ def test_each_rule_and_grouping_is_in_the_tables_of_the_tests():
     rules = {type(make(1.0, clipping.AllParameters())).__name__ for make, _ in RULE_CASES.values()}
     groupings = {type(grouping).__name__ for grouping in GROUPINGS.values()}
     assert rules | groupings == classes(clipping)
+
+
+def test_each_sampler_is_in_the_tables_of_the_tests():
+    """`InOrder` draws nothing: tests of its own stand beside the table."""
+    assert {type(sampler).__name__ for sampler in SAMPLERS.values()} | {"InOrder"} == classes(sampling)
+
+
+@pytest.mark.parametrize("package", [clipping, sampling, noise], ids=lambda package: package.__name__)
+def test_the_parts_of_a_plan_are_frozen(package):
+    """A plan that could be changed after its budget was computed would not be the plan that was accounted."""
+    for name in classes(package):
+        kind = getattr(package, name)
+        frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen
+        assert frozen or issubclass(kind, tuple), f"{name} is no frozen dataclass and no named tuple"
 
 
 def test_each_file_of_rules_and_families_is_in_its_table():

@@ -1,10 +1,12 @@
-"""The tables that every clip rule and grouping joins: adding one is adding a line."""
+"""The tables that every clip rule, grouping and sampler joins: adding one is adding a line."""
 
 from __future__ import annotations
 
 import torch
 
 from dpfunc import clipping
+from dpfunc.sampling import FixedSize, Poisson, Shuffled
+from dpfunc.types import Schedule
 
 NAMES = ("body.a.weight", "body.a.bias", "body.b.weight", "head.weight")
 SHAPES = {"body.a.weight": (3, 2), "body.a.bias": (3,), "body.b.weight": (2, 3), "head.weight": (4,)}
@@ -63,3 +65,13 @@ def random_rows(seed, num_rows, scale=1.0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.exp(torch.randn(num_rows, 1, generator=generator) * 2)
     return (torch.randn(num_rows, SIZE, generator=generator) * lengths * scale).to(dtype)
+
+
+# Samplers that draw; `InOrder` has tests of its own.
+SAMPLERS = {
+    "poisson": Poisson(1000, 0.05),
+    "poisson of a schedule": Poisson(1000, Schedule(((3, 0.01), (4, 0.1)))),
+    "poisson over many chunks": Poisson(200_000, 0.01),
+    "fixed size": FixedSize(1000, 50),
+    "shuffled": Shuffled(1000, 64),
+}

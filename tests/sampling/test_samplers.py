@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from cases import SAMPLERS
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -19,13 +20,6 @@ from dpfunc.sampling import FixedSize, InOrder, Poisson, Shuffled
 from dpfunc.types import ADJACENCIES, Event, Schedule
 
 KEY = insecure_key(0)
-SAMPLERS = {
-    "poisson": Poisson(1000, 0.05),
-    "poisson of a schedule": Poisson(1000, Schedule(((3, 0.01), (4, 0.1)))),
-    "poisson over many chunks": Poisson(200_000, 0.01),
-    "fixed size": FixedSize(1000, 50),
-    "shuffled": Shuffled(1000, 64),
-}
 every_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
 
 
