@@ -113,10 +113,20 @@ class _Write:
     @staticmethod
     def of(target: Tensor, kind: Type, law: Constant, filled: bool, constants: Tensor | None) -> _Write:
         """Compare the target with its memory, and with the shape that rows imply."""
-        covers_all = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        covers_all = _is_dense(target) and target.numel() * target.element_size() == target.untyped_storage().nbytes()
         if isinstance(kind, Rows) and not fits(kind, target):
             kind = Mixed("a result of another shape than was expected")
         return _Write(target, covers_all, kind, law, filled, constants)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if no two positions share a number, and none is left out between them."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != length:
+            return False
+        length *= size
+    return True
 
 
 def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...], constants: Tensor | None) -> None:
@@ -251,13 +261,21 @@ def _entry_of_base(trace: Trace, write: _Write, kind: Rows, before: Constant) ->
     return doubted(made, "a write into a tensor whose other values differ between positions")
 
 
+def _with_the_rest(made: Stored, start: int) -> Stored:
+    """The same rows with what is beside them in a memory that begins at `start`: no further rows, before the first."""
+    rows_before = (made.base - start) // made.step % made.count
+    return replace(made, base=start + rows_before * made.step)
+
+
 def _rows_of_base(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:
     """Rows of a base tensor, from the rows of the first part that is written; None if they do not follow from it."""
     base = target._base if target._base is not None else target
     if kind.axis == ONE_SAMPLE:
         ids = kind.ids
     elif kind.ids is None and kind.count == trace.num_samples:
-        return replace(stored(kind, target), base=int(base.storage_offset()) * base.element_size())
+        made = stored(kind, target)
+        made = _with_the_rest(made, int(base.storage_offset()) * base.element_size()) if made.step else made
+        return made if _has_rows(trace, target, made, kind) else None
     else:
         ids = rows_module.samples_by_position(kind)
     own_axes = [axis for axis, length in enumerate(base.shape) if length == trace.num_samples and ids is not None]
