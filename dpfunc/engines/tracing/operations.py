@@ -153,7 +153,7 @@ def _composite(func: Any) -> bool:
 
 
 def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:
-    if name in _BY_NAME:
+    if func.namespace in _OWN and name in _BY_NAME:
         return Known(_BY_NAME[name], name, None, written)
     if _gives_its_argument(func, name):
         return Known(Kind.VIEW, name, None, ())
@@ -166,13 +166,17 @@ def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:
 
 def _gives_its_argument(func: Any, name: str) -> bool:
     """True for operations whose result usually is, or is in, the memory of their argument."""
-    return func.is_view or name in _ALIASES or (func.namespace in _EXCHANGING and name in _WAITING)
+    if func.namespace in _OWN:
+        return bool(func.is_view) or name in _ALIASES
+    return func.namespace in _EXCHANGING and (bool(func.is_view) or name in _WAITING)
 
 
 def _is_pointwise(func: Any, plain: str) -> bool:
-    """True if torch says so of an operation, or of another overload of it."""
+    """True if torch says so of an operation of its own, or of another overload of it."""
+    if func.namespace not in _OWN:  # what others say of theirs is not known
+        return False
     if torch.Tag.pointwise in func.tags:
         return True
-    packet = getattr(torch.ops.aten, plain, None) if func.namespace in _OWN else None
+    packet = getattr(torch.ops.aten, plain, None)
     overloads = () if packet is None else packet.overloads()
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
