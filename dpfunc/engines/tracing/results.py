@@ -92,7 +92,8 @@ def _mark_sparse(trace: Trace, call: Call, result: Tensor) -> None:
     given = {key_of(piece) for value in call.inputs for piece in pieces_of(part(value))}
     for piece in pieces_of(part(result)):
         if key_of(piece) not in given and key_of(piece) not in trace.entries:
-            trace.note(piece, Mixed("a sparse tensor of the batch"))
+            trace.ragged = True  # how many numbers it has depends on their values
+            trace.note(piece, Mixed("a sparse tensor of the batch", shaped=True))
 
 
 def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:
@@ -178,7 +179,7 @@ def _keep_own_integers(trace: Trace, added: Sequence[Tensor]) -> None:
 def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:
     """Store the types of copies by operations that usually give views: `reshape` and `to` in inference mode."""
     inputs = list(tensors_of((*args, *kwargs.values())))
-    given = {key_of(part(tensor)) for tensor in inputs}
+    given = {key_of(piece) for tensor in inputs for piece in pieces_of(part(tensor))}
     for result in tensors_of([results]):
         if key_of(part(result)) not in given:
             kind = trace.type_of(inputs[0]) if inputs else None

@@ -258,7 +258,7 @@ class Trace(DispatchMode):
 
     def note_shape_read(self, value: Tensor) -> None:
         """Note a doubt where a shape that follows from values of the batch is read."""
-        if not self.ragged or value.layout is not torch.strided:
+        if not self.ragged or not value.ndim:
             return
         kind = self.shaped_by_values(value)
         if kind is None or checks_itself():
@@ -270,7 +270,7 @@ class Trace(DispatchMode):
 
     def shaped_by_values(self, tensor: Tensor) -> Type:
         """The type of a tensor whose shape depends on values of the batch; None for other tensors."""
-        entry = self.entry_of(tensor)
+        entry = next(filter(None, map(self.entry_of, pieces_of(part(tensor)))), None)
         kind = entry if isinstance(entry, Mixed) else self.type_of(tensor)  # also of nothing that was selected
         shaped = kind is not None and (kind.ragged if isinstance(kind, Rows) else kind.shaped)
         return kind if shaped else None
