@@ -52,6 +52,7 @@ from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_
 from dpfunc.engines.tracing.writes import clear_unwritten, copy_before_write, refuse_writes, write
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import generator_state
 from dpfunc.types import Batch
 
 __all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
@@ -84,6 +85,7 @@ class Trace(DispatchMode):
         lifted, given: how many tensors were made of Python values, and how many numbers were given to Python.
         whole: functions of several operations that occur again may run as a whole: the operations inside of them are
             not followed, which is right only if the step is settled. skipped: one did.
+        states: of torch's generators, at the beginning and after each draw.
     """
 
     num_samples: int
@@ -109,6 +111,7 @@ class Trace(DispatchMode):
     given: int = 0
     whole: bool = False
     skipped: bool = False
+    states: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -116,6 +119,9 @@ class Trace(DispatchMode):
 
     def begin(self, batch: Batch) -> None:
         """Note that axis 0 of every leaf of the batch holds the samples."""
+        if self.recording and not self.alone:
+            devices = {torch.device("cpu"), *(leaf.device for leaf in pytree.tree_leaves(batch))}
+            self.states += map(generator_state, devices)
         for leaf in pytree.tree_leaves(batch):
             own = part(leaf)
             if not own.numel():
@@ -388,8 +394,12 @@ class Trace(DispatchMode):
         self.given += known.gives
         before = part(args[0]).untyped_storage().nbytes() if known.resizes else 0
         random = self.recording and known.random
+        if known.random and not self.alone and kwargs.get("generator") is not None:
+            self.doubts.append(
+                f"{known.name} with a generator of its own: if it was seeded, each position has a number"
+            )
         if random:
-            self.random_calls.append(random_call(func, args, kwargs))
+            self._note_draw(known, random_call(func, args, kwargs))
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
@@ -399,6 +409,7 @@ class Trace(DispatchMode):
             clear_unwritten(result, before)
         if random:
             self.random_calls[-1] = self.random_calls[-1].with_shape_of(result)
+            self.states += [] if self.alone else [self.random_calls[-1].state_now()]
         if types:  # of tensors that are split over processes, the parts are followed
             note_meshes(func, args, self.meshes)
             own_args, own_kwargs, own_result, constants = parts((args, kwargs, result, constants))
@@ -406,6 +417,15 @@ class Trace(DispatchMode):
         else:
             self._type(known, args, kwargs, result, constants, split=False)
         return result
+
+    def _note_draw(self, known: Known, call: RandomCall) -> None:
+        """Note that random numbers are about to be drawn; a doubt if the loss has set the generator.
+
+        It may go back to a state that it had before in this step, as checkpoints do.
+        """
+        self.random_calls.append(call)
+        if not self.alone and not any(torch.equal(call.state, state) for state in reversed(self.states)):
+            self.doubts.append(f"{known.name} after a generator was set: it has the same number for each position")
 
     def _note_failure(self, known: Known, given: tuple[Any, ...], error: Exception) -> None:
         """Note a doubt where an operation failed for values of the batch, on which the rest of the step may depend."""

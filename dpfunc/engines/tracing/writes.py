@@ -13,7 +13,7 @@ from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, broadcast, combined, tensors_of
 from dpfunc.engines.tracing.entries import Constant, Entry, doubted, fits, key_of, part, pieces_of
 from dpfunc.engines.tracing.operations import Kind, Known
-from dpfunc.engines.tracing.results import constant_of, types_of
+from dpfunc.engines.tracing.results import constant_of, law_of_draws, types_of
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, located, stored
 from dpfunc.errors import UnsupportedModel
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
 
-_LAWS = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}
+_FILLING = (Kind.FILLED, Kind.RANDOM)
 
 
 def copy_before_write(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
@@ -137,10 +137,10 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...], constan
     """
     targets = _written(known, args, call.kwargs)
     kinds = _types_written(trace, known, call, targets)
-    law = _LAWS.get(known.kind) or constant_of(trace, known, call.inputs)
+    law = _law(trace, known, call, targets)
     for target, kind in zip(map(part, targets), kinds, strict=True):
         if target.layout is torch.strided:
-            _overwrite(trace, _Write.of(target, kind, law, known.kind in _LAWS, constants))
+            _overwrite(trace, _Write.of(target, kind, law, known.kind in _FILLING, constants))
         else:
             _overwrite_sparse(trace, target, kind)
     for result in tensors_of([call.out]):
@@ -148,10 +148,21 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...], constan
             trace.store(result, kinds[0], Constant.ANY)
 
 
+def _law(trace: Trace, known: Known, call: Call, targets: Sequence[Tensor]) -> Constant:
+    """The kind of constants that are written, if they depend on no sample."""
+    if known.kind is Kind.RANDOM:
+        return law_of_draws(trace, _not_among(call.inputs, targets))
+    return Constant.EQUAL if known.kind is Kind.FILLED else constant_of(trace, known, call.inputs)
+
+
+def _not_among(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensor for tensor in tensors if not any(tensor is target for target in targets)]
+
+
 def _types_written(trace: Trace, known: Known, call: Call, targets: Sequence[Tensor]) -> list[Type]:
     """The types of the numbers that are written into each tensor."""
-    if known.kind in _LAWS:
-        given = [tensor for tensor in call.inputs if not any(tensor is target for target in targets)]
+    if known.kind in _FILLING:
+        given = _not_among(call.inputs, targets)
         return [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in targets]
     if known.name == "copy_":
         return [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
