@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
+from dpfunc.engines.tracing.families.aligning import beside_matrices
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Rows
 
 
@@ -104,8 +105,7 @@ def _solve(call: Call) -> Type:
     if any(call.type_of(tensor) is not None for tensor in call.inputs if tensor.ndim < 2):
         return call.mixed("of a vector")
     ndim = max(tensor.ndim for tensor in tensors)
-    kinds = combined(call, [broadcast(tensor, ndim) for tensor in tensors], (ndim - 2, ndim - 1))
-    return kinds
+    return combined(call, [beside_matrices(tensor, tensors[0], ndim) for tensor in tensors], (ndim - 2, ndim - 1))
 
 
 FAMILY: dict[str, Callable[[Call], object]] = {
