@@ -42,7 +42,8 @@ def _is_torchs(value: object) -> bool:
     return (getattr(value, "__module__", None) or "torch").startswith("torch")
 
 
-# Functions by which torch computes, less those that gave nothing but a view, whose keys would be of no use.
+# Functions by which torch computes, less those that read numbers, and those that gave nothing but a view, whose keys
+# would be of no use.
 _repeatable: set[Any] = {
     value
     for space in _SPACES
