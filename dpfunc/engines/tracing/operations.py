@@ -36,7 +36,8 @@ class Known:
             always share the memory of its argument, whose entry holds for them. pure: its type follows from shapes and
             types alone, whatever the numbers are. number: of its own. lifts: it makes a tensor of Python values.
             gives: it gives a number to Python. unwritten: its result, or what `resize_` adds, has the numbers that
-            were in this memory before, perhaps of other samples. resizes: it is `resize_`.
+            were in this memory before, perhaps of other samples. resizes: it is `resize_`. foreign: it is in no table,
+            and not of torch.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Known:
     gives: bool = False
     unwritten: bool = False
     resizes: bool = False
+    foreign: bool = False
 
 
 _FILLED = frozenset((
@@ -94,6 +96,7 @@ _COUNTING = frozenset(("arange", "linspace"))
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 
 _OWN = ("aten", "prims")
+_TORCHS = (*_OWN, "torchvision", "quantized", "mkldnn", "mkl", "inductor", "symm_mem")
 _BY_NAME = {
     "lift_fresh": Kind.UNKNOWN,  # a view of a tensor made of Python numbers
     **dict.fromkeys(_FILLED, Kind.FILLED),
@@ -126,6 +129,7 @@ def _look_up(func: Any) -> Known:
     return replace(
         found, random=random, exchange=exchange, shares=shares, pure=pure, lifts=name in _LIFTING,
         gives=name == "_local_scalar_dense", unwritten=name in _UNWRITTEN, resizes=name == "resize_",
+        foreign=found.kind is Kind.UNKNOWN and not exchange and func.namespace not in _TORCHS,
     )  # fmt: skip
 
 

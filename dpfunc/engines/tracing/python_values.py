@@ -17,6 +17,8 @@ READING = frozenset(
         Tensor.storage, Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__,
     )
 )  # fmt: skip
+ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+"""What functions of torch raise."""
 # Names of those whose result shares the memory of the tensor, so that it can be written into without an operation.
 SHARING = frozenset(("numpy", "__array__", "data_ptr", "__dlpack__", "untyped_storage", "storage"))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
@@ -38,7 +40,7 @@ _WITHOUT_SHAPE = frozenset((
     "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_pinned", "is_shared", "is_distributed",
 ))  # fmt: skip
 # Their results have the shape of another tensor, and perhaps no numbers of it.
-_AS_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as"))
+_AS_ANOTHER = frozenset(("expand_as", "view_as", "reshape_as", "_shape_as_tensor"))
 
 
 class _Reader(Protocol):
@@ -56,6 +58,10 @@ class _Reader(Protocol):
         """Note that Python was given the shape of a tensor."""
         ...
 
+    def note_code_inside(self, func: Callable[..., Any], values: Sequence[Any]) -> None:
+        """Note that code of others may have run inside of a function, where no mode sees what it reads."""
+        ...
+
 
 def noting_reads(reader: _Reader, call: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The result of `call(func, args, kwargs)`; numbers of tensors that `func` reads without an operation are noted.
@@ -63,7 +69,13 @@ def noting_reads(reader: _Reader, call: Callable[..., Any], func: Callable[..., 
     It reads those in lists of which it makes a tensor, and those that constructors such as `torch.FloatTensor` take.
     """
     lifted, given = reader.lifted, reader.given
-    result = call(func, args, kwargs)
+    reader.note_code_inside(func, (*args, *kwargs.values()))
+    try:
+        result = call(func, args, kwargs)
+    except ERRORS:  # the loss may catch it, and has learnt a shape
+        for tensor in tensors_of((*args, *kwargs.values())):
+            reader.note_shape_read(tensor)
+        raise
     found: list[Tensor] = []
     if reader.lifted != lifted:
         values = (*args, *kwargs.values())

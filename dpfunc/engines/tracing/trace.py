@@ -26,6 +26,7 @@ from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
+from dpfunc.engines.tracing.code_inside import code_inside
 from dpfunc.engines.tracing.credit import WrongGuess, check_credited
 from dpfunc.engines.tracing.entries import (
     COARSE_DTYPES,
@@ -43,7 +44,7 @@ from dpfunc.engines.tracing.entries import (
     pieces_of,
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
-from dpfunc.engines.tracing.python_values import SHARING, PythonValues
+from dpfunc.engines.tracing.python_values import ERRORS, SHARING, PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
@@ -274,6 +275,15 @@ class Trace(DispatchMode):
         if not own_axis and not may_measure(self, kind, module, name):
             self._doubt_read(f"a shape that follows from values of the batch, read in {module} line {line}")
 
+    def note_code_inside(self, func: Any, values: Sequence[Any]) -> None:
+        """Note a doubt where code of others may run inside of a function of torch, and keep numbers of the batch."""
+        code = code_inside(func, values)
+        if code and code not in self.reads and any(map(self._may_depend, tensors_of(values))):
+            self._doubt_read(code)
+
+    def _may_depend(self, tensor: Tensor) -> bool:
+        return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or self.type_of(tensor) is not None
+
     def shaped_by_values(self, tensor: Tensor) -> Type:
         """The type of a tensor whose shape depends on values of the batch; None for other tensors."""
         entry = next(filter(None, map(self.entry_of, pieces_of(part(tensor)))), None)
@@ -349,6 +359,8 @@ class Trace(DispatchMode):
         """Store the type of the memory of a tensor."""
         if self.clean and carries_gradients(tensor) and is_doubtful(entry):
             self.clean = False
+        if entry.shaped if type(entry) is Mixed else type(entry) is Stored and entry.ragged:
+            self.ragged = True
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -402,7 +414,7 @@ class Trace(DispatchMode):
             self._note_draw(known, random_call(func, args, kwargs))
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
+        except ERRORS as error:  # the loss may catch it, and do other things
             self._note_failure(known, (*args, *kwargs.values()), error)
             raise
         if known.unwritten:
@@ -429,7 +441,7 @@ class Trace(DispatchMode):
 
     def _note_failure(self, known: Known, given: tuple[Any, ...], error: Exception) -> None:
         """Note a doubt where an operation failed for values of the batch, on which the rest of the step may depend."""
-        if any(self.type_of(tensor) is not None for tensor in tensors_of(given)):
+        if any(self.type_of(tensor) is not None or self.shaped_by_values(tensor) for tensor in tensors_of(given)):
             reason = str(error).splitlines()[0][:80]
             self._doubt_read(f"{known.name}, which failed for values of the batch: {reason}")
 
@@ -453,6 +465,8 @@ class Trace(DispatchMode):
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
         written = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
         self._type_by_rule(known, call, args, constants)
+        if known.foreign and not call.constant():
+            self._doubt_read(f"{known.name}, an operation of another library, which may keep numbers of the batch")
         kept = not self.numbers_read and (
             self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
         )
