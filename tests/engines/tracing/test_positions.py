@@ -90,6 +90,11 @@ def added_to_the_first_row(x):
     return x.scatter_add(1, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=DOUBLE))
 
 
+def distances_to_a_batch(x):
+    """Samples are on the second axis of the distances (4, 4, 2), as many as there are on the first."""
+    return x + torch.cdist(x, torch.arange(16.0, dtype=DOUBLE).view(4, 2, 2)).sum(1)
+
+
 def signs_of_zeros(x):
     zeros = torch.zeros(len(x), 1, dtype=DOUBLE)
     zeros[0] = -0.0
@@ -117,7 +122,7 @@ def joined_targets_of_lengths(x):
 MIXING = [
     behind_one_more, result_behind_one_more, overlapping_zeros, draws_by_position, normal_draws_by_position,
     draws_below_a_number, draws_that_are_compared, draws_of_a_seed, draws_of_a_seeded_generator, equations,
-    least_squares, written_into_the_first_row, added_to_the_first_row, signs_of_zeros, equal_elements, joined_targets,
+    least_squares, written_into_the_first_row, added_to_the_first_row, distances_to_a_batch, signs_of_zeros, equal_elements, joined_targets,
     joined_targets_of_lengths,
 ]  # fmt: skip
 

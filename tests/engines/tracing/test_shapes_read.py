@@ -45,6 +45,7 @@ READS = {
     "as many copies as the counts say": lambda x: len(torch.repeat_interleave(torch.ones(len(x)), counts(x))),
     "numbers of a sparse tensor": lambda x: x.detach().clamp(min=0).to_sparse()._nnz(),
     "positions of a sparse tensor": lambda x: x.detach().clamp(min=0).to_sparse().indices().shape[1],
+    "different values": lambda x: len(torch._unique(counts(x))[0]),
     "bytes": lambda x: selected(x).nbytes,
     "turns of a loop": lambda x: sum(1 for _ in selected(x)),
     "parts": lambda x: len(selected(x).unbind()),

@@ -49,7 +49,9 @@ def _tensor_of_shape(call: Call) -> Type:
 
 FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose"), _read),
-    **dict.fromkeys(("nonzero_static", "masked_select", "_unique2", "unique_dim", "unique_consecutive"), _by_values),
+    **dict.fromkeys(
+        ("nonzero_static", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"), _by_values
+    ),
     **dict.fromkeys(("histc", "histogram"), _counted),
     "bincount": _counted_to_the_largest,
     **dict.fromkeys(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"), _checked),
