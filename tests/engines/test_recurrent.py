@@ -184,7 +184,8 @@ def test_dropout_between_layers(engine, layer):
         with torch_seed(insecure_key(1)):
             return loss_of(forward)(params, batch)
 
-    found = ENGINES[engine]()(loss_fn, params, batch).weighted_sum({name: torch.ones(5) for name in params})
+    per_sample = ENGINES[engine](unproven="audit")(loss_fn, params, batch)  # a seed in the loss is a doubt
+    found = per_sample.weighted_sum({name: torch.ones(5) for name in params})
     with torch_seed(insecure_key(1)):
         losses_B = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
     wanted = torch.autograd.grad(losses_B.sum(), list(model.parameters()))

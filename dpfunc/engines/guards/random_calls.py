@@ -45,6 +45,10 @@ class RandomCall:
         first = result[0] if isinstance(result, (list, tuple)) else result
         return replace(self, shape=tuple(first.shape) if isinstance(first, Tensor) else ())
 
+    def state_now(self) -> Tensor:
+        """The state that its generator has now."""
+        return generator_state(_device(self.args, self.kwargs))
+
 
 def random_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RandomCall:
     """Note an operation that is about to draw."""

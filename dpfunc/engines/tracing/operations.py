@@ -36,7 +36,8 @@ class Known:
             always share the memory of its argument, whose entry holds for them. pure: its type follows from shapes and
             types alone, whatever the numbers are. number: of its own. lifts: it makes a tensor of Python values.
             gives: it gives a number to Python. unwritten: its result, or what `resize_` adds, has the numbers that
-            were in this memory before, perhaps of other samples. resizes: it is `resize_`.
+            were in this memory before, perhaps of other samples. resizes: it is `resize_`. foreign: it is in no table,
+            and not of torch.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Known:
     gives: bool = False
     unwritten: bool = False
     resizes: bool = False
+    foreign: bool = False
 
 
 _FILLED = frozenset((
@@ -94,6 +96,7 @@ _COUNTING = frozenset(("arange", "linspace"))
 COPYING = frozenset(("clone", "_to_copy", "contiguous"))
 
 _OWN = ("aten", "prims")
+_TORCHS = (*_OWN, "torchvision", "quantized", "mkldnn", "mkl", "inductor", "symm_mem")
 _BY_NAME = {
     "lift_fresh": Kind.UNKNOWN,  # a view of a tensor made of Python numbers
     **dict.fromkeys(_FILLED, Kind.FILLED),
@@ -126,6 +129,7 @@ def _look_up(func: Any) -> Known:
     return replace(
         found, random=random, exchange=exchange, shares=shares, pure=pure, lifts=name in _LIFTING,
         gives=name == "_local_scalar_dense", unwritten=name in _UNWRITTEN, resizes=name == "resize_",
+        foreign=found.kind is Kind.UNKNOWN and not exchange and func.namespace not in _TORCHS,
     )  # fmt: skip
 
 
@@ -153,7 +157,7 @@ def _composite(func: Any) -> bool:
 
 
 def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:
-    if name in _BY_NAME:
+    if func.namespace in _OWN and name in _BY_NAME:
         return Known(_BY_NAME[name], name, None, written)
     if _gives_its_argument(func, name):
         return Known(Kind.VIEW, name, None, ())
@@ -166,13 +170,17 @@ def _kind_of(func: Any, name: str, written: tuple[int | str, ...]) -> Known:
 
 def _gives_its_argument(func: Any, name: str) -> bool:
     """True for operations whose result usually is, or is in, the memory of their argument."""
-    return func.is_view or name in _ALIASES or (func.namespace in _EXCHANGING and name in _WAITING)
+    if func.namespace in _OWN:
+        return bool(func.is_view) or name in _ALIASES
+    return func.namespace in _EXCHANGING and (bool(func.is_view) or name in _WAITING)
 
 
 def _is_pointwise(func: Any, plain: str) -> bool:
-    """True if torch says so of an operation, or of another overload of it."""
+    """True if torch says so of an operation of its own, or of another overload of it."""
+    if func.namespace not in _OWN:  # what others say of theirs is not known
+        return False
     if torch.Tag.pointwise in func.tags:
         return True
-    packet = getattr(torch.ops.aten, plain, None) if func.namespace in _OWN else None
+    packet = getattr(torch.ops.aten, plain, None)
     overloads = () if packet is None else packet.overloads()
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)

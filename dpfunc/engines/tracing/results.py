@@ -75,9 +75,10 @@ def _type_filled(trace: Trace, known: Known, call: Call, results: Sequence[Any])
     """Store the types of results that are filled with one number, or with random numbers."""
     kind: Type = None
     entry = Constant.EQUAL if known.kind is Kind.FILLED else Constant.RANDOM
-    if known.name in ("bernoulli", "normal"):
-        kind = _pointwise(trace, call)
-        entry = Constant.ANY if _law_of(trace, call.inputs) is Constant.ANY else Constant.RANDOM
+    parameters = call.inputs[1:] if known.name.endswith("_like") else call.inputs  # of the law; not what gives a shape
+    if known.kind is Kind.RANDOM and parameters:
+        kind = combined(call, [broadcast(tensor, results[0].ndim) for tensor in parameters])
+        entry = law_of_draws(trace, parameters)
     elif trace.ragged:  # how many there are depends on values
         same = (tensor for tensor in call.inputs if tensor.shape == results[0].shape)
         kind = next((found for found in map(trace.shaped_by_values, same) if found is not None), None)
@@ -92,7 +93,8 @@ def _mark_sparse(trace: Trace, call: Call, result: Tensor) -> None:
     given = {key_of(piece) for value in call.inputs for piece in pieces_of(part(value))}
     for piece in pieces_of(part(result)):
         if key_of(piece) not in given and key_of(piece) not in trace.entries:
-            trace.note(piece, Mixed("a sparse tensor of the batch"))
+            trace.ragged = True  # how many numbers it has depends on their values
+            trace.note(piece, Mixed("a sparse tensor of the batch", shaped=True))
 
 
 def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:
@@ -134,11 +136,26 @@ def _without_agreement(kind: Type) -> Type:
 
 
 def _law_of(trace: Trace, inputs: Sequence[Tensor]) -> Constant:
-    """EQUAL or RANDOM where tensors have only such numbers, so that the law of each number is the same; else ANY."""
-    found = [trace.entry_of(tensor) for tensor in inputs if tensor.numel() > 1]
+    """EQUAL or RANDOM where tensors have only such numbers, so that the law of each number is the same; else ANY.
+
+    Two random tensors may have the same numbers at other places: `r == r.t()` is true on the diagonal.
+    """
+    several = [tensor for tensor in inputs if tensor.numel() > 1]
+    found = list(map(trace.entry_of, several))
     if not all(entry in (Constant.EQUAL, Constant.RANDOM) for entry in found):
         return Constant.ANY
-    return Constant.RANDOM if Constant.RANDOM in found else Constant.EQUAL
+    places = {
+        (key_of(part(tensor)), tensor.storage_offset(), tensor.stride(), tensor.shape)
+        for tensor, entry in zip(several, found, strict=True) if entry is Constant.RANDOM
+    }  # fmt: skip
+    if len(places) > 1:
+        return Constant.ANY
+    return Constant.RANDOM if places else Constant.EQUAL
+
+
+def law_of_draws(trace: Trace, parameters: Sequence[Tensor]) -> Constant:
+    """RANDOM where random numbers have the same law, by the tensors of their parameters; else ANY."""
+    return Constant.ANY if _law_of(trace, parameters) is Constant.ANY else Constant.RANDOM
 
 
 def constant_of(trace: Trace, known: Known, inputs: Sequence[Tensor]) -> Constant:
@@ -178,7 +195,7 @@ def _keep_own_integers(trace: Trace, added: Sequence[Tensor]) -> None:
 def type_copies(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:
     """Store the types of copies by operations that usually give views: `reshape` and `to` in inference mode."""
     inputs = list(tensors_of((*args, *kwargs.values())))
-    given = {key_of(part(tensor)) for tensor in inputs}
+    given = {key_of(piece) for tensor in inputs for piece in pieces_of(part(tensor))}
     for result in tensors_of([results]):
         if key_of(part(result)) not in given:
             kind = trace.type_of(inputs[0]) if inputs else None

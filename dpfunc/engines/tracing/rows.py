@@ -25,6 +25,9 @@ _UNBOUNDED_STEP = 1 << 62
 """The bytes of a row where all of a memory belongs to it."""
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class Rows(NamedTuple):
     """Type of a tensor whose numbers each depend on at most one sample, with the positions of the samples.
 
@@ -314,10 +317,9 @@ def uniform(tensor: Tensor, rows: Rows, axis: int) -> bool:
         return False
     blocks = torch.unflatten(tensor, axis, (rows.pre, rows.count, rows.post))
     first = blocks.narrow(axis + 1, 0, 1)
-    same = blocks == first
-    if tensor.is_floating_point():
-        same = same | (blocks.isnan() & first.isnan())
-    return bool(same.all())
+    if tensor.is_floating_point():  # bit by bit: 0.0 and -0.0 are equal, and so may be numbers that are not
+        blocks, first = (part.contiguous().view(_BITS[tensor.element_size()]) for part in (blocks, first))
+    return bool((blocks == first).all())
 
 
 def axes_of(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:

@@ -195,7 +195,7 @@ class DiscoveryRecorder:
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
         doubts, reads = len(self.trace.doubts), len(self.trace.reads)
         yield
-        if classes != -1:
+        if type(classes) is int and classes != -1:  # a tensor is a number that is read
             del self.trace.doubts[doubts:]
             del self.trace.reads[reads:]
 

@@ -26,6 +26,7 @@ from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
+from dpfunc.engines.tracing.code_inside import code_inside
 from dpfunc.engines.tracing.credit import WrongGuess, check_credited
 from dpfunc.engines.tracing.entries import (
     COARSE_DTYPES,
@@ -43,7 +44,7 @@ from dpfunc.engines.tracing.entries import (
     pieces_of,
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
-from dpfunc.engines.tracing.python_values import SHARING, PythonValues
+from dpfunc.engines.tracing.python_values import ERRORS, SHARING, PythonValues
 from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
@@ -52,6 +53,7 @@ from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_
 from dpfunc.engines.tracing.writes import clear_unwritten, copy_before_write, refuse_writes, write
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import generator_state
 from dpfunc.types import Batch
 
 __all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
@@ -84,6 +86,7 @@ class Trace(DispatchMode):
         lifted, given: how many tensors were made of Python values, and how many numbers were given to Python.
         whole: functions of several operations that occur again may run as a whole: the operations inside of them are
             not followed, which is right only if the step is settled. skipped: one did.
+        states: of torch's generators, at the beginning and after each draw.
     """
 
     num_samples: int
@@ -109,6 +112,7 @@ class Trace(DispatchMode):
     given: int = 0
     whole: bool = False
     skipped: bool = False
+    states: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -116,6 +120,9 @@ class Trace(DispatchMode):
 
     def begin(self, batch: Batch) -> None:
         """Note that axis 0 of every leaf of the batch holds the samples."""
+        if self.recording and not self.alone:
+            devices = {torch.device("cpu"), *(leaf.device for leaf in pytree.tree_leaves(batch))}
+            self.states += map(generator_state, devices)
         for leaf in pytree.tree_leaves(batch):
             own = part(leaf)
             if not own.numel():
@@ -258,7 +265,7 @@ class Trace(DispatchMode):
 
     def note_shape_read(self, value: Tensor) -> None:
         """Note a doubt where a shape that follows from values of the batch is read."""
-        if not self.ragged or value.layout is not torch.strided:
+        if not self.ragged or not value.ndim:
             return
         kind = self.shaped_by_values(value)
         if kind is None or checks_itself():
@@ -268,9 +275,18 @@ class Trace(DispatchMode):
         if not own_axis and not may_measure(self, kind, module, name):
             self._doubt_read(f"a shape that follows from values of the batch, read in {module} line {line}")
 
+    def note_code_inside(self, func: Any, values: Sequence[Any]) -> None:
+        """Note a doubt where code of others may run inside of a function of torch, and keep numbers of the batch."""
+        code = code_inside(func, values)
+        if code and code not in self.reads and any(map(self._may_depend, tensors_of(values))):
+            self._doubt_read(code)
+
+    def _may_depend(self, tensor: Tensor) -> bool:
+        return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or self.type_of(tensor) is not None
+
     def shaped_by_values(self, tensor: Tensor) -> Type:
         """The type of a tensor whose shape depends on values of the batch; None for other tensors."""
-        entry = self.entry_of(tensor)
+        entry = next(filter(None, map(self.entry_of, pieces_of(part(tensor)))), None)
         kind = entry if isinstance(entry, Mixed) else self.type_of(tensor)  # also of nothing that was selected
         shaped = kind is not None and (kind.ragged if isinstance(kind, Rows) else kind.shaped)
         return kind if shaped else None
@@ -343,6 +359,8 @@ class Trace(DispatchMode):
         """Store the type of the memory of a tensor."""
         if self.clean and carries_gradients(tensor) and is_doubtful(entry):
             self.clean = False
+        if entry.shaped if type(entry) is Mixed else type(entry) is Stored and entry.ragged:
+            self.ragged = True
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -388,17 +406,22 @@ class Trace(DispatchMode):
         self.given += known.gives
         before = part(args[0]).untyped_storage().nbytes() if known.resizes else 0
         random = self.recording and known.random
+        if known.random and not self.alone and kwargs.get("generator") is not None:
+            self.doubts.append(
+                f"{known.name} with a generator of its own: if it was seeded, each position has a number"
+            )
         if random:
-            self.random_calls.append(random_call(func, args, kwargs))
+            self._note_draw(known, random_call(func, args, kwargs))
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # the loss may catch it, and do other things
+        except ERRORS as error:  # the loss may catch it, and do other things
             self._note_failure(known, (*args, *kwargs.values()), error)
             raise
         if known.unwritten:
             clear_unwritten(result, before)
         if random:
             self.random_calls[-1] = self.random_calls[-1].with_shape_of(result)
+            self.states += [] if self.alone else [self.random_calls[-1].state_now()]
         if types:  # of tensors that are split over processes, the parts are followed
             note_meshes(func, args, self.meshes)
             own_args, own_kwargs, own_result, constants = parts((args, kwargs, result, constants))
@@ -407,9 +430,18 @@ class Trace(DispatchMode):
             self._type(known, args, kwargs, result, constants, split=False)
         return result
 
+    def _note_draw(self, known: Known, call: RandomCall) -> None:
+        """Note that random numbers are about to be drawn; a doubt if the loss has set the generator.
+
+        It may go back to a state that it had before in this step, as checkpoints do.
+        """
+        self.random_calls.append(call)
+        if not self.alone and not any(torch.equal(call.state, state) for state in reversed(self.states)):
+            self.doubts.append(f"{known.name} after a generator was set: it has the same number for each position")
+
     def _note_failure(self, known: Known, given: tuple[Any, ...], error: Exception) -> None:
         """Note a doubt where an operation failed for values of the batch, on which the rest of the step may depend."""
-        if any(self.type_of(tensor) is not None for tensor in tensors_of(given)):
+        if any(self.type_of(tensor) is not None or self.shaped_by_values(tensor) for tensor in tensors_of(given)):
             reason = str(error).splitlines()[0][:80]
             self._doubt_read(f"{known.name}, which failed for values of the batch: {reason}")
 
@@ -433,6 +465,8 @@ class Trace(DispatchMode):
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
         written = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
         self._type_by_rule(known, call, args, constants)
+        if known.foreign and not call.constant():
+            self._doubt_read(f"{known.name}, an operation of another library, which may keep numbers of the batch")
         kept = not self.numbers_read and (
             self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
         )

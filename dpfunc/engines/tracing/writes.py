@@ -13,7 +13,7 @@ from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, broadcast, combined, tensors_of
 from dpfunc.engines.tracing.entries import Constant, Entry, doubted, fits, key_of, part, pieces_of
 from dpfunc.engines.tracing.operations import Kind, Known
-from dpfunc.engines.tracing.results import constant_of, types_of
+from dpfunc.engines.tracing.results import constant_of, law_of_draws, types_of
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, located, stored
 from dpfunc.errors import UnsupportedModel
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpfunc.engines.tracing.trace import Trace
 
 
-_LAWS = {Kind.FILLED: Constant.EQUAL, Kind.RANDOM: Constant.RANDOM}
+_FILLING = (Kind.FILLED, Kind.RANDOM)
 
 
 def copy_before_write(trace: Trace, known: Known, args: tuple[Any, ...]) -> Tensor | None:
@@ -113,10 +113,20 @@ class _Write:
     @staticmethod
     def of(target: Tensor, kind: Type, law: Constant, filled: bool, constants: Tensor | None) -> _Write:
         """Compare the target with its memory, and with the shape that rows imply."""
-        covers_all = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        covers_all = _is_dense(target) and target.numel() * target.element_size() == target.untyped_storage().nbytes()
         if isinstance(kind, Rows) and not fits(kind, target):
             kind = Mixed("a result of another shape than was expected")
         return _Write(target, covers_all, kind, law, filled, constants)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if no two positions share a number, and none is left out between them."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != length:
+            return False
+        length *= size
+    return True
 
 
 def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...], constants: Tensor | None) -> None:
@@ -127,10 +137,10 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...], constan
     """
     targets = _written(known, args, call.kwargs)
     kinds = _types_written(trace, known, call, targets)
-    law = _LAWS.get(known.kind) or constant_of(trace, known, call.inputs)
+    law = _law(trace, known, call, targets)
     for target, kind in zip(map(part, targets), kinds, strict=True):
         if target.layout is torch.strided:
-            _overwrite(trace, _Write.of(target, kind, law, known.kind in _LAWS, constants))
+            _overwrite(trace, _Write.of(target, kind, law, known.kind in _FILLING, constants))
         else:
             _overwrite_sparse(trace, target, kind)
     for result in tensors_of([call.out]):
@@ -138,10 +148,21 @@ def write(trace: Trace, known: Known, call: Call, args: tuple[Any, ...], constan
             trace.store(result, kinds[0], Constant.ANY)
 
 
+def _law(trace: Trace, known: Known, call: Call, targets: Sequence[Tensor]) -> Constant:
+    """The kind of constants that are written, if they depend on no sample."""
+    if known.kind is Kind.RANDOM:
+        return law_of_draws(trace, _not_among(call.inputs, targets))
+    return Constant.EQUAL if known.kind is Kind.FILLED else constant_of(trace, known, call.inputs)
+
+
+def _not_among(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensor for tensor in tensors if not any(tensor is target for target in targets)]
+
+
 def _types_written(trace: Trace, known: Known, call: Call, targets: Sequence[Tensor]) -> list[Type]:
     """The types of the numbers that are written into each tensor."""
-    if known.kind in _LAWS:
-        given = [tensor for tensor in call.inputs if not any(tensor is target for target in targets)]
+    if known.kind in _FILLING:
+        given = _not_among(call.inputs, targets)
         return [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in targets]
     if known.name == "copy_":
         return [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
@@ -251,13 +272,21 @@ def _entry_of_base(trace: Trace, write: _Write, kind: Rows, before: Constant) ->
     return doubted(made, "a write into a tensor whose other values differ between positions")
 
 
+def _with_the_rest(made: Stored, start: int) -> Stored:
+    """The same rows with what is beside them in a memory that begins at `start`: no further rows, before the first."""
+    rows_before = (made.base - start) // made.step % made.count
+    return replace(made, base=start + rows_before * made.step)
+
+
 def _rows_of_base(trace: Trace, target: Tensor, kind: Rows) -> Stored | None:
     """Rows of a base tensor, from the rows of the first part that is written; None if they do not follow from it."""
     base = target._base if target._base is not None else target
     if kind.axis == ONE_SAMPLE:
         ids = kind.ids
     elif kind.ids is None and kind.count == trace.num_samples:
-        return replace(stored(kind, target), base=int(base.storage_offset()) * base.element_size())
+        made = stored(kind, target)
+        made = _with_the_rest(made, int(base.storage_offset()) * base.element_size()) if made.step else made
+        return made if _has_rows(trace, target, made, kind) else None
     else:
         ids = rows_module.samples_by_position(kind)
     own_axes = [axis for axis, length in enumerate(base.shape) if length == trace.num_samples and ids is not None]

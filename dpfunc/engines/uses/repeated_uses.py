@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from dpfunc.engines.rules import FAMILIES, RULES, Rule
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.tracing.backward import saving_hooked
+from dpfunc.engines.tracing.python_values import READING_INSIDE
 from dpfunc.engines.tracing.repeated import Answer, answers_for, key_of_values, note_again, put
 from dpfunc.engines.tracing.trace import SEVERAL, Trace
 from dpfunc.engines.uses.tracked import Recorder, Tracked, tensors_in, version
@@ -41,12 +42,13 @@ def _is_torchs(value: object) -> bool:
     return (getattr(value, "__module__", None) or "torch").startswith("torch")
 
 
-# Functions by which torch computes, less those that gave nothing but a view, whose keys would be of no use.
+# Functions by which torch computes, less those that read numbers, and those that gave nothing but a view, whose keys
+# would be of no use.
 _repeatable: set[Any] = {
     value
     for space in _SPACES
     for value in vars(space).values()
-    if callable(value) and not isinstance(value, type) and _is_torchs(value)
+    if callable(value) and not isinstance(value, type) and _is_torchs(value) and value not in READING_INSIDE
 } | set(_OWN)
 
 

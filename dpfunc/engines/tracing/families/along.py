@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Single, Type, broadcast, combined
+from dpfunc.engines.tracing.call import Call, Handler, Single, Type, broadcast, combined, shaped_too
+from dpfunc.engines.tracing.families.aligning import beside_matrices
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, samples_by_position, shuffled, slots_of
 
 
@@ -110,6 +111,16 @@ def _sorted_among_all(call: Call, kind: Rows, values: Tensor, positions: Tensor)
     return [shuffled(samples_by_position(kind)[order], 0, slots[order], of, count, False), call.mixed()]
 
 
+def _least_squares(call: Call) -> list[Type]:
+    """`lstsq(A, B, rcond, *, driver)`: some drivers give residuals only where all matrices have full rank."""
+    one, other = call.args[:2]
+    ndim = max(one.ndim, other.ndim)
+    kind = combined(call, [beside_matrices(each, one, ndim) for each in (one, other)], (ndim - 2, ndim - 1))
+    by_rank = call.kwargs.get("driver") in ("gelss", "gelsd") and kind is not None
+    residuals = shaped_too(call.mixed("whose residuals depend on all ranks")) if by_rank else kind
+    return [kind, residuals, *[kind] * (len(call.out) - 2)]
+
+
 def _cumulative(call: Call) -> Type:
     """Scans along an axis, as cumsum: its positions are combined."""
     return _along(1)(call)
@@ -195,7 +206,8 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
         ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_det",
          "linalg_matrix_exp", "_linalg_slogdet", "linalg_eig", "linalg_lu_factor_ex", "cholesky_inverse",
-         "_cholesky_solve_helper", "linalg_lstsq", "linalg_pinv"),
+         "_cholesky_solve_helper", "linalg_pinv"),
         _last_axes(2),
     ),
+    "linalg_lstsq": _least_squares,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined
-from dpfunc.engines.tracing.rows import Rows, axes_of
+from dpfunc.engines.tracing.rows import ONE_SAMPLE, Rows, axes_of
 
 
 def _along_one(call: Call, self: Tensor, dim: int, others: Sequence[Tensor]) -> Type:
@@ -38,7 +38,10 @@ def _scatter(call: Call) -> Type:
     kinds = [call.type_of(other) for other in others]
     if any(isinstance(kind, Rows) and kind.axis == axis for kind in kinds):
         return call.mixed("into positions of other samples")
-    return _along_one(call, self, axis, others)
+    kind = _along_one(call, self, axis, others)
+    if isinstance(kind, Rows) and kind.axis != ONE_SAMPLE and index.shape[kind.axis] != self.shape[kind.axis]:
+        return call.mixed("into a part of the samples")  # an index is not broadcast
+    return kind
 
 
 FAMILY: dict[str, Handler] = {

@@ -63,7 +63,15 @@ def _margin_loss(call: Call) -> Type:
 
 
 def _ctc_loss(call: Call) -> list[Type]:
-    """`(log_probs (T, B, C), targets (B, S), ...)`."""
+    """`(log_probs (T, B, C), targets (B, S), input_lengths, target_lengths, ...)`.
+
+    Targets may be joined to one axis: the lengths of a sample then say where the targets of the next one begin.
+    """
+    lengths = [call.arg(2, "input_lengths"), call.arg(3, "target_lengths")]
+    if any(isinstance(given, (list, tuple)) and len(set(given)) > 1 for given in lengths):
+        return [call.mixed("with lengths that differ between positions of the batch")] * 2
+    if call.args[1].ndim == 1 and isinstance(lengths[1], Tensor) and call.type_of(lengths[1]) is not None:
+        return [call.mixed("of targets whose positions follow from the lengths of other samples")] * 2
     scores = Aligned(call.args[0], lambda axis: 0 if axis == 1 else -1, lambda axis: 1 if axis == 0 else -1)
     others = [leading(t) for t in call.args[1:] if isinstance(t, Tensor)]
     return [combined(call, [scores, *others], range(1, 4))] * 2

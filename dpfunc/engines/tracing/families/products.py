@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Aligned, Call, Handler, Type, broadcast, combined, lettered
+from dpfunc.engines.tracing.families.aligning import beside_matrices
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Rows
 
 
@@ -73,14 +74,22 @@ def _trilinear(call: Call) -> Type:
 
 def _cdist(call: Call) -> Type:
     """Distances of the rows of two matrices; the backward pass has the gradient, both matrices and the distances."""
-    one: Tensor = call.args[0]
-    lead = "abcdefgh"[: one.ndim - 2]
-    return combined(call, [lettered(one, lead + "pm", lead + "pr"), lettered(call.args[1], lead + "rm", lead + "pr")])
+    lead = "abcdefgh"[: call.out.ndim - 2]  # broadcast from the right, as all leading axes
+    own = [lead[call.out.ndim - tensor.ndim :] for tensor in call.args[:2]]
+    return combined(
+        call,
+        [
+            lettered(tensor, before + axes, lead + "pr")
+            for tensor, before, axes in zip(call.args[:2], own, ("pm", "rm"), strict=True)
+        ],
+    )
 
 
 def _cdist_backward(call: Call) -> Type:
     """`(grad (..., P, R), x1 (..., P, M), x2 (..., R, M), p, distances)`: the gradient of x1."""
     one: Tensor = call.args[1]
+    if any(tensor.ndim != one.ndim for tensor in (call.args[0], call.args[2])):
+        return call.mixed("of matrices that were broadcast")
     lead = "abcdefgh"[: one.ndim - 2]
     out = lead + "pm"
     return combined(
@@ -104,8 +113,7 @@ def _solve(call: Call) -> Type:
     if any(call.type_of(tensor) is not None for tensor in call.inputs if tensor.ndim < 2):
         return call.mixed("of a vector")
     ndim = max(tensor.ndim for tensor in tensors)
-    kinds = combined(call, [broadcast(tensor, ndim) for tensor in tensors], (ndim - 2, ndim - 1))
-    return kinds
+    return combined(call, [beside_matrices(tensor, tensors[0], ndim) for tensor in tensors], (ndim - 2, ndim - 1))
 
 
 FAMILY: dict[str, Callable[[Call], object]] = {

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Type
+from dpfunc.engines.tracing.call import Call, Type, shaped_too
+from dpfunc.engines.tracing.rows import Mixed
 
 
 def _read(call: Call) -> Type:
@@ -33,15 +34,26 @@ def _counted(call: Call) -> Type:
     return call.mixed("over the batch") if any(call.type_of(t) is not None for t in call.inputs) else None
 
 
+def _counted_to_the_largest(call: Call) -> Type:
+    """`(integers, weights, minlength)`: as many counts as the largest value says, or `minlength` for each row alone."""
+    kind, least = _counted(call), call.arg(2, "minlength", 0)
+    return shaped_too(kind) if len(call.out) != least else kind
+
+
 def _tensor_of_shape(call: Call) -> Type:
     """Numbers that follow from shapes alone."""
-    return None
+    kinds = map(call.type_of, call.inputs)
+    shaped = any(kind.shaped if isinstance(kind, Mixed) else kind is not None and kind.ragged for kind in kinds)
+    return call.mixed("of a tensor whose shape depends on values of the batch") if shaped else None
 
 
 FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(("_local_scalar_dense", "item", "equal", "is_nonzero", "allclose"), _read),
-    **dict.fromkeys(("nonzero_static", "masked_select", "_unique2", "unique_dim", "unique_consecutive"), _by_values),
-    **dict.fromkeys(("bincount", "histc", "histogram"), _counted),
+    **dict.fromkeys(
+        ("nonzero_static", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"), _by_values
+    ),
+    **dict.fromkeys(("histc", "histogram"), _counted),
+    "bincount": _counted_to_the_largest,
     **dict.fromkeys(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"), _checked),
     **dict.fromkeys(("sym_size", "sym_numel", "_shape_as_tensor"), _tensor_of_shape),
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Type, broadcast, combined
+from dpfunc.engines.tracing.call import Call, Type, broadcast, combined, shaped_too
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, gathered, same_ids, samples_by_position
 
 
@@ -222,7 +222,7 @@ def _channel_shuffle(call: Call) -> Type:
 
 def _repeat_interleave(call: Call) -> Type:
     """With counts in a tensor: the positions that result."""
-    return call.mixed("with counts from values") if call.type_of(call.args[0]) is not None else None
+    return shaped_too(call.mixed("with counts from values")) if call.type_of(call.args[0]) is not None else None
 
 
 FAMILY: dict[str, Callable[[Call], object]] = {

@@ -59,6 +59,8 @@ def _isin(call: Call) -> Type:
     test = call.args[1]
     if isinstance(test, Tensor) and call.type_of(test) is not None:
         return call.mixed()
+    if call.kwargs.get("assume_unique"):  # torch may sort all elements, and compare each with its neighbour
+        return call.mixed("of elements that may be equal")
     return call.type_of(call.args[0]) if isinstance(call.args[0], Tensor) else None
 
 

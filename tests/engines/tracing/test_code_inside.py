@@ -1,0 +1,111 @@
+"""Code of others inside of functions of torch may keep numbers of the batch: no mode sees what it reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dpfunc.engines import bookkeeping
+from dpfunc.errors import UnsupportedModel
+
+DOUBLE = torch.float64
+
+
+def params():
+    return {"w": torch.tensor([[0.5, -1.0], [2.0, 1.0]], dtype=DOUBLE), "v": torch.tensor([1.0, 0.5], dtype=DOUBLE)}
+
+
+def batch(seed):
+    return torch.randn(4, 2, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def head(x, p):
+    return (x @ p["w"] * p["v"]).sum(1).square()
+
+
+class Kept(list):
+    """Numbers of tensors."""
+
+    def keep(self, tensor):
+        self.append(tensor.detach().flatten().tolist()[0])
+        return tensor
+
+
+def by_saved_tensors(x, kept):
+    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+        x.clone().requires_grad_().sin()
+
+
+def by_a_distance(x, kept):
+    F.triplet_margin_with_distance_loss(
+        x, x, x, distance_function=lambda one, other: (kept.keep(one) - other).sum(1), reduction="none"
+    )
+
+
+def by_a_mode(x, kept):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(kept.keep(args[0]), *args[1:], **(kwargs or {}))
+
+    with Mode():
+        x.sin()
+
+
+def by_an_operation(x, kept):
+    library = torch.library.Library("dpfunc_test_inside", "DEF")
+    library.define("log(Tensor x) -> Tensor")
+    library.impl("log", lambda tensor: kept.keep(tensor).clone(), "CPU")
+    torch.ops.dpfunc_test_inside.log(x)
+    library._destroy()
+
+
+def by_a_class(x, kept):
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(kept.keep(args[0]), *args[1:], **(kwargs or {}))
+
+    x.as_subclass(Own).sin()
+
+
+def by_the_shape_of_an_argument(x, kept):
+    kept.append(torch.nonzero(x > 0, out=torch.empty(0, dtype=torch.int64)).shape[0])
+
+
+def by_an_error(x, kept):
+    try:
+        x[x[:, 0] > 0].narrow(0, 0, 5)
+    except RuntimeError:
+        kept.append(2.0)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        by_saved_tensors, by_a_distance, by_a_mode, by_an_operation, by_a_class, by_the_shape_of_an_argument, by_an_error,
+    ],
+)  # fmt: skip
+def test_what_is_read_inside_is_a_doubt_now_and_later(read):
+    kept, engine = Kept(), bookkeeping()
+
+    def loss_fn(p, x):
+        if not kept:
+            read(x.detach(), kept)
+        return head(x, p) * kept[-1]
+
+    for seed in range(2):
+        with pytest.raises(UnsupportedModel, match="influence each other"):
+            engine(loss_fn, params(), batch(seed))
+
+
+def test_the_hooks_of_torch_are_none_of_others():
+    def loss_fn(p, x):
+        with torch.autograd.graph.save_on_cpu():
+            x = x.sin()
+        return head(checkpoint(torch.tanh, x, use_reentrant=False), p)
+
+    assert not bookkeeping(unproven="audit")(loss_fn, params(), batch(0)).evidence.doubts
