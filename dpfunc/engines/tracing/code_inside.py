@@ -17,7 +17,7 @@ _REVIEWED = ("torch", "torchvision", "dpfunc")
 
 
 def code_inside(func: Any, values: Sequence[Any]) -> str:
-    """What may run inside of a function of torch that is called with these values, in words; empty if nothing may."""
+    """Code of others that may run inside of a function of torch with these values, in words; empty if there is none."""
     if any(_is_strange(type(mode)) for mode in _get_current_dispatch_mode_stack()):
         return "a dispatch mode of the loss, which may keep numbers of the batch"
     if any(map(_is_strange, _saving_hooks())):

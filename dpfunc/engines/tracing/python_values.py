@@ -18,7 +18,7 @@ READING = frozenset(
     )
 )  # fmt: skip
 ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
-"""What functions of torch raise."""
+"""Errors that functions of torch raise."""
 # Names of those whose result shares the memory of the tensor, so that it can be written into without an operation.
 SHARING = frozenset(("numpy", "__array__", "data_ptr", "__dlpack__", "untyped_storage", "storage"))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
