@@ -34,6 +34,7 @@ from benchmarks.engines.cases import CASES
 from benchmarks.engines.problem import Problem
 from benchmarks.engines.report import machine, versions, write
 from dpfunc import clipping, distributed, sampling
+from dpfunc._utils.digests import checksum
 from dpfunc.distributed.agreement import agree, summarize
 from dpfunc.distributed.noise_shares import noise_windows
 from dpfunc.distributed.reduce import sum_over
@@ -84,6 +85,7 @@ def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], objec
         "handshake": lambda: agree(summarize(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
         "all-reduce": lambda: sum_over(ranks, sums, params),
         "noise": lambda: add_share(clipped, share, dpfunc.insecure_key(0)),
+        "checksum": lambda: checksum(sums.items()),
     }
 
 
@@ -161,7 +163,7 @@ def _ratios(found: Mapping[str, list[float]]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each measurement: milliseconds, ratios to the plain step, CPU milliseconds of the parts, counts."""
-    parts = ("clipped sum", "handshake", "all-reduce", "noise")
+    parts = ("clipped sum", "handshake", "all-reduce", "noise", "checksum")
     return [
         [
             row["case"], str(row["processes"]), f"{1e3 * row['seconds']['plain']:.0f}",
@@ -184,6 +186,7 @@ HEADS = [
     "handshake ms",
     "all-reduce ms",
     "noise ms",
+    "checksum ms",
     "collectives",
     "million normals",
 ]

@@ -44,7 +44,7 @@ _RULES: dict[Strategy, _Rule] = {
     "head": _Rule(0.5, 100, math.nan, 0.25, "measured on nine data sets"),
     "lora": _Rule(0.16, 40, 1e-3, 1.0, "measured on two data sets of texts, in one layer"),
     "projector": _Rule(
-        0.1, 100, (8.0, 0.0, 0.02), 1.0, "measured on two data sets of images, in one language model", cheap=1000
+        0.1, 100, (8.0, 0.0, 0.05), 1.0, "measured on two data sets of images, in one language model", cheap=1000
     ),
     "full": _Rule(0.1, 100, (4.0, 0.004, 0.2), 1.0, "measured on seven data sets", cheap=1000),
     "pretrained": _Rule(0.1, 100, 5e-4, 1.0, f"{_UNSEARCHED}: that of Li et al. 2022"),
@@ -208,7 +208,7 @@ def recipe(
         |---|---|---|---|
         | head       | 0.5  | 100   | a / (feature_norm sqrt(k)), a = k^(1/4) / (2 sqrt(r)), 2 <= a <= 18 |
         | lora       | 0.16 | 40    | 0.001; a new head beside the adapters has that of a head |
-        | projector  | 0.1, and up to 0.5 for 1000 rows | 100 | 8 / sqrt(d), at most 0.02 |
+        | projector  | 0.1, and up to 0.5 for 1000 rows | 100 | 8 / sqrt(d), at most 0.05 |
         | full       | 0.1, and up to 0.5 for 1000 rows | 100 | 4 / sqrt(d), at least 0.004 and at most 0.2 |
         | pretrained | 0.1  | 100   | 0.0005 |
 

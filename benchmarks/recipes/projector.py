@@ -211,22 +211,25 @@ def starts(classes: list[str], width: int) -> Callable[[bool, int], Reader]:
 
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
+@click.option("--layers", type=click.Choice(["1", "2"]), multiple=True, help="Both by default.")
 @click.option("--seeds", type=int, default=SEEDS, help="Runs of each.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
-def main(names: tuple[str, ...], seeds: int, out: Path) -> None:
-    """Measure, print, and write the results."""
+def main(names: tuple[str, ...], layers: tuple[str, ...], seeds: int, out: Path) -> None:
+    """Measure, print, and keep the results; others in the file stay."""
     examples()
-    console, results = Console(width=200), []
+    console = Console(width=200)
     torch.set_num_threads(1)
     for name in names or tuple(SETS):
         images = SETS[name]()
         train, validation = parts(name, images)
         start = starts(images.names, train.x.shape[-1])
-        for deep in (False, True):
-            for result in measure(partial(start, deep), train, validation, seeds):
-                results.append({"data": name, "layers": 2 if deep else 1, **result})
-                console.print(line(results[-1]))
-                out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+        for form in layers or ("1", "2"):
+            for result in measure(partial(start, form == "2"), train, validation, seeds):
+                kept = json.loads(out.read_text("utf-8")) if out.exists() else []
+                known = {(old["data"], old["layers"], old["epsilon"]): old for old in kept}
+                known[name, int(form), result["epsilon"]] = {"data": name, "layers": int(form), **result}
+                console.print(line(known[name, int(form), result["epsilon"]]))
+                out.write_text(json.dumps([known[key] for key in sorted(known)], indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ def test_it_measures_all_parts(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     (row,) = json.loads(out.read_text())["rows"]
     assert row["processes"] == 2
-    assert set(row["seconds"]) == {"plain", "dp_step", "clipped sum", "handshake", "all-reduce", "noise"}
+    parts = {"clipped sum", "handshake", "all-reduce", "noise", "checksum"}
+    assert set(row["seconds"]) == {"plain", "dp_step", *parts}
     assert all(value > 0 for name in ("seconds", "cpu_seconds") for value in row[name].values())
     assert row["ratio"]["plain"] == row["cpu_ratio"]["plain"] == 1.0
     assert row["counts"]["collectives"] == 3  # agreement, sum, confirmation

@@ -1,9 +1,6 @@
-"""The benchmarks of recipes for texts: closed gradients are those of the library; the tables are committed results."""
+"""The benchmarks of adapters and projectors: closed gradients are those of the library; tables are committed results."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +8,9 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import dpfunc
-from benchmarks.recipes import adapters, projector, rules, trainer
-
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
+from benchmarks.pages import filled
+from benchmarks.recipes import adapters, page, projector, projector_apart
+from dpfunc.recipes import recipe
 
 
 def top_layer():
@@ -48,18 +45,25 @@ def test_the_clipped_sum_is_that_of_the_library(train, bound):
         torch.testing.assert_close(found[name], clipped.sums[name], rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "benchmark", [adapters, projector, trainer, rules], ids=["adapters", "projector", "trainer", "rules"]
-)
-def test_the_table_is_the_committed_result(benchmark):
-    results = json.loads(benchmark.RESULT.read_text("utf-8"))
-    assert results
-    for result in results:
-        assert benchmark.line(result) in DOCUMENT
+def test_the_tables_of_the_page_are_the_committed_results():
+    document = page.PAGE.read_text("utf-8")
+    tables = page.tables()
+    assert filled(document, tables) == document
+    for name, table in tables.items():
+        head, line, *rows = table.splitlines()
+        assert rows, name
+        assert {each.count("|") for each in (head, line, *rows)} == {head.count("|")}
 
 
-def test_the_table_of_batches_is_the_committed_result():
-    results = json.loads(rules.BATCHES.read_text("utf-8"))
-    assert [result["data"] for result in results] == list(rules.FULL)
-    for result in results:
-        assert rules.line_of_batches(result) in DOCUMENT
+def test_the_results_of_projectors_have_the_recipe_of_now():
+    """A rule that is changed must be measured again."""
+    for result in page.read(projector_apart.RESULT):
+        facts = {"dataset_size": result["n"], "num_parameters": result["parameters"], "epsilon": result["epsilon"]}
+        found = recipe("projector", **facts, delta=result["delta"])
+        assert result["recipe_settings"] == {
+            "lr": pytest.approx(found.learning_rate), "expected_batch_size": found.expected_batch_size,
+            "steps": found.num_steps,
+        }  # fmt: skip
+    for result in page.read(projector.RESULT):
+        found = recipe("projector", dataset_size=1, num_parameters=result["parameters"], epsilon=3.0, delta=1e-5)
+        assert result["rate"] == pytest.approx(found.learning_rate)
