@@ -48,4 +48,5 @@ def _has_own_functions(tensor: Tensor) -> bool:
     kind = type(tensor)
     if kind is Tensor or kind is Parameter or not _is_strange(kind):
         return False
-    return kind.__torch_function__.__func__ is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    own, usual = (getattr(each, "__func__", each) for each in (kind.__torch_function__, Tensor.__torch_function__))
+    return own is not usual and own is not torch._C._disabled_torch_function_impl

@@ -338,6 +338,11 @@ class Trace(DispatchMode):
                 f"Of a row that is computed alone, {what} comes from {kind.reason}: from other rows."
             )
 
+    def note_shaped(self, tensor: Tensor, kind: Mixed) -> None:
+        """Note the type of new memory whose shape depends on values of the batch."""
+        self.ragged = True
+        self.note(tensor, kind)
+
     def shuffle(self) -> None:
         """Note that rows are in an order that depends on several samples from here on."""
         self.shuffled = True
