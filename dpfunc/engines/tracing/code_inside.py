@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,33 @@ from dpfunc.engines.tracing.call import tensors_of
 
 _REVIEWED = ("torch", "torchvision", "dpfunc")
 """Packages whose hooks, modes and classes of tensors keep no numbers: checkpoints, offloading, counters."""
+
+
+_PLAIN = frozenset((
+    Tensor, Parameter, int, float, bool, str, type(None), type(...), slice, torch.Size, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+))  # fmt: skip
+
+number_of_modes = torch._C._len_torch_dispatch_stack
+
+
+def may_have_code_inside(args: Sequence[Any], kwargs: Mapping[str, Any], modes: int) -> bool:
+    """False where no code of others can run inside of a function with these arguments. Quick: it is asked for each.
+
+    Args:
+        modes: number of dispatch modes without those of the loss.
+    """
+    if number_of_modes() != modes or _saving_hooks():
+        return True
+    return not _are_plain(args) or (bool(kwargs) and not _are_plain(kwargs.values()))
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind not in _PLAIN and not ((kind is tuple or kind is list) and _are_plain(value)):
+            return False
+    return True
 
 
 def code_inside(func: Any, values: Sequence[Any]) -> str:
@@ -33,10 +60,12 @@ def _is_strange(value: Any) -> bool:
     return str(getattr(value, "__module__", None) or "?").partition(".")[0] not in _REVIEWED
 
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore: ())
+
+
 def _saving_hooks() -> Sequence[Any]:
     """The hooks that take saved tensors now; none in torch 2.6, which does not tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return () if top is None else top(True) or ()
+    return _top_hooks(True) or ()
 
 
 def _is_function(value: Any) -> bool:

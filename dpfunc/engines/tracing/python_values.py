@@ -58,7 +58,7 @@ class _Reader(Protocol):
         """Note that Python was given the shape of a tensor."""
         ...
 
-    def note_code_inside(self, func: Callable[..., Any], values: Sequence[Any]) -> None:
+    def note_code_inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that code of others may have run inside of a function, where no mode sees what it reads."""
         ...
 
@@ -69,7 +69,7 @@ def noting_reads(reader: _Reader, call: Callable[..., Any], func: Callable[..., 
     It reads those in lists of which it makes a tensor, and those that constructors such as `torch.FloatTensor` take.
     """
     lifted, given = reader.lifted, reader.given
-    reader.note_code_inside(func, (*args, *kwargs.values()))
+    reader.note_code_inside(func, args, kwargs)
     try:
         result = call(func, args, kwargs)
     except ERRORS:  # the loss may catch it, and has learnt a shape

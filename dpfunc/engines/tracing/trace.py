@@ -7,7 +7,7 @@ each loss, and each gradient that is credited, has rows without a doubt is prove
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
 from dpfunc.engines.tracing.call import Call, Type, tensors_of
-from dpfunc.engines.tracing.code_inside import code_inside
+from dpfunc.engines.tracing.code_inside import code_inside, may_have_code_inside, number_of_modes
 from dpfunc.engines.tracing.credit import WrongGuess, check_credited
 from dpfunc.engines.tracing.entries import (
     COARSE_DTYPES,
@@ -86,6 +86,7 @@ class Trace(DispatchMode):
         lifted, given: how many tensors were made of Python values, and how many numbers were given to Python.
         whole: functions of several operations that occur again may run as a whole: the operations inside of them are
             not followed, which is right only if the step is settled. skipped: one did.
+        modes: number of dispatch modes, this one included, before the loss is called.
         states: of torch's generators, at the beginning and after each draw.
     """
 
@@ -113,13 +114,15 @@ class Trace(DispatchMode):
     whole: bool = False
     skipped: bool = False
     states: list[Tensor] = field(default_factory=list)
+    modes: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()
         forget_freed()
 
     def begin(self, batch: Batch) -> None:
-        """Note that axis 0 of every leaf of the batch holds the samples."""
+        """Note that axis 0 of every leaf of the batch holds the samples. Next, this mode is entered."""
+        self.modes = number_of_modes() + 1
         if self.recording and not self.alone:
             devices = {torch.device("cpu"), *(leaf.device for leaf in pytree.tree_leaves(batch))}
             self.states += map(generator_state, devices)
@@ -275,8 +278,11 @@ class Trace(DispatchMode):
         if not own_axis and not may_measure(self, kind, module, name):
             self._doubt_read(f"a shape that follows from values of the batch, read in {module} line {line}")
 
-    def note_code_inside(self, func: Any, values: Sequence[Any]) -> None:
+    def note_code_inside(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a doubt where code of others may run inside of a function of torch, and keep numbers of the batch."""
+        if not may_have_code_inside(args, kwargs, self.modes):
+            return
+        values = (*args, *kwargs.values())
         code = code_inside(func, values)
         if code and code not in self.reads and any(map(self._may_depend, tensors_of(values))):
             self._doubt_read(code)
