@@ -43,9 +43,13 @@ def _are_plain(values: Iterable[Any]) -> bool:
     return True
 
 
-def code_inside(func: Any, values: Sequence[Any]) -> str:
-    """Code of others that may run inside of a function of torch with these values, in words; empty if there is none."""
-    if any(_is_strange(type(mode)) for mode in _get_current_dispatch_mode_stack()):
+def code_inside(func: Any, values: Sequence[Any], modes: int) -> str:
+    """Code of others that may run inside of a function of torch with these values, in words; empty if there is none.
+
+    Args:
+        modes: number of dispatch modes without those of the loss. Whoever calls a step may have modes around it.
+    """
+    if any(_is_strange(type(mode)) for mode in _get_current_dispatch_mode_stack()[modes:]):
         return "a dispatch mode of the loss, which may keep numbers of the batch"
     if any(map(_is_strange, _saving_hooks())):
         return "hooks on saved tensors, which may keep numbers of the batch"

@@ -283,7 +283,7 @@ class Trace(DispatchMode):
         if not may_have_code_inside(args, kwargs, self.modes):
             return
         values = (*args, *kwargs.values())
-        code = code_inside(func, values)
+        code = code_inside(func, values, self.modes)
         if code and code not in self.reads and any(map(self._may_depend, tensors_of(values))):
             self._doubt_read(code)
 

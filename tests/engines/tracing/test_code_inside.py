@@ -109,3 +109,21 @@ def test_the_hooks_of_torch_are_none_of_others():
         return head(checkpoint(torch.tanh, x, use_reentrant=False), p)
 
     assert not bookkeeping(unproven="audit")(loss_fn, params(), batch(0)).evidence.doubts
+
+
+class Counting(TorchDispatchMode):
+    """A mode of whoever calls a step, such as a profiler's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_a_step_is_none_of_the_loss():
+    def inside(p, x):
+        with Counting():
+            return head(x, p)
+
+    with Counting():
+        assert bookkeeping()(lambda p, x: head(x, p), params(), batch(0))
+    with pytest.raises(UnsupportedModel, match="a dispatch mode of the loss"):
+        bookkeeping()(inside, params(), batch(0))
