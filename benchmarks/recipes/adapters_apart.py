@@ -3,7 +3,7 @@
 The loop is that of adapters.py, on the data and tokens of trainer.py: adapters at query and value of the highest layer
 of all-MiniLM-L6-v2, mean pooling and a new head. The best of `GRID` is chosen on the validation part, which epsilon
 does not count, and the test part is read once, after that. Beside it stand the runs of `dpfunc train` and `DPTrainer`
-with the budget alone, from the results of trainer.py. A run takes three to four minutes of one core.
+with the budget alone, from the results of trainer.py. A run takes one to four minutes of one core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.recipes.trainer import RESULT as RECIPES
 from benchmarks.recipes.trainer import pairs_of
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_adapters_apart.json"
-TOKENS = {"bbc": 96, "rotten": 32}
+TOKENS = {"bbc": 32, "rotten": 32}
 GRID: tuple[dict[str, Any], ...] = (
     {"rate": 1e-3},
     {"rate": 3e-3},
