@@ -165,7 +165,8 @@ def _types_written(trace: Trace, known: Known, call: Call, targets: Sequence[Ten
         given = _not_among(call.inputs, targets)
         return [combined(call, [broadcast(tensor, target.ndim) for tensor in given]) for target in targets]
     if known.name == "copy_":
-        return [combined(call, [broadcast(call.args[1], call.args[0].ndim)])]
+        given = [value for value in call.args[1:2] if isinstance(value, Tensor)]  # or a Python number
+        return [combined(call, [broadcast(tensor, call.args[0].ndim) for tensor in given])]
     if call.constant():
         return [None] * len(targets)
     if call.out is None:  # of operations on lists: what they give is what they write

@@ -119,11 +119,17 @@ def joined_targets_of_lengths(x):
     return x * loss_B[:, None]
 
 
+def number_copied_into_the_first_row(x):
+    rows = x.clone()
+    rows[:1].copy_(2)
+    return rows
+
+
 MIXING = [
     behind_one_more, result_behind_one_more, overlapping_zeros, draws_by_position, normal_draws_by_position,
     draws_below_a_number, draws_that_are_compared, draws_of_a_seed, draws_of_a_seeded_generator, equations,
     least_squares, written_into_the_first_row, added_to_the_first_row, distances_to_a_batch, signs_of_zeros, equal_elements, joined_targets,
-    joined_targets_of_lengths,
+    joined_targets_of_lengths, number_copied_into_the_first_row,
 ]  # fmt: skip
 
 
@@ -151,6 +157,7 @@ HONEST = [
     lambda x: torch.linalg.solve(torch.diag_embed(x * x + 1), x),
     lambda x: torch.linalg.solve(torch.diag_embed(x * x + 1), torch.ones(len(x), 2, dtype=DOUBLE)),
     lambda x: x.scatter(1, torch.zeros(len(x), 1, dtype=torch.int64), 3.0),
+    lambda x: x + x.clone().copy_(2),
 ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from dpfunc.engines.tracing.call import Call, Handler, Single, Type, broadcast, combined, shaped_too
+from dpfunc.engines.tracing.call import Aligned, Call, Handler, Single, Type, broadcast, combined, shaped_too
 from dpfunc.engines.tracing.families.aligning import beside_matrices
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, axes_of, samples_by_position, shuffled, slots_of
 
@@ -121,6 +121,18 @@ def _least_squares(call: Call) -> list[Type]:
     return [kind, residuals, *[kind] * (len(call.out) - 2)]
 
 
+def _pseudoinverse(call: Call) -> Type:
+    """`pinv(A, atol, rtol)`: a tolerance has the axes of A (..., n, m) before the last two, so (...,)."""
+    matrices, ndim = call.args[0], call.out.ndim
+
+    def of_matrices(tolerance: Tensor) -> Aligned:
+        shift = ndim - 2 - tolerance.ndim
+        return Aligned(tolerance, lambda axis: axis + shift, lambda axis: axis - shift if axis < ndim - 2 else -1)
+
+    operands = [broadcast(each, ndim) if each is matrices else of_matrices(each) for each in call.inputs]
+    return combined(call, operands, (ndim - 2, ndim - 1))
+
+
 def _cumulative(call: Call) -> Type:
     """Scans along an axis, as cumsum: its positions are combined."""
     return _along(1)(call)
@@ -206,8 +218,9 @@ FAMILY: dict[str, Callable[[Call], object]] = {
     **dict.fromkeys(
         ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_det",
          "linalg_matrix_exp", "_linalg_slogdet", "linalg_eig", "linalg_lu_factor_ex", "cholesky_inverse",
-         "_cholesky_solve_helper", "linalg_pinv"),
+         "_cholesky_solve_helper"),
         _last_axes(2),
     ),
+    "linalg_pinv": _pseudoinverse,
     "linalg_lstsq": _least_squares,
 }  # fmt: skip

@@ -1,0 +1,476 @@
+"""Calls of torch's functions, drawn from a seed, and a judge that looks at numbers only.
+
+The judge knows nothing of dpfunc: it calls the function on a batch, on batches with one row replaced, and on the
+permuted batch. What it calls mixing or dependent on position must not be proven; most of what it calls honest must be.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpfunc.engines import bookkeeping
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+
+DOUBLE = torch.float64
+SAMPLES = 4
+"""Rows of each batch. Many other axes are as long, so that a guess by length is wrong."""
+
+# What is made of a batch of shape (4, 2), before the function is called. B: samples; 4: an axis as long as B.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "B2": lambda x: x,
+    "B4": lambda x: torch.cat([x, x.sin()], 1),
+    "4B": lambda x: torch.cat([x, x.sin()], 1).t(),
+    "2B": lambda x: x.t(),
+    "B": lambda x: x[:, 0],
+    "B22": lambda x: torch.stack([x, x.cos()], 1),
+    "2B2": lambda x: torch.stack([x, x.cos()]),
+    "22B": lambda x: torch.stack([x, x.cos()]).mT,
+    "1B4": lambda x: torch.cat([x, x.sin()], 1)[None],
+    "B44": lambda x: x.repeat(1, 2)[:, :, None] * x.sin().repeat(1, 2)[:, None],
+    "B144": lambda x: (x.repeat(1, 2)[:, :, None] * x.sin().repeat(1, 2)[:, None])[:, None],
+    "1B42": lambda x: torch.stack([x, x.cos(), x.sin(), x * 2], 1)[None],
+    "B2222": lambda x: torch.stack([x, x.cos(), x.sin(), x * 2], 1).view(-1, 2, 2, 2, 1).expand(-1, -1, -1, -1, 2),
+    "matrices": lambda x: x[:, :, None] * x[:, None] + torch.eye(2, dtype=DOUBLE),
+    "shares": lambda x: x.sigmoid(),
+    "bools": lambda x: x > 0,
+    "bools B": lambda x: x[:, 0] > 0,
+    "integers": lambda x: (x * 3).long().abs(),
+    "zeros and ones": lambda x: (x > 0).long(),
+    "zeros and ones B": lambda x: (x[:, 1] > 0).long(),
+    "zeros and ones 2B": lambda x: (x > 0).long().t(),
+    "complex": lambda x: torch.complex(x, x.cos()),
+    "complex 2B": lambda x: torch.complex(x, x.cos()).t(),
+    "single": lambda x: x.float(),
+}  # fmt: skip
+
+
+def counted(*shape: int) -> Tensor:
+    """Numbers that differ at all places."""
+    return torch.arange(float(torch.Size(shape).numel()), dtype=DOUBLE).view(shape) + 0.5
+
+
+# Alike: the same for each row, wherever the samples are. The others have an axis of length 4, on which they differ.
+ALIKE: dict[str, Callable[[], Tensor]] = {
+    "a number": lambda: torch.tensor(0.5, dtype=DOUBLE),
+    "2": lambda: torch.tensor([1.0, 2.0], dtype=DOUBLE),
+    "12": lambda: torch.tensor([[1.0, 2.0]], dtype=DOUBLE),
+    "22": lambda: torch.tensor([[1.0, 2.0], [-1.0, 0.5]], dtype=DOUBLE),
+    "212": lambda: counted(2, 1, 2),
+    "212 22": lambda: counted(2, 1, 2, 2),
+    "222": lambda: counted(2, 2, 2),
+    "zeros 42": lambda: torch.zeros(4, 2, dtype=DOUBLE),
+    "zeros 44": lambda: torch.zeros(4, 4, dtype=DOUBLE),
+    "true 12": lambda: torch.tensor([[True, False]]),
+    "index 1": lambda: torch.tensor([1]),
+    "index 2": lambda: torch.tensor([1, 0]),
+    "index 11": lambda: torch.tensor([[0]]),
+    "index 12": lambda: torch.tensor([[0, 1]]),
+    "ones 42": lambda: torch.ones(4, 2, dtype=torch.long),
+}
+DIFFERING: dict[str, Callable[[], Tensor]] = {
+    "4": lambda: counted(4),
+    "41": lambda: counted(4, 1),
+    "14": lambda: counted(1, 4),
+    "42": lambda: counted(4, 2),
+    "44": lambda: counted(4, 4),
+    "24": lambda: counted(2, 4),
+    "422": lambda: counted(4, 2, 2),
+    "242": lambda: counted(2, 4, 2),
+    "411": lambda: counted(4, 1, 1),
+    "4122": lambda: counted(4, 1, 2, 2),
+    "true 4": lambda: torch.tensor([True, False, True, True]),
+    "true 42": lambda: torch.arange(8).view(4, 2) % 3 == 0,
+    "index 4": lambda: torch.arange(4) % 2,
+    "index 42": lambda: torch.arange(8).view(4, 2) % 2,
+    "order 4": lambda: torch.tensor([1, 0, 3, 2]),
+}
+CONSTANTS = {**ALIKE, **DIFFERING}
+
+
+@dataclass(frozen=True)
+class Made:
+    """An argument that is made for each call: of the batch, or a constant."""
+
+    name: str
+    of_batch: bool
+
+    def __repr__(self) -> str:
+        return f"<{'batch' if self.of_batch else 'constant'} {self.name}>"
+
+    def of(self, x: Tensor) -> Tensor:
+        return LAYOUTS[self.name](x).clone() if self.of_batch else CONSTANTS[self.name]()
+
+
+class Slot(Enum):
+    """Places in a pattern of arguments, filled by draws."""
+
+    X = "the batch"
+    Y = "the batch, perhaps in another layout"
+    C = "a constant"
+    AXIS = "an axis"
+    NUMBER = "a number"
+    EQUATION = "an equation of einsum"
+
+
+X, Y, C, AXIS, NUMBER, EQUATION = Slot
+PATTERNS: list[tuple[Any, ...]] = [
+    (X,), (X,), (X, AXIS), (X, AXIS), (X, AXIS, AXIS), (X, NUMBER), (X, NUMBER, AXIS), (X, AXIS, NUMBER, NUMBER),
+    (X, AXIS, AXIS, NUMBER), (X, NUMBER, NUMBER), (X, NUMBER, AXIS, NUMBER), (X, (AXIS, AXIS)), (X, (NUMBER, NUMBER)),
+    (X, (AXIS,)), (X, (NUMBER,), (AXIS,)), (X, (NUMBER,) * 4), (X, (NUMBER,) * 3),
+    (X, C), (C, X), (X, Y), (X, C, C), (X, C, Y), (X, Y, C), (X, Y, Y), (C, X, Y), (C, C, X), (X, C, NUMBER),
+    (X, Y, NUMBER), (X, Y, AXIS), (X, C, AXIS), (X, Y, NUMBER, NUMBER),
+    (X, AXIS, C), (X, AXIS, Y), (X, AXIS, C, Y), (X, AXIS, Y, C), (X, AXIS, C, C), (X, AXIS, Y, Y), (X, AXIS, C, NUMBER),
+    (X, AXIS, Y, NUMBER), (X, (AXIS, AXIS), NUMBER), (X, Y, C, C), (X, C, C, C), (X, C, C, C, C),
+    ([X, Y],), ([X, Y], AXIS), ([X, C], AXIS), (X, [Y]), (X, [C]), (X, [C], Y), (X, [Y], C), (X, [C, C], Y), (X, (C, Y), C),
+    (EQUATION, X, Y), (EQUATION, X, C), (EQUATION, X),
+]  # fmt: skip
+KEYWORDS: list[dict[str, Any]] = [
+    {}, {}, {}, {}, {}, {"dim": AXIS}, {"dim": AXIS, "keepdim": True}, {"dim": (AXIS, AXIS)}, {"reduction": "none"},
+    {"reduction": "none"}, {"out": C}, {"ord": 1, "dim": AXIS}, {"axis": AXIS}, {"descending": True}, {"weight": C},
+    {"reduce": "amax"}, {"reduction": "sum"}, {"bias": C}, {"stride": 1}, {"training": True}, {"accumulate": True},
+]  # fmt: skip
+
+
+def batch(name: str) -> Made:
+    return Made(name, True)
+
+
+def constant(name: str) -> Made:
+    return Made(name, False)
+
+
+# Names, as regular expressions, whose arguments are seldom drawn by chance -> more patterns.
+FITTING: dict[str, list[tuple[Any, ...]]] = {
+    "addmm_?|sspaddmm": [(batch("B2"), batch("B2"), constant("22")), (constant("44"), batch("B2"), batch("2B")),
+                         (constant("12"), batch("B4"), constant("42")), (batch("4B"), batch("4B"), batch("B4"))],
+    "addmv_?": [(batch("B"), batch("B2"), constant("2")), (constant("2"), batch("2B"), constant("4")), (batch("B"), batch("4B"), constant("4"))],
+    "addr_?": [(batch("B2"), batch("B"), constant("2")), (batch("4B"), constant("4"), batch("B"))],
+    "baddbmm_?|addbmm_?": [(batch("B22"), batch("B22"), batch("matrices")), (constant("22"), batch("2B2"), constant("222")),
+                           (batch("B44"), batch("B44"), batch("B44")), (batch("2B2"), batch("2B2"), constant("222"))],
+    "bmm|matmul|mm|mv|multi_dot|chain_matmul|dot|vdot|inner|outer|ger|tensordot|kron": [
+        (batch("B22"), batch("matrices")), (batch("2B2"), constant("222")), (batch("B2"), constant("22")), (batch("B"), constant("4")),
+        (batch("B44"), batch("4B")), (constant("24"), batch("B2")), (batch("B2"), constant("2")), (batch("4B"), constant("4"))],
+    "index_(add|copy|fill|put|reduce|select).*|take_along_dim|gather|scatter.*": [
+        (X, 0, constant("order 4"), Y), (X, 1, constant("index 2"), Y), (X, AXIS, constant("index 12"), C), (X, AXIS, constant("index 42"), X),
+        (X, 1, constant("index 12"), 2.0), (X, AXIS, batch("zeros and ones"), X), (X, AXIS, batch("zeros and ones 2B"), C),
+        (X, 0, constant("index 2")), (X, 1, constant("index 2")), (X, batch("zeros and ones"), 1), (X, AXIS, constant("ones 42"), X),
+        (X, AXIS, C, X, "sum"), (X, AXIS, C, X, "amax"), (X, AXIS, batch("zeros and ones"), X, "mean"), (X, AXIS, constant("index 2"), 2.0),
+        (X, (constant("index 2"),), constant("2")), (X, (constant("order 4"),), X), (X, (constant("order 4"), batch("zeros and ones B")), constant("a number"))],
+    "masked_.*|where": [(X, batch("bools"), C), (X, constant("true 12"), C), (X, batch("bools"), 2.0), (X, constant("true 42"), 1.0),
+                        (batch("bools"), Y, X), (X, batch("bools"))],
+    "put_?|take": [(X, constant("index 2"), constant("2")), (X, batch("zeros and ones"), X), (X, constant("order 4"), batch("B"))],
+    ".*(select|diagonal|slice)_scatter|narrow.*|unflatten|.*split_with_sizes": [
+        (X, batch("B"), AXIS, AXIS), (X, batch("B"), AXIS, 1), (X, C, AXIS, AXIS), (X, batch("2B"), 0, 1, 3), (X, AXIS, 0, 1), (X, AXIS, 1, 1), (X, AXIS, (2, -1)),
+        (X, [1, 1], AXIS), (X, [1, 3], AXIS), (X, batch("B"))],
+    "as_strided.*": [(X, (4, 2), (2, 1)), (X, (4, 2), (1, 4)), (X, (4,), (2,), 1), (X, (2, 4), (1, 2)), (X, (4, 1), (1, 1)), (X, (2, 2), (3, 1), 2)],
+    "conv.*": [(batch("2B2"), constant("212")), (batch("B22"), constant("212")), (batch("B144"), constant("212 22")), (batch("B22"), constant("222")),
+               (batch("4B"), constant("422")), (batch("1B42"), constant("4122"), None, 1, 0, 1, 4), (batch("B22"), constant("222"), constant("2"))],
+    "layer_norm|rms_norm|group_norm|instance_norm|native_layer_norm": [(X, (2,)), (X, (4,)), (X, (4, 2)), (X, 2), (X, 1), (X, (2,), constant("2"), constant("2"))],
+    "batch_norm": [(X, constant("2"), constant("2")), (X, constant("4"), constant("4")), (X, None, None, None, None, True),
+                   (X, constant("4"), constant("4"), None, None, True)],
+    "linear|bilinear": [(batch("B2"), constant("22")), (batch("4B"), constant("44")), (batch("2B"), constant("24")), (batch("B2"), batch("B2"), constant("222"))],
+    "(fractional_|adaptive_|lp_|avg_|max_)?.*pool[123]d.*": [(X, 2), (X, 1), (X, (2, 1)), (X, 2, 2), (X, (2, 2), 1), (X, (1, 2, 2))],
+    "pixel_.*|.*shuffle|fold|unfold.*|interpolate|upsample.*|grid_sample.*|affine_grid.*": [
+        (X, 2), (X, 1, 2, 1), (X, (2, 2)), (X, (2, 2), (1, 2)), (batch("B144"), constant("4122")), (batch("B144"), batch("B2222")), (X, 4)],
+    ".*attention": [(X, X, X), (batch("B22"), constant("222"), constant("222")), (X, X, Y), (X, X, X, C)],
+    ".*solve.*|lstsq|cross|.*lu_.*|orm?gqr|householder_product|ldl.*": [
+        (batch("matrices"), X), (constant("22"), X), (batch("matrices"), batch("B2")), (batch("4B"), X), (X, batch("matrices")),
+        (batch("B22"), batch("zeros and ones")), (X, X), (batch("matrices"), batch("matrices"))],
+    "inverse|inv.*|cholesky.*|det|logdet|slogdet|eig.*|qr|svd.*|matrix_.*|pinv|cond": [(batch("matrices"),), (batch("B44"),), (batch("4B"),), (batch("2B2"),)],
+    ".*(loss|cross_entropy|entropy_with_logits|kl_div|nll).*": [
+        (batch("B2"), batch("zeros and ones B"), None, None, -100, None, "none"), (batch("shares"), batch("shares"), None, None, None, "none"), (X, X),
+        (batch("4B"), constant("index 4"), None, None, -100, None, "none"), (batch("B"), batch("B"), batch("B"), 0.5, None, None, "none"),
+        (batch("B2"), batch("zeros and ones B"), 1, 1.0, None, None, None, "none"), (X, X, X, 1.0, 2.0, 1e-6, False, None, None, "none"), (X, X, X)],
+    "embedding.*|one_hot|bincount|bucketize|searchsorted|isin": [
+        (batch("zeros and ones"), constant("22")), (batch("zeros and ones 2B"), constant("42")), (batch("zeros and ones"), 2), (batch("zeros and ones"),),
+        (X, constant("2")), (constant("2"), X), (X, constant("4")), (constant("22"), batch("zeros and ones"))],
+    "bitwise_.*|logical_.*|gcd_?|lcm_?|.*shift.*": [(batch("integers"), batch("integers")), (batch("integers"), C), (C, batch("integers")), (X,)],
+    "(h|v|d|row_|column_)?stack|cat|concat.*|cartesian_prod|block_diag|broadcast_tensors|meshgrid|einsum": [
+        ([X, X],), ([X, X], AXIS), ([X, C], AXIS), (X, C), (EQUATION, X, C), (EQUATION, batch("B22"), batch("matrices")), (EQUATION, batch("4B")), (EQUATION, X, X)],
+}  # fmt: skip
+AXES = (0, 1, 2, -1, -2)
+NUMBERS = (0, 1, 2, 4, -1, 0.5)
+EQUATIONS = ("bi,bi->b", "bi,bj->bij", "bi,ci->bc", "bi,ij->bj", "bi->ib", "bij,bjk->bik", "ij->j", "ii->i", "bi,b->bi")
+
+SPACES = {
+    "torch": torch,
+    "torch.special": torch.special,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.Tensor": torch.Tensor,
+}
+# Reason -> names, as regular expressions. Functions that draw random numbers are not listed: the judge sees that.
+LEFT_OUT = {
+    "private: they do not check their arguments, and wrong ones end the process": r"_.*",
+    "settings of the process": r"set_.*|use_.*|.*manual_seed|seed|.*autocast.*|.*num_threads|init_num.*|.*deterministic.*",
+    "input and output": r"save|load|from_file|share_memory_|.*dlpack|storage.*|from_.*|to_mkldnn.*",
+    "compilers, and functions of functions": (
+        r"compile|export|vmap|cond|while_loop|import_ir.*|parse_.*|fork|wait|.*register.*|apply_|map.*|backward|compiled_with.*"
+        r"|merge_type.*|unify_type.*|prepare_multi.*|handle_torch_function|has_torch_function.*|boolean_dispatch|module_load"
+    ),
+    "memory that was not written": r".*empty.*|resize.*|new",
+    "kernels of other devices, and of quantized numbers": r"cudnn.*|miopen.*|mkldnn.*|fbgemm.*|.*quantize.*|q_.*|.*fake_quant.*",
+}  # fmt: skip
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Each function by its name, but for those that are left out."""
+    found: dict[str, Callable[..., Any]] = {}
+    unfit = re.compile("|".join(f"(?:{names})" for names in LEFT_OUT.values()))
+    for space, module in SPACES.items():
+        for name in dir(module):
+            value = inspect.getattr_static(module, name)
+            if unfit.fullmatch(name) or inspect.isclass(value) or inspect.ismodule(value):
+                continue
+            value = getattr(module, name)
+            if callable(value) and value not in found.values():
+                found[f"{space}.{name}"] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function and its arguments, with all choices made."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join([*map(repr, self.args), *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.function(*filled(self.args, x), **filled(self.kwargs, x))
+
+
+def filled(value: Any, x: Tensor) -> Any:
+    """The arguments, with the tensors that are made of a batch."""
+    if isinstance(value, Made):
+        return value.of(x)
+    if isinstance(value, dict):
+        return {key: filled(part, x) for key, part in value.items()}
+    return type(value)(filled(part, x) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def drawn(rng: random.Random, slot: Any, layout: str) -> Any:
+    """A pattern with its slots filled."""
+    if isinstance(slot, dict):
+        return {key: drawn(rng, part, layout) for key, part in slot.items()}
+    if isinstance(slot, (list, tuple)):
+        return type(slot)(drawn(rng, part, layout) for part in slot)
+    match slot:
+        case Slot.X:
+            return Made(layout, True)
+        case Slot.Y:
+            return Made(layout if rng.random() < 0.4 else rng.choice(list(LAYOUTS)), True)
+        case Slot.C:
+            return Made(rng.choice(list(rng.choice([ALIKE, DIFFERING]))), False)
+        case Slot.AXIS:
+            return rng.choice(AXES)
+        case Slot.NUMBER:
+            return rng.choice(NUMBERS)
+        case Slot.EQUATION:
+            return rng.choice(EQUATIONS)
+    return slot
+
+
+def readings(result: Any) -> list[Tensor]:
+    """One number a position, of each axis of a result that could hold the samples; of few numbers, the same for all."""
+    if isinstance(result, (list, tuple)):
+        return [reading for part in result for reading in readings(part)]
+    if not isinstance(result, Tensor) or result.layout is not torch.strided or result.is_quantized:
+        return []
+    if result.is_complex():
+        result = torch.view_as_real(result)
+    if result.numel() <= 2:
+        return [result.to(DOUBLE).nan_to_num(3.0, 1e6, -1e6).sum().expand(SAMPLES)]
+    found = []
+    for axis in range(min(result.ndim, 3)):
+        if result.shape[axis] == SAMPLES:
+            rows = result.movedim(axis, 0).reshape(SAMPLES, -1).to(DOUBLE).nan_to_num(3.0, 1e6, -1e6)
+            weights = torch.linspace(0.5, 1.5, rows.shape[1], dtype=DOUBLE)  # a plain sum hides what only moves
+            found.append((rows * weights).sum(1))
+    return found
+
+
+class Verdict(Enum):
+    """What numbers say of a reading."""
+
+    HONEST = "the number of a row follows from that row"
+    CONSTANT = "no number follows from the batch"
+    MIXES = "another row changes the number of a row"
+    POSITION = "a row has another number at another position"
+
+
+FAILS = (Exception,)  # whatever torch raises for arguments that do not fit
+ORDER = torch.tensor([2, 0, 3, 1])
+
+
+def rows_of(seed: int) -> Tensor:
+    return torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def same(one: Tensor, other: Tensor, coarse: bool) -> bool:
+    tolerance = 1e-2 if coarse else 1e-7
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+class Passing(TorchDispatchMode):
+    """A mode that changes nothing. Under any mode, some functions (`matrix_rank` with `out`) give other numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def judged(call: Call, x: Tensor) -> list[Verdict] | None:
+    """A verdict for each reading.
+
+    None if the call fails on one of the batches, draws random numbers, or if rounding alone changes what it gives.
+    """
+    state = torch.get_rng_state()
+    try:
+        call(x)
+        with Passing():
+            return verdicts(call, x) if torch.equal(state, torch.get_rng_state()) else None
+    except FAILS:
+        return None
+
+
+def verdicts(call: Call, x: Tensor) -> list[Verdict] | None:
+    result = call(x)
+    first = readings(result)
+    if not first:
+        return None
+    coarse = "single" in str(call) or is_coarse(result)
+    replaced = []
+    for row in range(SAMPLES):
+        for factor, seed in ((1.0, 101), (30.0, 102)):
+            other = x.clone()
+            other[row] = factor * rows_of(seed)[row]
+            replaced.append((row, readings(call(other))))
+    moved = readings(call(x[ORDER]))
+    again, rounded = readings(call(x)), readings(call(x * (1 + 1e-13)))
+    if not len(again) == len(rounded) == len(first) or not all(map(torch.equal, first, again)):
+        return None
+    if not all(same(one, other, coarse) for one, other in zip(first, rounded, strict=True)):
+        return None
+    return [verdict(place, first, replaced, moved, coarse) for place in range(len(first))]
+
+
+def is_coarse(result: Any) -> bool:
+    parts = result if isinstance(result, (list, tuple)) else [result]
+    low = (torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64)
+    return any(isinstance(part, Tensor) and part.dtype in low for part in parts)
+
+
+def verdict(
+    place: int, first: list[Tensor], replaced: list[tuple[int, list[Tensor]]], moved: list[Tensor], coarse: bool
+) -> Verdict:
+    before = first[place]
+    depends = False
+    for row, after in replaced:
+        others = [other for other in range(SAMPLES) if other != row]
+        if len(after) != len(first) or not same(before[others], after[place][others], coarse):
+            return Verdict.MIXES
+        depends |= not same(before[row], after[place][row], coarse)
+    if len(moved) != len(first) or not same(before[ORDER], moved[place], coarse):
+        return Verdict.POSITION
+    return Verdict.HONEST if depends else Verdict.CONSTANT
+
+
+PARAMS = {
+    "w": torch.tensor([[0.5, -1.0], [2.0, 1.0]], dtype=DOUBLE),
+    "v": torch.tensor([1.0, 0.5], dtype=DOUBLE),
+}
+
+
+def is_proven(call: Call, place: int, x: Tensor) -> bool:
+    """True if book-keeping takes a loss that uses a reading of the result as proven."""
+
+    def loss_fn(params: dict[str, Tensor], batch: Tensor) -> Tensor:
+        own = (batch @ params["w"] * params["v"]).sum(1).square()
+        return own * (1 + readings(call(batch))[place].detach())
+
+    try:
+        bookkeeping()(loss_fn, {name: value.clone() for name, value in PARAMS.items()}, x)
+    except (UnsupportedModel, InvalidArgument):
+        return False
+    return True
+
+
+TRIES = 40
+
+
+def chosen(rng: random.Random, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A pattern of arguments and of keywords: half of the time of those that fit the name, if there are any."""
+    short = name.rpartition(".")[2]
+    fitting = [pattern for names, patterns in FITTING.items() if re.fullmatch(names, short) for pattern in patterns]
+    if fitting and rng.random() < 0.6:
+        return rng.choice(fitting), {}
+    keywords = {} if rng.random() < 0.5 else rng.choice(KEYWORDS)
+    return ((X,) if rng.random() < 0.15 else rng.choice(PATTERNS)), keywords
+
+
+def calls(seed: int, x: Tensor, table: dict[str, Callable[..., Any]]) -> Iterator[tuple[Call, list[Verdict]]]:
+    """Calls that run, with verdicts, without end: for each function in a drawn order one call, if some draws find one."""
+    rng = random.Random(seed)
+    names = list(table)
+    while True:
+        rng.shuffle(names)
+        for name in names:
+            for _ in range(TRIES):
+                layout = rng.choice(list(LAYOUTS))
+                pattern, keywords = chosen(rng, name)
+                call = Call(name, table[name], drawn(rng, pattern, layout), drawn(rng, keywords, layout))
+                found = judged(call, x)
+                if found:
+                    yield call, found
+                    break
+
+
+@dataclass
+class Swept:
+    """What a sweep found. `holes`: proven, and not honest; `refused`: honest, and not proven."""
+
+    calls: int = 0
+    readings: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(Verdict, 0))
+    proven: int = 0
+    names: set[str] = field(default_factory=set)
+    holes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        return self.proven / max(1, self.readings[Verdict.HONEST])
+
+
+def swept(seed: int, count: int, table: dict[str, Callable[..., Any]] | None = None) -> Swept:
+    """The outcome of so many calls."""
+    x = rows_of(seed)
+    found = Swept()
+    for call, verdicts in calls(seed, x, functions() if table is None else table):
+        found.calls += 1
+        found.names.add(call.name)
+        for place, seen in enumerate(verdicts):
+            proven = is_proven(call, place, x)
+            found.readings[seen] += 1
+            found.proven += proven and seen is Verdict.HONEST
+            if not proven and seen is Verdict.HONEST:
+                found.refused.append(f"{call}, reading {place}")
+            if proven and seen in (Verdict.MIXES, Verdict.POSITION):
+                found.holes.append(f"{call}, reading {place}, seed {seed}: proven, but {seen.value}")
+        if found.calls == count:
+            return found
+    return found
