@@ -340,6 +340,23 @@ def compiled_rows(report: dict[str, Any]) -> list[list[str]]:
     return found
 
 
+OVERHEAD_HEADS = (
+    "case", "plain step, ms", "private step, ms", "tracing", "tracing, best rounds", "audits",
+    "first step / later step",
+)  # fmt: skip
+
+
+def overhead_rows(report: dict[str, Any]) -> list[list[str]]:
+    """What tracing and audits add to a step, by case."""
+    return [
+        [
+            name, *(f"{1e3 * case['seconds'][kind]:.0f}" for kind in ("plain", "whole")),
+            *(f"{100 * case[kind]:.1f} %" for kind in ("typing", "typing_best", "audits")), f"{case['first']:.1f}",
+        ]
+        for name, case in report.get("cases", {}).items()
+    ]  # fmt: skip
+
+
 def small_section(report: dict[str, Any]) -> str:
     """Small steps: the table, and what a use of a parameter takes."""
     heads = ("case", "plain step, ms", "private step, ms", "ratio")
@@ -362,6 +379,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         "engines": markdown(ENGINE_HEADS, engine_rows(engines)),
         "jax": jax_section(engines),
         "compiled": markdown(COMPILED_HEADS, compiled_rows(found.get("compiled", {}))),
+        "overhead": markdown(OVERHEAD_HEADS, overhead_rows(found.get("overhead", {}))),
         "targets": section(found),
     }
     return {**places, "small steps": small_section(found["small_steps"])} if "small_steps" in found else places
