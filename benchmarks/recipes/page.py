@@ -10,7 +10,7 @@ import click
 
 from benchmarks.pages import filled, row
 from benchmarks.recipes import __main__ as first
-from benchmarks.recipes import adapters, adapters_apart, projector, projector_apart, rules, trainer
+from benchmarks.recipes import adapters, projector, projector_apart, rules, trainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 MULTIPLES = ("a quarter", "half", "recipe", "twice", "four times")
@@ -19,7 +19,6 @@ HEADS = {
     "rules": ("data", "strategy", "epsilon", "r", "rate", *MULTIPLES),
     "batches": ("data", "n", "q = 0.1", "0.25", "0.5", "recipe"),
     "adapters": ("rank", "trained", "rate of adapters", "rate of head", "bound", "parameters", "accuracy"),
-    "adapters apart": ("data", "tokens", "n", "tuned", "its settings", "recipe"),
     "projector": ("data", "layers", "epsilon", "parameters", "r", "rate", "non-private", *MULTIPLES),
     "projector apart": ("data", "layers", "n", "parameters", "r", "majority", "non-private", "tuned", "recipe"),
     "way": (
@@ -43,7 +42,6 @@ def tables() -> dict[str, str]:
         "rules": [rules.line(each) for each in read(rules.RESULT)],
         "batches": [rules.line_of_batches(each) for each in read(rules.BATCHES)],
         "adapters": [adapters.line(each) for each in read(adapters.RESULT)],
-        "adapters apart": [adapters_apart.line(each) for each in read(adapters_apart.RESULT)],
         "projector": [projector.line(each) for each in read(projector.RESULT)],
         "projector apart": [projector_apart.line(each) for each in read(projector_apart.RESULT)],
         "way": [trainer.line(each) for each in read(trainer.RESULT)],
