@@ -57,7 +57,8 @@ def test_the_page_has_the_table_of_the_committed_results():
 def test_the_command_writes_the_page(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
-        "<!-- engines -->\n<!-- end -->\n<!-- jax -->\n<!-- end -->\n<!-- compiled -->\n<!-- end -->\nbefore\n<!-- targets -->\nold\n<!-- end -->\nafter\n"
+        "".join(f"<!-- {place} -->\n<!-- end -->\n" for place in ("engines", "jax", "compiled", "overhead"))
+        + "before\n<!-- targets -->\nold\n<!-- end -->\nafter\n"
     )
     monkeypatch.setattr(targets, "RESULTS", tmp_path)
     times = {"plain": (1.0, 0.2), "auto": (1.5, 0.3), "opacus-hooks": (3.0, 0.6), "opacus-ghost": (2.0, 0.4)}
