@@ -128,7 +128,7 @@ REASONS = {
     ),
     "compiled": (
         "a compiled sum has no Python between its operations, and what compiling gains differs between processors: "
-        "the plain step of w1 takes 0.93 of its time compiled on this machine, and 0.65 on two cores of the older one, "
+        "the plain step of w1 takes 0.93 of its time compiled on the EPYC, and 0.65 on two cores of the older one, "
         "where the private step took 0.73. Tried: one graph for the forward pass, the backward pass and the sums, "
         "which is what is measured."
     ),
@@ -167,10 +167,11 @@ REASONS = {
         "after that, norms that share it, gates that are overwritten, sums in the memory order of the larger side."
     ),
     "processes": (
-        "clipped sums take most of it, 1.03 and 1.09 of the plain step; each process draws half of the noise, reads "
-        "its parameters and what it releases once for checksums, and copies its sums into one message. The parts are "
-        "in distributed.json. Tried: one message for all sums, noise included; noise divided over processes; "
-        "checksums of sums over rows and columns; as many threads as a process has cores."
+        "clipped sums take most of it, 1.13 and 1.15 of the plain step's CPU time; each process draws half of the "
+        "noise (0.01 and 0.12), reads its parameters and what it releases once for checksums (0.02 each for all "
+        "parameters), and copies its sums into one message (0.09). Tried: one message for all sums, noise included; "
+        "noise divided over processes; checksums of sums over rows and columns; as many threads as a process has "
+        "cores."
     ),
     "noise": (
         "a number needs 1.02 words of AES (1.5-1.8 ns) and about ten passes over numbers in the cache, of 0.14 "
