@@ -109,10 +109,10 @@ def delta_of(n: int) -> float:
     return min(1e-5, n**-1.1)
 
 
-def plan_of(n: int, q: float) -> dpfunc.Plan:
+def plan_of(n: int, q: float, num_steps: int = STEPS) -> dpfunc.Plan:
     """The plan of a hand-tuned run."""
     return dpfunc.Plan.for_budget(
-        epsilon=EPSILON, delta=delta_of(n), dataset_size=n, expected_batch_size=q * n, num_steps=STEPS,
+        epsilon=EPSILON, delta=delta_of(n), dataset_size=n, expected_batch_size=q * n, num_steps=num_steps,
         clip=dpfunc.clipping.Automatic(),
     )  # fmt: skip
 

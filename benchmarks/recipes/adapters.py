@@ -107,23 +107,22 @@ def padded(states: list[Tensor], y: Tensor, rows: Tensor, size: int) -> Iterator
 
 def train(
     top: nn.Module, states: list[Tensor], y: Tensor, rows: Tensor, *, rank: int, train: str, rate: float,
-    head_rate: float | None = None, head_multiple: float = 1.0, bound: float | None = None, seed: int = 0,
-    steps: int = STEPS, delta: float = DELTA,
+    head_rate: float | None = None, bound: float | None = None, seed: int = 0,
 ) -> tuple[dict[str, Tensor], float]:  # fmt: skip
-    """Train with Adam; the parameters, and the rate of the head, by default a multiple of that of a head's recipe."""
+    """Train with Adam; the parameters, and the rate of the head, by default that of the recipe for a head alone."""
     generator = torch.Generator().manual_seed(seed)
     classes, n, width = int(y.max()) + 1, len(rows), states[0].shape[1]
     params = fresh(rank, width, classes, generator)
     trained = [name for name in params if train == "AB" or not name.endswith("A")]
     if head_rate is None:
         facts = {"dataset_size": n, "num_parameters": (width + 1) * classes, "num_classes": classes}
-        head_rate = head_multiple * recipe("head", epsilon=EPSILON, delta=delta, **facts).learning_rate
-    sigma = calibrate_noise(epsilon=EPSILON, delta=delta, sampling_prob=PROB, num_steps=steps)
+        head_rate = recipe("head", epsilon=EPSILON, delta=DELTA, **facts).learning_rate
+    sigma = calibrate_noise(epsilon=EPSILON, delta=DELTA, sampling_prob=PROB, num_steps=STEPS)
     sensitivity = 1.0 if bound is None else math.sqrt(1 + bound**2)
     groups = [{"params": [params[name]], "lr": head_rate if name in "Wb" else rate} for name in trained]
     optimizer = torch.optim.Adam(groups)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-    for _ in range(steps):
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS)
+    for _ in range(STEPS):
         drawn = rows[torch.nonzero(torch.rand(n, generator=generator) < PROB)[:, 0]]
         totals = {name: torch.zeros_like(params[name]) for name in trained}
         for hidden, mask, labels in padded(states, y, drawn, 96):
@@ -137,7 +136,7 @@ def train(
     return params, head_rate
 
 
-def lower_states(texts: list[str], max_length: int = TOKENS) -> tuple[nn.Module, list[Tensor]]:
+def lower_states(texts: list[str]) -> tuple[nn.Module, list[Tensor]]:
     """The highest layer, and the hidden states below it of each text."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -148,34 +147,13 @@ def lower_states(texts: list[str], max_length: int = TOKENS) -> tuple[nn.Module,
     states = []
     with torch.no_grad():
         for text in track(texts, "frozen layers"):
-            tokens = tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt")
+            tokens = tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt")
             x_BTd = model.embeddings(input_ids=tokens["input_ids"])
             for each in model.encoder.layer[:-1]:
                 output = each(x_BTd, None)
                 x_BTd = output[0] if isinstance(output, tuple) else output
             states.append(x_BTd[0].half())
     return model.encoder.layer[-1], states
-
-
-def share_right(
-    top: nn.Module, params: dict[str, Tensor], states: list[Tensor], y: Tensor, rows: Tensor
-) -> float:  # fmt: skip
-    """Share of rows whose class is predicted."""
-    with torch.no_grad():
-        right = sum(
-            int((logits(top, params, hidden, mask).argmax(1) == wanted).sum())
-            for hidden, mask, wanted in padded(states, y, rows, 128)
-        )
-    return right / len(rows)
-
-
-def parts_of(pairs: list[tuple[str, str]]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Classes of (text, label), and rows for training, validation and test, as in data.py."""
-    labels = sorted({label for _, label in pairs})
-    y = torch.tensor([labels.index(label) for _, label in pairs])
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    first, second = (round(len(y) * share) for share in (SHARES[0], SHARES[0] + SHARES[1]))
-    return y, (order[:first], order[first:second], order[second:])
 
 
 def line(result: dict[str, Any]) -> str:
@@ -195,17 +173,24 @@ def main(out: Path) -> None:
     console = Console(width=200)
     torch.set_num_threads(1)
     pairs = reviews()
-    y, (rows, validation, _) = parts_of(pairs)
+    labels = sorted({label for _, label in pairs})
+    y = torch.tensor([labels.index(label) for _, label in pairs])
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    first, second = (round(len(y) * share) for share in (SHARES[0], SHARES[0] + SHARES[1]))
     top, states = lower_states([text for text, _ in pairs])
     results = []
     for settings in RUNS:
         started = time.perf_counter()
-        params, head_rate = train(top, states, y, rows, **settings)
+        params, head_rate = train(top, states, y, order[:first], **settings)
+        right = 0
+        with torch.no_grad():
+            for hidden, mask, wanted in padded(states, y, order[first:second], 128):
+                right += int((logits(top, params, hidden, mask).argmax(1) == wanted).sum())
         counted = [name for name in params if settings["train"] == "AB" or not name.endswith("A")]
         results.append({
             "bound": None, **settings, "head_rate": head_rate, "parameters": sum(params[n].numel() for n in counted),
-            "validation": share_right(top, params, states, y, validation), "epsilon": EPSILON, "delta": DELTA,
-            "steps": STEPS, "sampling_prob": PROB, "seconds": time.perf_counter() - started,
+            "validation": right / (second - first), "epsilon": EPSILON, "delta": DELTA, "steps": STEPS,
+            "sampling_prob": PROB, "seconds": time.perf_counter() - started,
         })  # fmt: skip
         console.print(line(results[-1]))
         out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")

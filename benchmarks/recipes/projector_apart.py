@@ -25,9 +25,8 @@ import click
 import torch
 from rich.console import Console
 
-import dpfunc
 from benchmarks.pages import row
-from benchmarks.recipes.__main__ import EPSILON, SEEDS, accuracy, delta_of, train_private
+from benchmarks.recipes.__main__ import EPSILON, SEEDS, accuracy, plan_of, train_private
 from benchmarks.recipes.data import Part, examples
 from benchmarks.recipes.projector import SETS, Reader, features, parts, recipe_of, starts, without_privacy
 
@@ -40,14 +39,6 @@ Start = Callable[[int], Reader]
 
 
 REFERENCES = ("majority", "non_private", "tuned", "tuned_settings", "tuned_validation")
-
-
-def plan_of(n: int, sampling_prob: float, num_steps: int) -> dpfunc.Plan:
-    """The plan of one run of the grid."""
-    return dpfunc.Plan.for_budget(
-        epsilon=EPSILON, delta=delta_of(n), dataset_size=n, expected_batch_size=sampling_prob * n,
-        num_steps=num_steps, clip=dpfunc.clipping.Automatic(),
-    )  # fmt: skip
 
 
 def references(start: Start, train: Part, validation: Part, test: Part) -> dict[str, Any]:
