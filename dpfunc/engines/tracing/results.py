@@ -93,7 +93,7 @@ def _mark_sparse(trace: Trace, call: Call, result: Tensor) -> None:
     given = {key_of(piece) for value in call.inputs for piece in pieces_of(part(value))}
     for piece in pieces_of(part(result)):
         if key_of(piece) not in given and key_of(piece) not in trace.entries:
-            trace.note_shaped(piece, Mixed("a sparse tensor of the batch", shaped=True))  # by how many are not zero
+            trace.note(piece, Mixed("a sparse tensor of the batch", shaped=True))  # by how many are not zero
 
 
 def types_of(trace: Trace, known: Known, call: Call, count: int) -> list[Type]:

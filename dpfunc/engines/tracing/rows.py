@@ -73,6 +73,11 @@ class Mixed(NamedTuple):
     shaped: bool = False
 
 
+def is_shaped_by_values(kind: Rows | Mixed | None) -> bool:
+    """True of the type of a tensor whose shape depends on values of the batch."""
+    return kind is not None and (kind.ragged if isinstance(kind, Rows) else kind.shaped)
+
+
 @dataclass(slots=True)
 class Stored:
     """Rows in memory; see the module. Bytes from the start of the storage; `end` is where the last row ends, or 0.

@@ -49,7 +49,16 @@ from dpfunc.engines.tracing.readers import checks_itself, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
-from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, end_in_storage, located, stored
+from dpfunc.engines.tracing.rows import (
+    ONE_SAMPLE,
+    Mixed,
+    Rows,
+    Stored,
+    end_in_storage,
+    is_shaped_by_values,
+    located,
+    stored,
+)
 from dpfunc.engines.tracing.writes import clear_unwritten, copy_before_write, refuse_writes, write
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
@@ -294,8 +303,7 @@ class Trace(DispatchMode):
         """The type of a tensor whose shape depends on values of the batch; None for other tensors."""
         entry = next(filter(None, map(self.entry_of, pieces_of(part(tensor)))), None)
         kind = entry if isinstance(entry, Mixed) else self.type_of(tensor)  # also of nothing that was selected
-        shaped = kind is not None and (kind.ragged if isinstance(kind, Rows) else kind.shaped)
-        return kind if shaped else None
+        return kind if is_shaped_by_values(kind) else None
 
     def credited(self, tensor: Tensor, sample_axis: SampleAxis, what: str) -> None:
         """Check a tensor before it is split by samples: it must have these rows, and no doubt; see `credit`."""
@@ -326,7 +334,6 @@ class Trace(DispatchMode):
         """Note that the number of rows of a new tensor depends on values of the batch, or no longer does."""
         entry = self.entry_of(tensor)
         if isinstance(entry, Stored):
-            self.ragged |= ragged
             self.note(part(tensor), replace(entry, ragged=ragged))
 
     def check_own(self, tensor: Tensor | None, what: str) -> None:
@@ -343,11 +350,6 @@ class Trace(DispatchMode):
             raise UnsupportedModel(
                 f"Of a row that is computed alone, {what} comes from {kind.reason}: from other rows."
             )
-
-    def note_shaped(self, tensor: Tensor, kind: Mixed) -> None:
-        """Note the type of new memory whose shape depends on values of the batch."""
-        self.ragged = True
-        self.note(tensor, kind)
 
     def shuffle(self) -> None:
         """Note that rows are in an order that depends on several samples from here on."""
@@ -530,7 +532,6 @@ class Trace(DispatchMode):
         if isinstance(kind, Rows) and kind.ragged and not own.numel():
             kind = Mixed("nothing that was selected", shaped=True)
         if isinstance(kind, Mixed):
-            self.ragged |= kind.shaped
             self.note(own, kind)
         elif own.numel():
             self.ragged |= kind.ragged

@@ -113,7 +113,8 @@ class _Write:
     @staticmethod
     def of(target: Tensor, kind: Type, law: Constant, filled: bool, constants: Tensor | None) -> _Write:
         """Compare the target with its memory, and with the shape that rows imply."""
-        covers_all = _is_dense(target) and target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        as_large = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        covers_all = as_large and _is_dense(target)
         if isinstance(kind, Rows) and not fits(kind, target):
             kind = Mixed("a result of another shape than was expected")
         return _Write(target, covers_all, kind, law, filled, constants)

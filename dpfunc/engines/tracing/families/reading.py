@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dpfunc.engines.tracing.call import Call, Type, shaped_too
-from dpfunc.engines.tracing.rows import Mixed
+from dpfunc.engines.tracing.rows import is_shaped_by_values
 
 
 def _read(call: Call) -> Type:
@@ -42,8 +42,7 @@ def _counted_to_the_largest(call: Call) -> Type:
 
 def _tensor_of_shape(call: Call) -> Type:
     """Numbers that follow from shapes alone."""
-    kinds = map(call.type_of, call.inputs)
-    shaped = any(kind.shaped if isinstance(kind, Mixed) else kind is not None and kind.ragged for kind in kinds)
+    shaped = any(is_shaped_by_values(call.type_of(tensor)) for tensor in call.inputs)
     return call.mixed("of a tensor whose shape depends on values of the batch") if shaped else None
 
 
