@@ -122,7 +122,7 @@ def table(found: dict[str, Any]) -> Table:
 
 
 @click.command()
-@click.option("--cases", default="w1,w4,w2n,w3", callback=check_cases, help="Names with commas, or all.")
+@click.option("--cases", default="w1,w4,w2n,gpt2,w3", callback=check_cases, help="Names with commas, or all.")
 @click.option("--rounds", default=5, type=click.IntRange(1), show_default=True)
 @click.option("--quick", is_flag=True, help="Tiny models.")
 @click.option(

@@ -33,6 +33,7 @@ import dpfunc
 from benchmarks.engines.cases import CASES
 from benchmarks.engines.problem import Problem
 from benchmarks.engines.report import machine, versions, write
+from benchmarks.pages import filled, markdown
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.digests import checksum
 from dpfunc.distributed.agreement import agree, summarize
@@ -42,6 +43,7 @@ from dpfunc.noise import gaussian, streams
 from dpfunc.types import ClippedSum
 
 RESULT = Path(__file__).parent / "results" / "distributed.json"
+GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "distributed.md"
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce")
 Steps = Mapping[str, Callable[[], object]]
 
@@ -195,12 +197,13 @@ HEADS = [
 @click.command(context_settings={"show_default": True})
 @click.option("--cases", default="w1,w2n", help="Names of benchmarks.engines.cases, with commas.")
 @click.option("--processes", default="1,2", help="Numbers of processes, with commas.")
-@click.option("--rounds", default=12, help="Rounds that count; one more warms up.")
+@click.option("--rounds", default=8, help="Rounds that count; one more warms up.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--quick", is_flag=True, help="Tiny sizes, to see that it works.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="Result file.")
-def main(cases: str, processes: str, rounds: int, device: str, quick: bool, out: Path) -> None:
-    """Measure, print a table, write the result file."""
+@click.option("--document", default=GUIDE, type=click.Path(path_type=Path), help="Where the table goes.")
+def main(cases: str, processes: str, rounds: int, device: str, quick: bool, out: Path, document: Path) -> None:
+    """Measure, print a table, write the result file and the table of the guide."""
     facts = {"machine": machine(1, device), "versions": versions(), "rounds": rounds, "device": device}
     rows = []
     console = Console()
@@ -213,7 +216,8 @@ def main(cases: str, processes: str, rounds: int, device: str, quick: bool, out:
     for line in table(rows):
         shown.add_row(*line)
     console.print(shown)
-    console.print(f"Written to {out}")
+    document.write_text(filled(document.read_text(), {"processes": markdown(HEADS, table(rows))}))
+    console.print(f"Written to {out} and {document}")
 
 
 if __name__ == "__main__":

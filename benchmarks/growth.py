@@ -166,7 +166,7 @@ def picture(found: Mapping[str, Any], path: Path) -> None:
 @click.option("--axes", default=",".join(AXES), help="Names with commas.", show_default=True)
 @click.option("--points", default=0, type=click.IntRange(0), help="Only so many of the smallest sizes; 0 is all.")
 @click.option("--rounds", default=ROUNDS, type=click.IntRange(1), show_default=True)
-@click.option("--threads", default=2, type=click.IntRange(1), help="Threads of torch.", show_default=True)
+@click.option("--threads", default=1, type=click.IntRange(1), help="Threads of torch.", show_default=True)
 @click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--page", default=PAGE, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--plot", default=PICTURE, type=click.Path(dir_okay=False, path_type=Path))

@@ -112,7 +112,7 @@ def table(cases: dict[str, Any]) -> Table:
 
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--cases", default="all", callback=check_cases, help="Names with commas, or all.", show_default=True)
-@click.option("--rounds", default=7, type=click.IntRange(1), show_default=True)
+@click.option("--rounds", default=5, type=click.IntRange(1), show_default=True)
 @click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
 @click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 def main(cases: list[str], rounds: int, quick: bool, out: Path) -> None:

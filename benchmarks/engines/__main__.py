@@ -86,14 +86,14 @@ def told(progress: Progress, bar: TaskID, case: str, what: str) -> None:
 @click.option("--layers", is_flag=True, help="The single layers too.")
 @click.option("--engines", default=",".join(NAMES), callback=check_engines, help="Contestants, with commas.")
 @click.option("--microbatch", default="none", callback=check_microbatch, help="none, auto or a number of samples.")
-@click.option("--rounds", default=12, type=click.IntRange(0), help="Timed rounds; 0 measures no time.")
-@click.option("--threads", default=2, type=click.IntRange(1), help="Threads of torch.")
+@click.option("--rounds", default=5, type=click.IntRange(0), help="Timed rounds; 0 measures no time.")
+@click.option("--threads", default=1, type=click.IntRange(1), help="Threads of torch.")
 @click.option("--memory/--no-memory", default=True, help="Memory, in a process for each contestant.")
 @click.option(
     "--largest", default="", callback=check_cases, help="Cases for which the largest batch is looked for, e.g. vgg19."
 )
 @click.option("--limit-mib", default=2048.0, type=click.FloatRange(0, min_open=True), help="Memory for --largest.")
-@click.option("--patience", default=120.0, help="Seconds: whose step takes longer is not timed.")
+@click.option("--patience", default=30.0, help="Seconds: whose step takes longer is not timed.")
 @click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
 @click.option("--append", is_flag=True, help="Keep the other cases that the result file holds.")

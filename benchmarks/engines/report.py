@@ -15,7 +15,14 @@ from rich.markup import escape
 from rich.table import Table
 
 Record = Mapping[str, Any]
+# glibc keeps what is freed, and gives no block pages of its own
+KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 PACKAGES = ("torch", "numpy", "opacus", "transformers", "dpfunc")
+
+
+def with_freed_memory_given_back() -> dict[str, str]:
+    """The variables of this process, without those that change what becomes of freed memory."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
 
 
 def machine(threads: int, device: str) -> dict[str, Any]:
@@ -28,6 +35,7 @@ def machine(threads: int, device: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2),
         "torch_threads": threads,
+        "freed_memory": "kept" if KEEPS.items() <= os.environ.items() else "as the system has it",
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else None,
     }
 

@@ -16,6 +16,7 @@ import torch
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import prepare, reason
 from benchmarks.engines.memory import MIB, allocated, peak_resident
+from benchmarks.engines.report import with_freed_memory_given_back
 
 ROOT = Path(__file__).parents[2]
 MARK = "result: "
@@ -86,7 +87,9 @@ def answer(spec: Mapping[str, Any]) -> dict[str, Any]:
 def ask(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run `answer` in a new process."""
     command = [sys.executable, "-m", "benchmarks.engines.worker", json.dumps(spec)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # resident memory tells what a step takes only where freed memory goes back
+    variables = with_freed_memory_given_back()
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))

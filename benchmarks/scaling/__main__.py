@@ -22,7 +22,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 @click.command()
 @click.option("--measure/--no-measure", "measuring", default=True, help="Or keep what was measured, and compute anew.")
-@click.option("--threads", default=2, help="Of torch.")
+@click.option("--threads", default=1, help="Of torch.")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULT, help="The result file.")
 @click.option("--document", type=click.Path(path_type=Path), default=DOCUMENT, help="Where the tables go.")
 def main(measuring: bool, threads: int, out: Path, document: Path) -> None:

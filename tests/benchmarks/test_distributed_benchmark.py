@@ -16,15 +16,17 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_it_measures_all_parts(tmp_path):
-    out = tmp_path / "out.json"
+    out, document = tmp_path / "out.json", tmp_path / "guide.md"
+    document.write_text("before\n<!-- processes -->\nold\n<!-- end -->\n")
     command = [
         sys.executable, "-W", "ignore", "-m", "benchmarks.distributed", "--quick", "--rounds", "2", "--cases", "w1",
-        "--processes", "2", "--out", str(out),
+        "--processes", "2", "--out", str(out), "--document", str(document),
     ]  # fmt: skip
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     (row,) = json.loads(out.read_text())["rows"]
     assert row["processes"] == 2
+    assert document.read_text().splitlines()[2] == f"| {' | '.join(HEADS)} |"
     parts = {"clipped sum", "handshake", "all-reduce", "noise", "checksum"}
     assert set(row["seconds"]) == {"plain", "dp_step", *parts}
     assert all(value > 0 for name in ("seconds", "cpu_seconds") for value in row[name].values())

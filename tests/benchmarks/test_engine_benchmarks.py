@@ -50,7 +50,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_result_file_has_its_fields(written):
-    assert {"cpu", "cores", "load_1min", "torch_threads", "gpu"} == written["machine"].keys()
+    assert {"cpu", "cores", "load_1min", "torch_threads", "freed_memory", "gpu"} == written["machine"].keys()
     assert {"python", "torch", "opacus", "dpfunc"} <= written["versions"].keys()
     assert list(written["cases"]) == ["w1", "w3"]
     for record in written["cases"].values():

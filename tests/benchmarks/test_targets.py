@@ -57,7 +57,10 @@ def test_the_page_has_the_table_of_the_committed_results():
 def test_the_command_writes_the_page(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
-        "".join(f"<!-- {place} -->\n<!-- end -->\n" for place in ("engines", "jax", "compiled", "overhead"))
+        "".join(
+            f"<!-- {place} -->\n<!-- end -->\n"
+            for place in ("engines", "jax", "compiled", "overhead", "freed memory", "engines kept")
+        )
         + "before\n<!-- targets -->\nold\n<!-- end -->\nafter\n"
     )
     monkeypatch.setattr(targets, "RESULTS", tmp_path)
