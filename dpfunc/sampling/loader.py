@@ -15,8 +15,12 @@ from dpfunc.batches import batch_size, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.sampling.base import Sampler, deal, own_records
+from dpfunc.sampling.own_rows import check_reading, check_rows
 from dpfunc.sampling.records import read
 from dpfunc.types import Batch
+
+CHECKED_IN = 20
+"""Of so many steps, the batch of one is checked: see `own_rows`."""
 
 
 class Drawn(NamedTuple):
@@ -26,11 +30,13 @@ class Drawn(NamedTuple):
         key: of this step and this process, for random augmentation. It is derived from the key of the run, which is
             not sent to the worker processes of a loader.
         record: its index. real: False for the record that is read in place of those of an empty draw.
+        checked: at this step, whether rows are made of their own records alone (`own_rows`).
     """
 
     key: Key
     record: int
     real: bool = True
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ class Draws:
         # Processes with other records draw other randomness.
         key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
         own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
-        return [Drawn(key, index) for index in own] or [Drawn(key, 0, real=False)]
+        checked = len(own) > 1 and step % CHECKED_IN == 0
+        return [Drawn(key, index, checked=checked) for index in own] or [Drawn(key, 0, real=False)]
 
 
 @dataclass
@@ -107,7 +114,11 @@ class Records(Dataset[Any]):
     def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[Drawn, Any]]:
         """Read the records of one step, with torch's CPU generator seeded by the step."""
         with torch_seed(drawn[0].key, accelerators=False):
-            return list(zip(drawn, read(self.dataset, [each.record for each in drawn]), strict=True))
+            records = read(self.dataset, [each.record for each in drawn])
+        if drawn[0].checked and hasattr(self.dataset, "__getitems__"):
+            row = _checked_row(drawn[0].key, len(records))
+            check_reading(self.dataset, drawn[row].record, records[row], drawn[0].key)
+        return list(zip(drawn, records, strict=True))
 
 
 @dataclass(frozen=True)
@@ -129,13 +140,20 @@ class Collate:
     def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
         """Collate the records of one step, with torch's CPU generator seeded by the step."""
         first = records[0][0]
-        with torch_seed(fold_in(first.key, "collate"), accelerators=False):
-            batch = self.collate([record for _, record in records])
+        key, own = fold_in(first.key, "collate"), [record for _, record in records]
+        if first.checked:
+            check_rows(self.collate, own, key, _checked_row(first.key, len(own)))
+        with torch_seed(key, accelerators=False):
+            batch = self.collate(own)
         if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
             batch = dict(batch)
         if self.size > 1:
             return take(batch, _dealt(batch_size(batch), self.rank, self.size))
         return without_rows(batch) if self.allow_empty and not first.real else batch
+
+
+def _checked_row(key: Key, count: int) -> int:
+    return int.from_bytes(fold_in(key, "checked").secret[:8], "little") % count
 
 
 def _dealt(num_rows: int, rank: int, size: int) -> Tensor:

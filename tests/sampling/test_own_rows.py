@@ -1,0 +1,192 @@
+"""A batch whose rows are not made of their own records alone is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import pad
+from torch.utils.data import default_collate
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import insecure_key
+from dpfunc.sampling.loader import CHECKED_IN
+from dpfunc.sampling.own_rows import check_reading, check_rows, same
+
+KEY = insecure_key(0)
+IMAGES = [{"x": torch.randn(3, generator=torch.Generator().manual_seed(i)), "y": torch.eye(4)[i % 4]} for i in range(6)]
+TEXTS = [{"ids": list(range(i + 1, i + 2 + i % 4)), "label": i} for i in range(6)]
+
+
+def mixup(records):
+    batch, share = default_collate(records), torch.distributions.Beta(1.0, 1.0).sample()
+    return {name: share * value + (1 - share) * value.roll(1, 0) for name, value in batch.items()}
+
+
+def standardised(records):
+    batch = default_collate(records)
+    return {**batch, "x": (batch["x"] - batch["x"].mean(0)) / (batch["x"].std(0) + 0.1)}
+
+
+def typed_by_the_first(records):
+    kind = torch.int64 if isinstance(records[0]["label"], int) else torch.float32
+    return {"label": torch.tensor([record["label"] for record in records], dtype=kind)}
+
+
+def sorted_rows(records):
+    return default_collate(sorted(records, key=lambda record: float(record["x"][0])))
+
+
+def filled_by_a_neighbour(records):
+    batch = padded(records)
+    first = batch["ids"][:1].expand_as(batch["ids"])
+    return {**batch, "ids": torch.where(batch["mask"].bool(), batch["ids"] + first[:, :1], 0)}
+
+
+def packed(records):
+    return {"ids": torch.tensor([[each for record in records for each in record["ids"]]] * len(records))}
+
+
+def padded(records, side="right"):
+    length = max(len(record["ids"]) for record in records)
+    short = [length - len(record["ids"]) for record in records]
+    sides = [(n, 0) if side == "left" else (0, n) for n in short]
+    ids = [pad(torch.tensor(record["ids"]), s) for record, s in zip(records, sides, strict=True)]
+    mask = [pad(torch.ones(len(record["ids"]), dtype=torch.int64), s) for record, s in zip(records, sides, strict=True)]
+    return {"ids": torch.stack(ids), "mask": torch.stack(mask)}
+
+
+def padded_left(records):
+    return padded(records, "left")
+
+
+def masked(records):
+    """As for masked language models: random positions, by one draw for the batch."""
+    batch = padded(records)
+    chosen = torch.rand(batch["ids"].shape) < 0.3
+    return {**batch, "ids": torch.where(chosen, 99, batch["ids"])}
+
+
+def cropped(records):
+    """Random numbers for each record, more for some than for others."""
+    return torch.stack([r["x"] + torch.rand(3 if r["x"][0] > 0 else 4)[:3] for r in records])
+
+
+def taking_out(records):
+    labels = torch.stack([record.pop("y") for record in records])
+    return {**default_collate(records), "y": labels}
+
+
+def of_another_generator(records):
+    return default_collate(records)["x"] + np.random.default_rng().normal()
+
+
+MIXING = {
+    "mixup": (mixup, IMAGES), "standardised": (standardised, IMAGES), "sorted": (sorted_rows, IMAGES),
+    "neighbour": (filled_by_a_neighbour, TEXTS), "packed": (packed, TEXTS),
+    "typed": (typed_by_the_first, [{"label": 1}, *({"label": 0.5},) * 5]),
+}  # fmt: skip
+APART = {
+    "default": (default_collate, IMAGES), "padded": (padded, TEXTS), "left": (padded_left, TEXTS),
+    "masked": (masked, TEXTS), "masked, one length": (masked, [{"ids": [1, 2, i]} for i in range(6)]),
+    "cropped": (cropped, IMAGES), "taking out": (taking_out, IMAGES), "numpy": (of_another_generator, IMAGES),
+}  # fmt: skip
+
+
+def check_all(collate, records):
+    for row in range(len(records)):
+        check_rows(collate, records, KEY, row)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_is_refused(name):
+    collate, records = MIXING[name]
+    with pytest.raises(InvalidArgument, match="row of a record of this record alone"):
+        check_all(collate, records)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_rows_apart_passes(name):
+    collate, records = APART[name]
+    check_all(collate, records)
+
+
+def test_masks_of_rows_of_one_length_are_compared():
+    """Not let through for its random numbers: with a neighbour's id in each row the same masks are refused."""
+
+    def mixing(records):
+        batch = masked(records)
+        return {**batch, "ids": batch["ids"] + batch["ids"].roll(1, 0)}
+
+    with pytest.raises(InvalidArgument, match=r"batch\['ids'\]"):
+        check_all(mixing, [{"ids": [1, 2, i]} for i in range(6)])
+
+
+class Transformed(list):
+    """As a data set whose transform gets all records of a batch."""
+
+    def __init__(self, records, transform):
+        super().__init__(records)
+        self.transform = transform
+
+    def __getitems__(self, indices):
+        return self.transform([list.__getitem__(self, index) for index in indices])
+
+
+def test_reading_that_mixes_records_is_refused():
+    def centred(records):
+        mean = torch.stack([record["x"] for record in records]).mean(0)
+        return [{**record, "x": record["x"] - mean} for record in records]
+
+    mixing = Transformed(IMAGES, centred)
+    with pytest.raises(InvalidArgument, match="alone and with others"):
+        check_reading(mixing, 2, mixing.__getitems__([1, 2, 3])[1], KEY)
+    for apart in (lambda rs: rs, lambda rs: [{**r, "x": r["x"] + torch.rand(3)} for r in rs]):
+        reading = Transformed(IMAGES, apart)
+        check_reading(reading, 2, reading.__getitems__([1, 2, 3])[1], KEY)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_refuses_before_a_step(workers):
+    plan = dpfunc.Plan(sampling.Poisson(6, 0.9), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch["x"]).sum(1), plan)
+    state = dp_step.init({"w": torch.zeros(3)}, KEY)
+    assert len(list(plan.loader(IMAGES, state, num_workers=workers))) == 3
+    with pytest.raises(InvalidArgument, match="row of a record"):
+        next(iter(plan.loader(IMAGES, state, collate_fn=standardised, num_workers=workers)))
+    mixing = Transformed(IMAGES, lambda rs: [{**r, "x": r["x"] - rs[0]["x"] - rs[-1]["x"]} for r in rs])
+    with pytest.raises(InvalidArgument, match="alone and with others"):
+        next(iter(plan.loader(mixing, state, num_workers=workers)))
+
+
+def test_one_step_in_some_is_checked():
+    plan = dpfunc.Plan(
+        sampling.Poisson(6, 0.9), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=2 * CHECKED_IN + 1, delta=1e-3
+    )
+    dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch["x"]).sum(1), plan)
+    calls = []
+
+    def counting(records):
+        calls.append(len(records))
+        return default_collate(records)
+
+    list(plan.loader(IMAGES, dp_step.init({"w": torch.zeros(3)}, KEY), collate_fn=counting))
+    assert len(calls) == plan.num_steps + 2 * 3  # two more collations in three of the steps
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.00001, float("nan")]), True),
+        (torch.tensor([1.0]), torch.tensor([1.01]), False),
+        (torch.tensor([1]), torch.tensor([1.0]), False),
+        (np.array([1.0, 2.0]), np.array([1.0, 2.0]), True),
+        ({"a": [1, "b"]}, {"a": [1, "c"]}, False),
+        ({"a": 1}, {"b": 1}, False),
+        (0.5, 0.5, True), (1, True, False), ([1], [1, 2], False), (object(), object(), True), (None, 1, False),
+    ],
+)  # fmt: skip
+def test_same(one, other, equal):
+    assert same(one, other) is equal
