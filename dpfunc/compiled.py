@@ -25,7 +25,7 @@ from dpfunc.engines.guards.audit import Audits, Credited, audit
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.modes import DispatchMode
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.numerics import COARSE, tolerance_of
+from dpfunc.engines.numerics import COARSE, full_precision, tolerance_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, insecure_key, torch_seed
 from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
@@ -230,7 +230,7 @@ class _Compiled:
     Args:
         forgiving: what cannot be compiled is eager; else it is an error. bound: on the norm of a clipped gradient.
         random: the step draws random numbers. compared: one was compared. reason: why microbatches of this shape are
-            eager; empty if they are not.
+            eager; empty if they are not. traced: the compiled code. began: it has given a result.
     """
 
     loss_fn: LossFn
@@ -243,6 +243,7 @@ class _Compiled:
     compared: bool = False
     reason: str = ""
     traced: Callable[[Params, Batch, Tensor], MicrobatchSums] | None = None
+    began: bool = False
 
     def __call__(
         self, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None, eager: ClipMicrobatch
@@ -282,13 +283,23 @@ class _Compiled:
             if self.traced is None:
                 _log.info("compiling microbatches of %d rows, which may take minutes", len(mask_B))
                 self.traced = self._trace(params, microbatch)
-            with torch._dynamo.config.patch(trace_autograd_ops=True, recompile_limit=_GRAPHS):
-                return self.traced(params, microbatch, mask_B)  # book-keeping differentiates inside
-        except (RuntimeError, UnsupportedModel) as error:
+            before, state = _graphs(), torch.default_generator.get_state()
+            # book-keeping differentiates inside
+            options = torch._dynamo.config.patch(trace_autograd_ops=True, recompile_limit=_GRAPHS)
+            with full_precision(mask_B.device), options:
+                result = self.traced(params, microbatch, mask_B)
+            if not self.began or _graphs() == before:
+                self.began = True
+                return result
+        except (RuntimeError, UnsupportedModel, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             if not self.forgiving:
                 raise
             self.reason = f"it cannot be compiled: {str(_origin(error)).strip().splitlines()[0]}"
             return None
+        # Another graph: what the loss depends on has changed, and the proof was that of the loss before.
+        self.traced, self.began = None, False
+        torch.default_generator.set_state(state)
+        return self._run(params, microbatch, mask_B)
 
     def _trace(self, params: Params, microbatch: Batch) -> Callable[[Params, Batch, Tensor], MicrobatchSums]:
         # The part of an engine that observes a loss cannot be traced by the compiler.
@@ -299,6 +310,8 @@ class _Compiled:
             engine: Engine = prepare(self.loss_fn, params, microbatch)
 
         def core(params: Params, microbatch: Batch, mask_B: Tensor) -> MicrobatchSums:
+            if not _is_compiled():  # switched off from outside: nobody would look at such a step
+                raise RuntimeError("torch.compile is switched off (TORCHDYNAMO_DISABLE, or torch.compiler.set_stance)")
             # Engines tell tensors apart by identity, and an input's would be compiled in.
             microbatch = tree_map(torch.detach, microbatch)
             return self.clip_and_sum(params, engine(self.loss_fn, params, microbatch), mask_B)
@@ -394,6 +407,10 @@ def _check_sums(
             f"computed without compilation (at most {allowed:.3g} is rounding): a fault of the compiler, or of "
             "this library. Use compile=False. Nothing was released and nothing was spent."
         )
+
+
+def _is_compiled() -> bool:
+    return torch.compiler.is_compiling()
 
 
 def _graphs() -> int:

@@ -30,7 +30,8 @@ def quick(monkeypatch):
 
 
 def fake(monkeypatch, function):
-    """A compiler that returns `function(core)`."""
+    """A compiler that returns `function(core)`, and passes for one where that runs as Python."""
+    monkeypatch.setattr(compiled, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda core, **options: function(core))
 
 
@@ -395,6 +396,129 @@ def test_what_cannot_be_compiled_stays_eager(monkeypatch):
 
 def reading(params, batch):
     return linear(params, batch) * (2.0 if float(batch["x"].max()) > 100 else 1.0)
+
+
+@pytest.mark.parametrize("compile", ["auto", True])
+def test_a_graph_that_is_compiled_later_has_a_proof_of_its_own(compile, quick):
+    """A flag changes after compilation: rows mix then, for rare rows, which the batch at hand has not."""
+    phase = {"mixes": False}
+
+    def loss_fn(params, batch):
+        own = params["w"] * batch["x"]
+        if phase["mixes"]:
+            own = torch.where(batch["x"].sum(1, keepdim=True) > -100, own, own.mean(0, keepdim=True))
+        return own.square().sum(1) + batch["y"]
+
+    step = prepared(loss_fn, compile, microbatch_size=8)
+    for seed in range(2):
+        step(W, numbers(8, seed))
+    assert step.compilation.compiled
+    phase["mixes"] = True
+    step(W, numbers(8, 3))
+    rare, other = numbers(8, 4), numbers(8, 4)
+    rare["x"][3] = other["x"][3] = -1000.0
+    other["x"][5] *= 1e4
+    try:
+        one, two = (step(W, batch)[1].norms_BG[3] for batch in (rare, other))
+    except UnsupportedModel:
+        return
+    assert one == two  # rows alone: no influence of the other row
+
+
+def switched_off(how, monkeypatch):
+    if how == "not compiled":
+        monkeypatch.setattr(torch, "compile", lambda core, **options: core)
+    else:
+        torch.compiler.set_stance(how)
+
+
+@pytest.mark.parametrize("how", ["not compiled", "force_eager", "eager_on_recompile"])
+def test_a_step_that_is_not_compiled_after_all_is_no_compiled_step(how, quick, monkeypatch):
+    """Nobody would look at what its trace finds."""
+    phase = {"mixes": False}
+
+    def mixing(params, batch):
+        own = params["w"] * batch["x"]
+        return (own - own.mean(0) if phase["mixes"] else own).square().sum(1) + batch["y"]
+
+    try:
+        if how == "eager_on_recompile":
+            step = prepared(mixing, "auto", microbatch_size=8)
+            step(W, numbers(8))
+            switched_off(how, monkeypatch)
+            phase["mixes"] = True
+            with pytest.raises(UnsupportedModel):
+                step(W, numbers(8, 1))
+            return
+        switched_off(how, monkeypatch)
+        auto = prepared(linear, "auto", microbatch_size=8)
+        auto(W, numbers(8))
+        assert "switched off" in auto.compilation.reason
+        with pytest.raises(RuntimeError, match=r"torch\.compile is switched off"):
+            prepared(linear, True, microbatch_size=8)(W, numbers(8))
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def test_too_many_graphs_are_eager_again(quick, monkeypatch):
+    """As with a temperature that is another number at each step."""
+    monkeypatch.setattr(compiled, "_GRAPHS", 2)
+    temperature = [1.0]
+
+    def loss_fn(params, batch):
+        return (params["w"] * batch["x"]).sum(1) * temperature[0] + batch["y"]
+
+    step = prepared(loss_fn, "auto", microbatch_size=8)
+    for number in range(8):
+        temperature[0] = 1.0 + number
+        found, _ = step(W, numbers(8, number))
+        expected, _ = clipped_grad(loss_fn, W, numbers(8, number), FLAT)
+        torch.testing.assert_close(found.sums, expected.sums)
+    assert not step.compilation.compiled
+
+
+def test_products_are_not_shortened(quick, monkeypatch):
+    """The user lets products of float32 be computed in 16 bits: norms and sums are not."""
+    before, seen, to_graph = torch.get_float32_matmul_precision(), [], torch.compile
+
+    def compile(core, **options):
+        graph = to_graph(core, **options)
+
+        def called(*args):
+            seen.append(torch.get_float32_matmul_precision())
+            return graph(*args)
+
+        return called
+
+    monkeypatch.setattr(torch, "compile", compile)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        prepared(linear, True, microbatch_size=8)(W, numbers(8))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["highest"]
+
+
+def test_parts_of_a_record_that_cancel_do_not_move_the_sum(quick):
+    """Look-ups of one row of a table, +R, small ones and -R: added to others one by one, the small ones would be lost."""
+    table = torch.zeros(300, 4)
+    looked_up, scale = 200, 2.0**20
+
+    def loss_fn(params, batch):
+        return (params["t"][batch["ids"]] * batch["y"]).sum((1, 2))
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 300, (4, looked_up), generator=generator)
+    y = torch.zeros(4, looked_up, 4)
+    ids[1] = 3
+    y[1, 0], y[1, 1:-1], y[1, -1] = scale, scale * 0.4 * 2**-23, -scale
+    without = torch.where(torch.arange(4)[:, None, None] == 1, 0.0, y)
+    for compile in (False, True):
+        step = prepared(loss_fn, compile, microbatch_size=4)
+        (one, _), (other, _) = (step({"t": table}, {"ids": ids, "y": each}) for each in (y, without))
+        moved = (one.sums["t"] - other.sums["t"]).norm()
+        assert moved <= one.sensitivity
 
 
 def test_a_loss_that_reads_numbers_stays_eager(quick):

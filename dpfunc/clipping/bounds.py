@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 
@@ -76,7 +77,8 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
     have a norm that is not finite in any group, so that such a sample contributes exactly nothing.
 
     Args:
-        rule: any clip rule; a faulty one costs utility, not privacy.
+        rule: any clip rule. One that is not of this library sees one row at a time, so that no factor can depend on
+            other rows; a faulty one costs utility, not privacy.
         norms_BG: norms, float32 or float64, may hold inf and NaN.
         bounds_G: bound of each group.
         mask_B: true for real samples.
@@ -85,13 +87,36 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
         factors (B, G), finite and >= 0. Unreleased.
 
     Guarantees:
-        factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside).
+        factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside); a rule that looks at
+        other rows cannot (tests/clipping/test_rules.py::test_a_rule_sees_one_row).
+
+    Raises:
+        InvalidArgument: a rule that reads numbers.
     """
     usable_B = mask_B & torch.isfinite(norms_BG).all(dim=1)
     usable_B1 = usable_B[:, None]
     safe_norms_BG = torch.where(usable_B1, norms_BG, torch.ones_like(norms_BG))
     inner_G = bounds_G * (1.0 - SLACK)
     ceiling_BG = inner_G / safe_norms_BG.clamp(min=_TINY_NORM)
-    factors_BG = torch.minimum(rule.factors(safe_norms_BG, inner_G), ceiling_BG)
+    factors_BG = torch.minimum(_factors(rule, safe_norms_BG, inner_G), ceiling_BG)
     keep_BG = usable_B1 & (factors_BG >= _TINY_FACTOR)  # false for NaN as well
     return torch.where(keep_BG, factors_BG, torch.zeros_like(factors_BG))
+
+
+def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
+    """The factors of a rule; one of others sees one row at a time, and forgets it."""
+    if type(rule).__module__.partition(".")[0] == "dpfunc":
+        return rule.factors(norms_BG, bounds_G)
+    if not len(norms_BG):
+        return torch.zeros_like(norms_BG)
+    once = rule if torch.compiler.is_compiling() else copy.deepcopy(rule)
+    try:
+        factors_BG: Tensor = torch.func.vmap(lambda norms_G: once.factors(norms_G[None], bounds_G)[0])(norms_BG)
+    except (RuntimeError, IndexError) as error:
+        raise InvalidArgument(
+            f"Expected the factors of {type(rule).__name__} to follow from the norms of a row by operations of torch, "
+            f"got an error: {str(error).splitlines()[0]} A rule sees one row at a time, since a factor that depends on "
+            "other rows breaks the bound. Write it without reading numbers (float, item, if). Nothing was released and "
+            "nothing was spent."
+        ) from error
+    return factors_BG.expand_as(norms_BG)

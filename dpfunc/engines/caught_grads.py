@@ -172,7 +172,7 @@ class GroupwiseSums:
             InvalidArgument: other factors than those that the groups were summed with.
         """
         for name, used_B in self.caught.factors.items():
-            same = torch.allclose(used_B, factors[name], rtol=_ROUNDING, atol=0)
+            same = torch.allclose(used_B, factors[name].to(used_B.dtype), rtol=_ROUNDING, atol=0)
             if not same or not torch.equal(used_B == 0, factors[name] == 0):
                 raise InvalidArgument(
                     f"Expected the factors of {name!r} that its clip group was summed with, got others: they depend on "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ SCRATCH = 2**22
 LONG = 1024
 # Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
 ROUNDINGS = 4
+# Norms that matter nowhere.
+_TINY = 1e-10
 # Parts that are this much larger than their sum are added up sample by sample.
 _CANCELS = 64
 # Relative error of a squared norm that clipping.bounds.SLACK pays for.
@@ -48,18 +51,24 @@ def tolerance_of(*dtypes: torch.dtype) -> float:
 def exact(device: torch.device) -> Iterator[None]:
     """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
     if torch.compiler.is_compiling():
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False):  # `full_precision` is around the whole call
             yield
         return
+    with ExitStack() as stack:
+        stack.enter_context(full_precision(device))
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        yield
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """No shortened products (TF32, bfloat16) of float32 tensors. A compiled step needs it around all of its work."""
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         torch.set_float32_matmul_precision("highest")
     try:
-        with ExitStack() as stack:
-            if torch.is_autocast_enabled(device.type):
-                stack.enter_context(torch.autocast(device.type, enabled=False))
-            if device.type == "cuda":
-                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if device.type == "cuda" else nullcontext():
             yield
     finally:
         if precision != "highest":
@@ -93,18 +102,50 @@ def sq_sum(flat_BP: Tensor) -> Tensor:
     return rest_B + pieces_BN.square().sum(1)
 
 
-def safe_sq_norms(sq_norms_B: Tensor, reach_B: Tensor, cancels: list[Tensor]) -> Tensor:
+def safe_sq_norms(
+    sq_norms_B: Tensor, reach_B: Tensor, cancels: list[Tensor], *, additions: int = 0, lost_B: Tensor | None = None
+) -> Tensor:
     """Squared norms to clip by, safe under rounding; puts the mask of samples whose parts cancel into `cancels`.
 
     A sum over all samples has a rounding error relative to the size of its terms. Where the parts of a sample are much
     larger than its gradient (`reach_B`, the sum of their norms, against the norm), another sample's presence would
     change it by more than the bound allows. The parts of such samples are added up on their own first. The rounding
     error that depends on the order of additions is added to the norm.
+
+    Args:
+        sq_norms_B: as measured. reach_B: sums of the norms of parts. cancels: list for the mask.
+        additions: parts of a sample that are added one by one, where that is how they are summed.
+        lost_B: bound on the norm of what is too small to be squared, see `lost_in_squares`; None where it was not.
     """
-    norms_B = sq_norms_B.sqrt()
+    norms_B, eps = sq_norms_B.sqrt(), torch.finfo(reach_B.dtype).eps
     if not torch.compiler.is_compiling():
-        cancels[:] = [reach_B > _CANCELS * norms_B]
-    return (norms_B + ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B).square()
+        drifts = 2 * TOLERATED / (eps * max(1, additions))
+        cancels[:] = [reach_B > min(_CANCELS, drifts) * norms_B]
+    safe_B = norms_B + ROUNDINGS * eps * reach_B
+    return (safe_B if lost_B is None else safe_B + lost_B).square()
+
+
+def lost_in_squares(a_B: Tensor, p: int, b_B: Tensor, d: int) -> Tensor:
+    """Bound on the norm of a sum of products `a_t b_t^T` that is lost where squares are too small for their dtype.
+
+    Each square below the smallest normal number may count as 0. Beside a very large factor, what is lost so can be all
+    of a gradient.
+
+    Args:
+        a_B, b_B: for each sample, the sum over t of the norms of a_t, of b_t, as measured. p, d: numbers of one.
+    """
+    lost_a, lost_b = (math.sqrt(size * torch.finfo(a_B.dtype).tiny) for size in (p, d))
+    return lost_a * (b_B + lost_b) + lost_b * a_B
+
+
+def doubtful(sq_norms_B: Tensor, reach_B: Tensor, lost_B: Tensor) -> Tensor:
+    """Mask of samples whose norm from products of pairs has too few digits left, or overflowed: measure it in float64.
+
+    What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
+    """
+    rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
+    squares_B = torch.where(lost_B > _TINY, lost_B, 0.0).square()
+    return ~((rounding_B + squares_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
 
 
 def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:

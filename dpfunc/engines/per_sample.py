@@ -25,8 +25,10 @@ from dpfunc.engines.numerics import (
     TOLERATED,
     accumulation_dtype,
     cancelling_samples,
+    doubtful,
     exact,
     lengths,
+    lost_in_squares,
     safe_sq_norms,
     sq_sum,
     to_accumulation_dtype,
@@ -146,16 +148,21 @@ class Outer:
         eps = torch.finfo(a_BTp.dtype).eps
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             sq_norms_B = self._measured(a_BTp, b_BTd)
+            lost_B = None
             reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
         else:
-            sq_norms_B, reach_B = self._ghost(a_BTp, b_BTd)
-            doubtful_B = ~(ROUNDINGS * eps * reach_B.square() <= TOLERATED * sq_norms_B)
+            sq_norms_B, reach_B, lost_B = self._ghost(a_BTp, b_BTd)
+            doubtful_B = doubtful(sq_norms_B, reach_B, lost_B)
             if torch.compiler.is_compiling():
                 safe_B = sq_norms_B.clamp(min=0.0) + ROUNDINGS * eps * reach_B.square()
                 sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
             elif any_set(doubtful_B):
-                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._measured(a_BTp[doubtful_B], b_BTd[doubtful_B]))
-        return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
+                a, b = a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()
+                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._measured(a, b).to(sq_norms_B.dtype))
+                reach = (lengths(a, 2) * lengths(b, 2)).sum(1)
+                reach_B = reach_B.index_put((doubtful_B,), reach.to(reach_B.dtype))
+                lost_B = torch.where(doubtful_B, 0.0, lost_B)
+        return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     @staticmethod
     def _measured(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
@@ -168,17 +175,17 @@ class Outer:
         ]
         return torch.cat(pieces)
 
-    def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms, and the sums of the norms of all positions, which are the diagonals of the same products."""
-        size = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2))
+    def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared norms, the sums of the norms of all positions (diagonals of the same products), `lost_in_squares`."""
+        size, widths = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2)), (a_BTp.shape[2], b_BTd.shape[2])
         if size >= len(a_BTp):
-            return _paired(self._products_of_a(a_BTp), _products(b_BTd))
+            return _paired(self._products_of_a(a_BTp), _products(b_BTd), *widths)
         pieces = [
-            _paired(_products(a), _products(b))
+            _paired(_products(a), _products(b), *widths)
             for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
         ]
-        sq_norms, reaches = zip(*pieces, strict=True)
-        return torch.cat(sq_norms), torch.cat(reaches)
+        sq_norms_B, reach_B, lost_B = (torch.cat(values) for values in zip(*pieces, strict=True))
+        return sq_norms_B, reach_B, lost_B
 
     def _products_of_a(self, a_BTp: Tensor) -> Tensor:
         """`a a^T` of each sample, or those that a gradient with the same `a` has left; they are taken once."""
@@ -224,11 +231,12 @@ def _products(a_BTp: Tensor) -> Tensor:
     return a_BTp.square().sum(2, keepdim=True) if a_BTp.shape[1] == 1 else a_BTp @ a_BTp.transpose(1, 2)
 
 
-def _paired(a_BTT: Tensor, b_BTT: Tensor) -> tuple[Tensor, Tensor]:
+def _paired(a_BTT: Tensor, b_BTT: Tensor, p: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `(a_t . a_u)(b_t . b_u)` over all pairs of positions, and that of `|a_t| |b_t|` over all positions."""
     diagonal = slice(None, None, a_BTT.shape[1] + 1)  # Tensor.diagonal warns where it is compiled
-    reach_BT = a_BTT.flatten(1)[:, diagonal].sqrt() * b_BTT.flatten(1)[:, diagonal].sqrt()
-    return (a_BTT * b_BTT).sum((1, 2)), reach_BT.sum(1)
+    a_BT, b_BT = (products_BTT.flatten(1)[:, diagonal].sqrt() for products_BTT in (a_BTT, b_BTT))
+    lost_B = lost_in_squares(a_BT.sum(1), p, b_BT.sum(1), d)
+    return (a_BTT * b_BTT).sum((1, 2)), (a_BT * b_BT).sum(1), lost_B
 
 
 @dataclass(frozen=True)
@@ -271,12 +279,14 @@ class Gather:
         if not self.ids_BT.numel():
             return to_accumulation_dtype(self.g_BTd.new_zeros(len(self.g_BTd)))
         reach_B = lengths(self.g_BTd, 2).sum(1)
-        return safe_sq_norms(sq_sum(self.merged().flatten(1)).to(reach_B.dtype), reach_B, self.cancels)
+        sq_norms_B = sq_sum(self.merged().flatten(1)).to(reach_B.dtype)
+        return safe_sq_norms(sq_norms_B, reach_B, self.cancels, additions=self.ids_BT.shape[1])
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
         ids_BT, g_BTd = self.ids_BT, self._rows()
-        if self.ids_BT.numel() and cancelling_samples(self.cancels, self.sq_norms) is not None:
+        compiled = torch.compiler.is_compiling()  # no number is looked at then
+        if self.ids_BT.numel() and (compiled or cancelling_samples(self.cancels, self.sq_norms) is not None):
             ids_BT, g_BTd = self.slots(), self.merged()
         factors_B, ids_BT, g_BTd = without_dropped(factors_B, ids_BT, g_BTd)
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]

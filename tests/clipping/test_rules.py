@@ -83,6 +83,61 @@ def test_a_rule_with_wrong_factors_is_held_to_the_bound():
     assert factor(Liar(), 5.0, 1.0) * 5.0 <= 1.0
 
 
+@all_rules
+@given(seed=st.integers(0, 2**31), count=st.integers(1, 8), groups=st.integers(1, 3))
+def test_factors_are_those_of_rows_alone(name, seed, count, groups):
+    generator = torch.Generator().manual_seed(seed)
+    norms_BG = torch.randn(count, groups, generator=generator).exp() * 3
+    rule, bounds_G = RULES[name][0](1.0, clipping.AllParameters()), torch.rand(groups, generator=generator) + 0.1
+    alone = [rule.factors(norms_BG[row : row + 1], bounds_G) for row in range(count)]
+    torch.testing.assert_close(rule.factors(norms_BG, bounds_G), torch.cat(alone), rtol=1e-6, atol=0)
+
+
+class OfTheLargest:
+    """Scales by the largest norm of the batch, as adaptive clipping by quantiles would."""
+
+    def factors(self, norms_BG, bounds_G):
+        return bounds_G / norms_BG.amax(0, keepdim=True)
+
+
+class Remembering:
+    mean = None
+
+    def factors(self, norms_BG, bounds_G):
+        mean = norms_BG.mean(0, keepdim=True)
+        self.mean = mean if self.mean is None else 0.5 * self.mean + 0.5 * mean
+        return bounds_G / self.mean.expand_as(norms_BG)
+
+
+class Reading:
+    def factors(self, norms_BG, bounds_G):
+        return bounds_G / max(float(norms_BG.max()), 1.0) * torch.ones_like(norms_BG)
+
+
+def test_a_rule_sees_one_row():
+    """Of the library or of a user: the factor of a row is that of the row alone."""
+    norms_BG, mask_B = torch.tensor([[0.5], [2.0], [40.0]]), torch.ones(3, dtype=torch.bool)
+    for rule in (OfTheLargest(), clipping.Flat(1.0), clipping.Automatic()):
+        together = safe_factors(rule, norms_BG, torch.ones(1), mask_B)
+        alone = [safe_factors(rule, norms_BG[i : i + 1], torch.ones(1), mask_B[:1]) for i in range(3)]
+        assert torch.equal(together, torch.cat(alone))
+    assert safe_factors(OfTheLargest(), norms_BG[:0], torch.ones(1), mask_B[:0]).shape == (0, 1)
+
+
+def test_a_rule_remembers_nothing():
+    """One record would change the factors of others in later steps."""
+    rule, mask_B = Remembering(), torch.ones(2, dtype=torch.bool)
+    safe_factors(rule, torch.full((2, 1), 50.0), torch.ones(1), mask_B)
+    assert rule.mean is None
+    found = safe_factors(rule, torch.tensor([[1.0], [2.0]]), torch.ones(1), mask_B)
+    torch.testing.assert_close(found, torch.tensor([[1.0], [0.5]]), rtol=1e-3, atol=0)
+
+
+def test_a_rule_that_reads_numbers_is_refused():
+    with pytest.raises(InvalidArgument, match="sees one row at a time"):
+        safe_factors(Reading(), torch.ones(3, 1), torch.ones(1), torch.ones(3, dtype=torch.bool))
+
+
 def test_padding_gives_zero():
     mask = torch.tensor([True, False])
     factors = safe_factors(clipping.Flat(1.0), torch.ones(2, 1), torch.ones(1), mask)

@@ -297,7 +297,7 @@ def test_convolutions_of_any_kind_are_torchs(dtype, data):
     sq_norms_B, tolerance = rows_B.double().flatten(1).square().sum(1), TOLERANCE[dtype]
     assert close(grad.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
     for measure in (grad._measured, grad._ghost):
-        measured_B, _ = measure(grad.g_BmP, grad.x_BmC)
+        measured_B, _, _ = measure(grad.g_BmP, grad.x_BmC)
         assert close(measured_B, sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
     reach_B = [measure(grad.g_BmP, grad.x_BmC)[1] for measure in (grad._measured, grad._ghost)]
     assert torch.allclose(*reach_B, rtol=1e3 * tolerance)

@@ -166,3 +166,21 @@ def test_rows_that_are_all_alike_hide_nothing(make_engine):
             engine(mixing, params, batch[:1].repeat(4, 1))
     with pytest.raises(UnsupportedModel, match=r"depends on the other samples|mean"):
         engine(mixing, params, batch)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_first_rows_that_are_not_finite_do_not_stop_rows_alone(bad):
+    """A loss that only vmap takes, with nothing to compare in the rows that are computed first."""
+    params = {"w": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
+
+    def loss_fn(params, batch):
+        def one(row):
+            return torch.tanh(torch.nn.functional.linear(row, params["w"])).square().sum()
+
+        return torch.func.vmap(torch.func.grad(one))(batch).square().sum(1)
+
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    batch[:2] = bad
+    found, _ = clipped_grad(loss_fn, params, batch, clipping.Flat(0.5))
+    expected, _ = clipped_grad(loss_fn, params, batch[2:], clipping.Flat(0.5), engine=engines.loop())
+    torch.testing.assert_close(found.sums, expected.sums)

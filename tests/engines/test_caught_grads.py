@@ -9,12 +9,13 @@ import torch
 from cases import RULES
 from models import CASES, build
 from reference import loop_clipped_sum
+from torch.nn.functional import linear
 
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.bounds import SLACK, group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.engines import auto, bookkeeping, ghost
+from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
 from dpfunc.engines.caught_grads import GroupwiseSums
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import GroupFactors
@@ -248,3 +249,19 @@ def test_checkpointed_layers():
     for name in params:
         assert torch.allclose(got.sums[name], expected[name], atol=1e-10), name
     assert set(groupwise_sums(problem, num_samples=5).caught.sums) == set(params)
+
+
+@pytest.mark.parametrize("engine", [bookkeeping, ghost, vmap])
+def test_groups_of_several_dtypes(engine):
+    params = {
+        "a.w": torch.randn(5, 4, generator=torch.Generator().manual_seed(0)),
+        "b.w": torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+    }
+
+    def loss_fn(params, batch):
+        return linear(linear(batch, params["a.w"]).double(), params["b.w"]).square().sum(1)
+
+    batch, clip = torch.randn(6, 4, generator=torch.Generator().manual_seed(2)), clipping.Flat(1.0, clipping.PerLayer())
+    found, _ = clipped_grad(loss_fn, params, batch, clip, engine=engine())
+    expected, _ = clipped_grad(loss_fn, params, batch, clip, engine=loop())
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-3, atol=1e-5)

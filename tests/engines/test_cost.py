@@ -70,7 +70,11 @@ def test_norms_of_factors_are_taken_as_the_model_says(monkeypatch, positions, fo
     called = []
     monkeypatch.setattr(Outer, "_measured", staticmethod(lambda a, b: called.append("formed") or torch.ones(len(a))))
     monkeypatch.setattr(
-        Outer, "_ghost", lambda self, a, b: called.append("ghost") or (torch.full((len(a),), 1e9), torch.ones(len(a)))
+        Outer,
+        "_ghost",
+        lambda self, a, b: (
+            called.append("ghost") or (torch.full((len(a),), 1e9), torch.ones(len(a)), torch.zeros(len(a)))
+        ),
     )
     Outer(torch.randn(3, positions, 64), torch.randn(3, positions, 64), (64, 64)).sq_norms()
     assert called == ["formed" if formed else "ghost"]

@@ -192,6 +192,83 @@ def language_case(make, checkpointed, dtype=torch.float64):
     return Case(next_token(forward, lambda out: out.logits), params, token_batch(B))
 
 
+LAYERS = {
+    "linear": (lambda: nn.Linear(512, 1, bias=False), (512,)),
+    "linear on sequences": (lambda: nn.Linear(64, 64, bias=False), (4, 64)),
+    "conv1d": (lambda: nn.Conv1d(16, 32, 3, bias=False), (16, 5)),
+    "conv2d with groups": (lambda: nn.Conv2d(16, 32, 3, groups=2, bias=False), (16, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("rule", [clipping.Flat(0.01), clipping.normalized(1.0, 1e-3), clipping.auto_v(1.0)])
+def test_squares_too_small_for_their_dtype_hide_no_gradient(engine, layer, flushed, rule):
+    """Inputs of 1e-23 beside a factor of 1e19: the gradient is ordinary, and the square of the input is 0."""
+    make, shape = LAYERS[layer]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module, x = make(), torch.randn(6, *shape)
+    forward, params = functionalize(module)
+    x[2] *= 1e-23
+    factor = torch.ones(6)
+    factor[2] = 1e19
+
+    def loss_fn(params, batch):
+        return forward(params, batch["x"]).flatten(1).sum(1) * batch["factor"]
+
+    others = torch.arange(6) != 2
+    torch.set_flush_denormal(flushed)
+    try:
+        one, unreleased = clipped_grad(loss_fn, params, {"x": x, "factor": factor}, rule, engine=MAKE[engine]())
+        other, _ = clipped_grad(
+            loss_fn, params, {"x": x[others], "factor": factor[others]}, rule, engine=MAKE[engine]()
+        )
+    finally:
+        torch.set_flush_denormal(False)
+    moved = (one.sums["weight"] - other.sums["weight"]).norm()
+    assert moved <= one.sensitivity * (1 + 1e-6)
+    alone, _ = clipped_grad(loss_fn, params, {"x": x[2:3], "factor": factor[2:3]}, rule, engine=MAKE["loop"]())
+    if not flushed:
+        torch.testing.assert_close(moved, alone.sums["weight"].norm(), rtol=0.01, atol=0)
+    assert unreleased.norms_BG[2] > 0
+
+
+def test_gradients_of_zero_stay_zero():
+    """Nothing is measured again for a row without a gradient, and nothing of it is released."""
+    forward, params = functionalize(nn.Linear(512, 1, bias=False))
+    batch = {"x": torch.randn(4, 512), "used": torch.tensor([1.0, 0.0, 0.0, 1.0])}
+
+    def loss_fn(params, batch):
+        return forward(params, batch["x"])[:, 0] * batch["used"]
+
+    found, unreleased = clipped_grad(loss_fn, params, batch, clipping.auto_v(1.0), engine=MAKE["bookkeeping"]())
+    expected, _ = clipped_grad(loss_fn, params, batch, clipping.auto_v(1.0), engine=MAKE["loop"]())
+    torch.testing.assert_close(found.sums, expected.sums)
+    assert (unreleased.norms_BG[1:3] < 1e-12).all()
+
+
+@pytest.mark.parametrize("engine", FAST)
+def test_many_look_ups_of_one_row_keep_the_bound(engine):
+    """Added one by one to a large partial sum, each would lose digits; with the sample's own sum they lose none."""
+    table, looked_up = torch.zeros(50, 1), 1000
+
+    def loss_fn(params, batch):
+        return (F.embedding(batch["ids"], params["t"])[..., 0] * batch["y"]).sum(1)
+
+    ids = torch.randint(0, 50, (3, looked_up), generator=torch.Generator().manual_seed(0))
+    ids[1] = 3
+    y = torch.zeros(3, looked_up)
+    for share in (0.3, 0.4, 0.49):
+        y[1, 0], y[1, 1:-1], y[1, -1] = 32.0, share * 32.0 * 2.0**-23, -31.5
+        sums = [
+            clipped_grad(loss_fn, {"t": table}, {"ids": ids, "y": each}, clipping.Flat(0.5), engine=MAKE[engine]())[0]
+            for each in (y, torch.where(torch.arange(3)[:, None] == 1, 0.0, y))
+        ]
+        assert (sums[0].sums["t"] - sums[1].sums["t"]).norm() <= sums[0].sensitivity
+
+
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama], ids=["GPT-2", "Llama"])
 @every
 def test_checkpointed_language_models_equal_the_loop(engine, make):

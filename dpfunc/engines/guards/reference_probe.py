@@ -42,7 +42,8 @@ class _Probe:
         """
         with torch_seed(insecure_key(0)):
             found: Any = engine(loss_fn, self.params, self.batch)
-        scale = max((float(_norms(grad)[self.usable_B].max()) for grad in self.grads.values()), default=0.0)
+        norms = [_norms(grad)[self.usable_B] for grad in self.grads.values()]
+        scale = max((float(norms_B.max()) for norms_B in norms if len(norms_B)), default=0.0)
         flags = []
         for name, grad_B in self.grads.items():
             off_B = _norms(found.grads[name].dense().to(grad_B.dtype) - grad_B)[self.usable_B]

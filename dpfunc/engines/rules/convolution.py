@@ -23,9 +23,10 @@ from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     ROUNDINGS,
     SCRATCH,
-    TOLERATED,
     cancelling_samples,
+    doubtful,
     lengths,
+    lost_in_squares,
     safe_sq_norms,
     sq_sum,
     to_accumulation_dtype,
@@ -157,8 +158,8 @@ class Convolved:
             measure(to_accumulation_dtype(g), to_accumulation_dtype(x))
             for g, x in self._pieces(self.g_BmP, self.x_BmC, numbers)
         ]
-        sq_norms_B, reach_B = (torch.cat(values) for values in zip(*pieces, strict=True))
-        return safe_sq_norms(sq_norms_B, reach_B, self.cancels)
+        sq_norms_B, reach_B, lost_B = (torch.cat(values) for values in zip(*pieces, strict=True))
+        return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     def kernel(self) -> Kernel:
         """The kernel for the cost model, by shapes."""
@@ -171,8 +172,9 @@ class Convolved:
         """The side that the kernel moves over, and the one with a value for each of its positions."""
         return (g_BmP, x_BmC) if self.args.transposed else (x_BmC, g_BmP)
 
-    def _measured(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
-        return sq_sum(self._formed(g_BmP, x_BmC).flatten(1)), self._reach(g_BmP, x_BmC)
+    def _measured(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        reach_B = self._reach(g_BmP, x_BmC)
+        return sq_sum(self._formed(g_BmP, x_BmC).flatten(1)), reach_B, torch.zeros_like(reach_B)
 
     def _reach(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
         """`sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
@@ -189,7 +191,7 @@ class Convolved:
         reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
         return lengths(reach_BG, 1)
 
-    def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
+    def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t, whose products are sums over the taps.
 
         Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
@@ -198,21 +200,24 @@ class Convolved:
         moved, still = (self._by_group(side) for side in self._sides(g_BmP, x_BmC))
         of_windows_nTT, of_still_nTT = self._of_windows(moved, still.shape[3:]), _products(still)
         per_group = (len(g_BmP), self.args.groups)
-        diagonals = (products.diagonal(dim1=1, dim2=2) for products in (of_windows_nTT, of_still_nTT))
-        reach_n = (next(diagonals) * next(diagonals)).sqrt().sum(1)
-        reach_B = lengths(torch.unflatten(reach_n, 0, per_group), 1)
+        window_nT, still_nT = (each.diagonal(dim1=1, dim2=2).sqrt() for each in (of_windows_nTT, of_still_nTT))
+        numbers = math.prod(self.args.shape)
+        lost_n = lost_in_squares(window_nT.sum(1), numbers, still_nT.sum(1), numbers)
+        reach_B, lost_B = (
+            lengths(torch.unflatten(each_n, 0, per_group), 1) for each_n in ((window_nT * still_nT).sum(1), lost_n)
+        )
         sq_norms_B = torch.unflatten((of_windows_nTT * of_still_nTT).sum((1, 2)), 0, per_group).sum(1)
-        rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
-        doubtful_B = ~(rounding_B <= TOLERATED * sq_norms_B)
+        doubtful_B = doubtful(sq_norms_B, reach_B, lost_B)
         if torch.compiler.is_compiling():
-            return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B
+            rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
+            return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B, lost_B
         if any_set(doubtful_B):
-            formed = [
-                sq_sum(self._formed(g, x).flatten(1))
-                for g, x in self._pieces(g_BmP[doubtful_B], x_BmC[doubtful_B], math.prod(self.args.shape))
-            ]
-            sq_norms_B = sq_norms_B.index_put((doubtful_B,), torch.cat(formed))
-        return sq_norms_B, reach_B
+            pieces = self._pieces(g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double(), math.prod(self.args.shape))
+            measured, reach, _ = (torch.cat(v) for v in zip(*(self._measured(g, x) for g, x in pieces), strict=True))
+            sq_norms_B = sq_norms_B.index_put((doubtful_B,), measured.to(sq_norms_B.dtype))
+            reach_B = reach_B.index_put((doubtful_B,), reach.to(reach_B.dtype))
+            lost_B = torch.where(doubtful_B, 0.0, lost_B)
+        return sq_norms_B, reach_B, lost_B
 
     def _by_group(self, side: Tensor) -> Tensor:
         """(B, m, G * c, ...) -> (B * G, c, m, ...)."""

@@ -72,7 +72,7 @@ SEVERAL = "several results"
 """What is heard of an operation with several results."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # torch prints modes in some errors, and arguments of draws can be records
 class Trace(DispatchMode):
     """Dispatch mode that follows one forward and backward pass over one batch.
 

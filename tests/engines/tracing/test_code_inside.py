@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dpfunc.engines import bookkeeping
+from dpfunc import clipping
+from dpfunc.clipped import clipped_grad
+from dpfunc.engines import auto, bookkeeping
 from dpfunc.errors import UnsupportedModel
 
 
@@ -114,3 +116,21 @@ def test_a_mode_around_a_step_is_none_of_the_loss():
         assert bookkeeping()(lambda p, x: head(x, p), params(), batch(0))
     with pytest.raises(UnsupportedModel, match="a dispatch mode of the loss"):
         bookkeeping()(inside, params(), batch(0))
+
+
+@pytest.mark.parametrize("engine", [auto(), bookkeeping(unproven="audit")])
+def test_errors_of_torch_show_no_record(engine):
+    """torch prints the modes around an operator of higher order that none of them takes."""
+    weights, x = {"w": torch.randn(8, 8)}, torch.randn(4, 8)
+    x[2, 0] = 123.456
+
+    def loss_fn(params, batch):
+        noisy = torch.nn.functional.linear(torch.normal(batch, 1.0), params["w"])
+        return torch.cond(torch.tensor(True), lambda h: h * 2, lambda h: h * 1.0, (noisy,)).square().sum(1)
+
+    with pytest.raises(Exception) as error:  # noqa: PT011  (whatever torch raises)
+        clipped_grad(loss_fn, weights, x, clipping.Flat(0.5), engine=engine)
+    text = str(error.value)
+    assert "123.4" not in text
+    assert "1.2346e+02" not in text
+    assert len(text) < 2000
