@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, NamedTuple
 
 from dpfunc._utils.digests import digest
 from dpfunc._utils.validation import fail, wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.errors import BudgetExhausted, InvalidArgument, StateReused
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, process_mark
 from dpfunc.types import Event, schedule_at
@@ -31,6 +32,7 @@ class StepState(NamedTuple):
             with sampling_prob=1.
         num_records: number n of records that there are, at most the plan's `dataset_size`, which is then a public bound
             on it; None where they are equal. Unreleased.
+        journal: path of the journal with which a run was resumed, which later steps must go on with; empty for none.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -47,6 +49,7 @@ class StepState(NamedTuple):
     plan: str = ""
     drawn: bool = True
     num_records: int | None = None
+    journal: str = ""
 
     def __repr__(self) -> str:
         """The fields, without noise: it is secret."""
@@ -125,6 +128,29 @@ def require_state(state: StepState | None) -> StepState:
     if state is None:
         raise fail("a state", "state", None, "Start with dp_step.init(params, dpfunc.secure_key()).")
     return state
+
+
+def check_journal(state: StepState, journal: object) -> None:
+    """Check that a resumed run writes on in the journal that it was resumed with.
+
+    Without it, or in another file, a second resumption would not know of these steps, and would release their noise on
+    other values.
+
+    Args:
+        state: of the run. journal: of the step; None for none.
+
+    Raises:
+        CheckpointError: no journal, or a file that is another.
+    """
+    if not state.journal:
+        return
+    file = getattr(journal, "file", None)
+    if journal is None or (file is not None and os.path.realpath(file) != os.path.realpath(state.journal)):
+        raise CheckpointError(
+            f"Expected the journal of the resumed run, make_dp_step(..., journal=Journal({state.journal!r}, plan)), "
+            f"got {'no journal' if journal is None else str(file)}. Steps that are not in it could be released again, "
+            "with the same noise and other values. Nothing was spent."
+        )
 
 
 def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:

@@ -35,6 +35,7 @@ from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import (
     StepState,
+    check_journal,
     check_repeated,
     check_state,
     mark_released,
@@ -165,6 +166,7 @@ class DPStep:
             real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
             if state is not None:
                 check_state(state, self.plan, self._plan_digest)
+                check_journal(state, self.journal)
                 if self.verify_batch:
                     self._check_draw(state, size if real_B is None else int(real_B.sum()))
             return real_B

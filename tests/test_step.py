@@ -439,3 +439,18 @@ def test_bad_init():
     two = make_dp_step(linear_loss, plan(clip=clipping.Flat({"a": 1.0}, groups=clipping.PerLayer())))
     with pytest.raises(InvalidArgument, match="Expected clip_norm to name the groups"):
         two.init(params(), secure_key())
+
+
+def test_processes_that_join_after_the_step_was_made_are_seen(monkeypatch):
+    """Each would be a run of its own on the same data."""
+    plan = Plan(sampling.Poisson(20, 0.5), clipping.Flat(1.0), 1.0, 3, 1e-2)
+    dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    weights = {"w": torch.zeros(2)}
+    state = dp_step.init(weights, secure_key())
+    batch = torch.ones(20, 2)[next(iter(plan.batches(state)))]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: 2)
+    with pytest.raises(InvalidArgument, match="the process group has 2 processes"):
+        dp_step(weights, batch, state)
+    monkeypatch.undo()
+    assert dp_step(weights, batch, state).state.step == 1

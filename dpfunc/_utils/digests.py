@@ -48,10 +48,17 @@ def checksum_and_marks(tensors: Iterable[tuple[str, Tensor]], marks: Iterable[Te
         flat = part.reshape(-1).view(torch.uint8)
         words = len(flat) // _WORD * _WORD
         head = flat[:words] if flat.storage_offset() % _WORD == 0 else flat[:words].clone()
-        sums += [_hash_words(_condensed(head.view(torch.int64))), flat[words:].sum()]
+        sums += [_hash_words(_condensed(head.view(torch.int64))), _hash_words(_filled(flat[words:]).view(torch.int64))]
     known = [mark.to(sums[0] if sums else torch.int64) for mark in marks]
     values = torch.stack(sums + known).tolist() if sums or known else []
     return digest(f"{descriptions}{values[: len(sums)]}"), [bool(value) for value in values[len(sums) :]]
+
+
+def _filled(tail: Tensor) -> Tensor:
+    """The bytes after the last whole word as one word; none as none."""
+    word = tail.new_zeros(_WORD if len(tail) else 0)
+    word[: len(tail)] = tail
+    return word
 
 
 def _condensed(words: Tensor) -> Tensor:

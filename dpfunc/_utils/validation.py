@@ -112,6 +112,13 @@ def one_of(name: str, value: object, allowed: Iterable[Name], hint: str = "") ->
     return names[names.index(value)]
 
 
+def boolean(name: str, value: object) -> bool:
+    """True or False, and nothing that only counts as one: the text "false" would be true."""
+    if not isinstance(value, bool):
+        raise fail(f"{name} to be true or false", name, value)
+    return value
+
+
 def shorten(names: Sequence[str], limit: int = 5) -> str:
     """The first few names and how many more there are, for messages."""
     shown = ", ".join(names[:limit])

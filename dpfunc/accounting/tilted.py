@@ -44,6 +44,7 @@ _CELL_ERROR, _SMOOTH_ERROR = 2e-6, 1e-5  # relative to epsilon
 _MANY_KINDS, _MANY_CELL_ERROR = 8, 4e-5  # for speed
 _MAX_CELLS, _MAX_FREQUENCIES, _MAX_ROUNDS = 4_000, 2**16, 5
 _TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
+_LARGEST_EPSILON = 700.0
 _ULP = float(np.finfo(np.float64).eps)
 
 
@@ -142,6 +143,8 @@ def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) ->
     high = -math.log1p(-q) if direction == "add" else 1.0
     while excess(high) > 0:
         high *= 2
+        if high > _LARGEST_EPSILON:
+            raise TiltedUnavailable(f"epsilon is above {_LARGEST_EPSILON:g}, where e^epsilon cannot be computed")
     return falling_root(excess, 0.0, high, rtol=1e-12) * (1 + 1e-8)
 
 

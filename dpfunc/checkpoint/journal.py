@@ -57,6 +57,15 @@ class _Known:
         same = resumes(file, self.at)
         position, lines = follow(file, path, self.at if same else Position())
         check_end(path, position)
+        known = self.at.end
+        # a copy that was put in its place has at least what was read
+        if not same and known.lines and known not in (end for end, _ in lines):
+            raise CheckpointError(
+                f"Expected the lines that the journal {path} had a step ago, {known.lines} or one more, got another "
+                f"file of {len(lines)} in its place: it was removed, restored from an old copy, or belongs to another "
+                f"run. "
+                f"{RESTORE} Nothing was released by this step."
+            )
         new = list(_steps(lines, path))
         self.at, self.releases = position, self.releases if same else {}
         for run, step, taken in new:
@@ -107,12 +116,16 @@ class Journal:
 
     path: Path | str
     plan: Plan
+    _place: Path = field(init=False, repr=False, compare=False)
     _known: _Known = field(default_factory=_Known, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_place", Path(self.path).absolute())
 
     @property
     def file(self) -> Path:
-        """Path of the journal, as a `Path` object."""
-        return Path(self.path)
+        """Absolute path of the journal, wherever the process goes."""
+        return self._place
 
     def __call__(self, after: StepState) -> None:
         """Append the step that leads to `after`, and wait until it is on disk."""

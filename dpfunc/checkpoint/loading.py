@@ -158,10 +158,14 @@ def load(
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},
         optimizer,
-        resumed(state_from_dict(decided["state"], plan, {}))._replace(noise_state=noise),
+        resumed(state_from_dict(decided["state"], plan, {}))._replace(noise_state=noise, journal=_place(journal)),
         values["extra"],
         path,
     )
+
+
+def _place(journal: Path | str | None) -> str:
+    return "" if journal is None else str(Path(journal).absolute())
 
 
 def _found(parent: Path, ranks: Ranks | None) -> bytes:

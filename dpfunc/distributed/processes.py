@@ -5,6 +5,7 @@ Several processes are in `distributed.collective_step`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dpfunc._utils.digests import checksum_and_marks, in_hex
 from dpfunc.batches import batch_size
+from dpfunc.distributed.launch import check_alone
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import refuse_not_finite, suspicious
 from dpfunc.engines.numerics import accumulation_dtype
@@ -139,6 +141,7 @@ class OneProcess:
         return None
 
     def check(self, call: StepCall) -> Rows:
+        check_alone(os.environ)  # others may have joined since the step was made
         return Rows(call.batch, call.check(), batch_size(call.batch))
 
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:

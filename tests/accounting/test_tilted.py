@@ -304,3 +304,10 @@ def test_what_is_beyond_the_last_cell_counts(direction):
     cut = [dataclasses.replace(law, infinite=3e-9) for law in laws]
     found, more = (tilted.compose(some, base, aim, 1e-5, 0.0)[0] for some in (laws, cut))
     assert more == pytest.approx(found - math.log(0.7) / 7.5, rel=0.01)
+
+
+def test_an_epsilon_that_has_no_exponential_is_refused_by_name():
+    """And `auto` takes another method."""
+    with pytest.raises(tilted.TiltedUnavailable, match="epsilon is above 700"):
+        tilted.tilted_epsilon([(0.052, 0.0511, 1)], ["remove"], 1.2e-63)
+    assert epsilon(Ledger((Event(0.052, 0.0511, 1),)), 1.2e-63).epsilon > 512

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -311,3 +313,59 @@ def test_two_kills_between_a_line_and_its_note(tmp_path, monkeypatch):
     assert steps(replay(state), values, optimizer, 1, Journal(journal.path, PLAN)).ledger == journal_ledger(
         journal.path
     )
+
+
+def steps_of(tmp_path, monkeypatch, what, path="run/journal.jsonl"):
+    """A run of six steps into a journal of a relative path; `what` happens to its folder after the fourth."""
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(sampling.Poisson(40, 0.5), clipping.Flat(1.0), 1.0, 6, 1e-3)
+    journal = Journal(path, plan)
+    dp_step = make_dp_step(lambda params, batch: ((params["w"] - batch) ** 2).sum(1), plan, journal=journal)
+    data, params = torch.randn(40, 2), {"w": torch.zeros(2)}
+    state = dp_step.init(params, secure_key())
+    for indices in plan.batches(state):
+        grads, state, _ = dp_step(params, data[indices], state)
+        params = {"w": params["w"] - 0.1 * grads["w"]}
+        if state.step == 2:
+            shutil.copytree("run", "backup")
+        if state.step == 4:
+            what(tmp_path)
+    return journal
+
+
+def removed(folder):
+    shutil.rmtree(folder / "run")
+
+
+def restored_old(folder):
+    removed(folder)
+    shutil.copytree(folder / "backup", folder / "run")
+
+
+def overwritten_with_old(folder):
+    for file in (folder / "backup").iterdir():
+        (folder / "run" / file.name).write_bytes(file.read_bytes())
+
+
+@pytest.mark.parametrize("what", [removed, restored_old, overwritten_with_old])
+def test_a_journal_that_goes_back_during_a_run_is_an_error(tmp_path, monkeypatch, what):
+    with pytest.raises(CheckpointError, match="Expected the lines that the journal .* had a step ago, 3 or one more"):
+        steps_of(tmp_path, monkeypatch, what)
+
+
+def restored_whole(folder):
+    shutil.copytree(folder / "run", folder / "copy")
+    removed(folder)
+    shutil.copytree(folder / "copy", folder / "run")
+
+
+def elsewhere(folder):
+    (folder / "other").mkdir()
+    os.chdir(folder / "other")
+
+
+@pytest.mark.parametrize("what", [restored_whole, elsewhere])
+def test_a_whole_copy_and_another_working_directory_change_nothing(tmp_path, monkeypatch, what):
+    journal = steps_of(tmp_path, monkeypatch, what)
+    assert journal_ledger(journal.file).num_steps == 6
+    assert journal.file == tmp_path / "run" / "journal.jsonl"

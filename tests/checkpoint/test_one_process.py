@@ -50,7 +50,24 @@ def test_resume_is_bit_identical(tmp_path):
     other.load_state_dict(dict(saved.optimizer_state))
     again = steps(saved.state, fresh, other, 5, journal)
     assert all(torch.equal(values[name], fresh[name]) for name in values)
-    assert again == state
+    assert again == state._replace(journal=str(journal.path))
+
+
+def test_a_resumed_run_goes_on_with_its_journal(tmp_path):
+    """Steps that it does not have would be released again by the next resumption, with the same noise."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 3, journal)
+    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
+    saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+    for other in (None, Journal(tmp_path / "jurnal.jsonl", PLAN)):
+        with pytest.raises(CheckpointError, match="Expected the journal of the resumed run"):
+            steps(saved.state, values, optimizer, 1, other)
+    (tmp_path / "link").symlink_to(tmp_path)
+    after = steps(saved.state, values, optimizer, 1, Journal(tmp_path / "link" / "journal.jsonl", PLAN))
+    assert after.step == saved.state.step + 1
+    kept = steps(after, values, optimizer, 1, lambda state: None)  # a function of the caller's
+    assert kept.journal == saved.state.journal
 
 
 def test_epsilon_never_shrinks(tmp_path):

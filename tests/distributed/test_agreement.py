@@ -48,6 +48,15 @@ def test_a_checksum_sees_one_bit(dtype):
     assert len({checksum(each) for each in [[("w", tensor)], *others]}) == 5
 
 
+def test_a_checksum_of_few_bytes_sees_each_of_them():
+    """What is left after whole words counts as a word, too: bytes that are added up would often agree."""
+    values = torch.randn(2000, 1, generator=torch.Generator().manual_seed(0))
+    assert len({checksum([("w", value)]) for value in values}) == len(values.unique())
+    assert checksum([("w", torch.tensor([1, 2, 3], dtype=torch.uint8))]) != checksum(
+        [("w", torch.tensor([3, 2, 1], dtype=torch.uint8))]
+    )
+
+
 def test_a_checksum_sees_two_signs_and_two_rows():
     """Changes that a plain sum of words would not see."""
     rows = torch.randn(64, 8, dtype=torch.float64)
