@@ -230,6 +230,7 @@ def generate(
         with without_noise():
             read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private)
             writer = all_or_none(read, ranks, "Nothing was drawn")
+        all_or_none(partial(generation.refuse_private_prompts, writer, prompts), ranks, "Nothing was drawn")
         from rich.console import Console
         from rich.progress import track
 

@@ -145,7 +145,11 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
 
     Args:
         forward, params: see `causal_lm`. batch: model inputs, "start_positions" (B,) and "end_positions" (B,); or
-            "labels" (B, 2) with both.
+            "labels" (B, 2) with both. Where "attention_mask" (B, T) is 0, no answer can be.
+
+    Guarantees:
+        tests/hf/test_tasks.py: a row filled up to another length has the same loss
+        (test_answers_do_not_depend_on_filling).
     """
     inputs = {
         name: value for name, value in batch.items() if name not in ("labels", "start_positions", "end_positions")
@@ -161,7 +165,23 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
             )
         first_B, last_B = labels.unbind(1)
     output = forward(params, **inputs)
-    return losses.question_answering(output.start_logits, output.end_logits, first_B, last_B)
+    logits, positions = (output.start_logits, output.end_logits), (first_B, last_B)
+    mask_BT = inputs.get("attention_mask")
+    if isinstance(mask_BT, Tensor) and mask_BT.shape == logits[0].shape:
+        logits, positions = _without_filling(mask_BT == 0, logits, positions)
+    return losses.question_answering(*logits, *positions)
+
+
+def _without_filling(
+    filled_BT: Tensor, logits: tuple[Tensor, Tensor], positions: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Logits and positions of tokens only: how long the longest row of a batch is must not matter to the others."""
+    last = filled_BT.shape[1] - 1
+    start_BT, end_BT = (each.masked_fill(filled_BT, -torch.inf) for each in logits)
+    first_B, last_B = (
+        torch.where(filled_BT.gather(1, each.clamp(0, last)[:, None])[:, 0], losses.IGNORED, each) for each in positions
+    )
+    return (start_BT, end_BT), (first_B, last_B)
 
 
 def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:

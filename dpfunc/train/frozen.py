@@ -44,17 +44,18 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
         return records, None
     if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
         return records, None
-    vectors = sum(1 if kind == "features" else len(record["input_ids"]) for record in _all(records))
+    # not what the texts need: one longer text would decide how the hidden states of all others are rounded
+    vectors = len(_all(records)) * (1 if kind == "features" else job.data.max_length)
     needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
     if needed > job.training.cache_mib:
         return records, (
-            f"Frozen layers are computed in every step: to keep what they give needs {needed} MiB, more than "
+            f"Frozen layers are computed in every step: to keep what they give may need {needed} MiB, more than "
             f"training.cache_mib={job.training.cache_mib}."
         )
     computed = _computed(base, kind, _all(records), shows)
     split = len(records.train)
     kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
-    return kept, f"Frozen layers were computed once for each record and take {needed} MiB."
+    return kept, f"Frozen layers were computed once for each record and take at most {needed} MiB."
 
 
 def _all(records: Records) -> list[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ from dpfunc.train.inputs import prompt_ids
 from dpfunc.train.model import load_base, load_processing, one_line
 from dpfunc.train.run import MODEL
 from dpfunc.train.run_folder import saved_job
-from dpfunc.train.tables import read_table
+from dpfunc.train.tables import read_table, same_file
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Writer:
 
     Args:
         model, tokenizer: as trained. epsilon, delta: of the training; None where nothing is protected.
-        max_length: tokens of a record in training.
+        max_length: tokens of a record in training. trained_on: the private table, where it is known.
     """
 
     model: Any = field(repr=False)
@@ -44,6 +44,7 @@ class Writer:
     epsilon: float | None
     delta: float | None
     max_length: int
+    trained_on: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Write
     base = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
         model = _with_trained(base, root / MODEL, adapted=job.strategy in ADAPTERS)
-    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length)
+    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length, Path(job.data.train))
 
 
 def _spent(root: Path, job: Job) -> tuple[float | None, float | None]:
@@ -132,6 +133,21 @@ def _with_trained(base: nn.Module, path: Path, *, adapted: bool) -> nn.Module:
     kind: Any = type(base)  # of Transformers, which has no types
     whole_model: nn.Module = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32)
     return whole_model
+
+
+def refuse_private_prompts(writer: Writer, file: Path | None) -> None:
+    """Refuse the training table as a file of prompts: its fields would be written beside an epsilon.
+
+    Raises:
+        InvalidArgument: it is that table, or a copy.
+    """
+    table = None if writer.epsilon is None else writer.trained_on
+    if file is not None and table is not None and same_file(file, table):
+        raise InvalidArgument(
+            f"Expected prompts that are public, got --prompts {file}, the table that the model was trained on. Its "
+            "fields would go along with each text, and epsilon does not cover them. Write prompts of your own, e.g. "
+            "one for each class."
+        )
 
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:

@@ -55,7 +55,7 @@ def check_spent_units(job: Job) -> None:
         found = _unit_of_run(Path(name))
         if found is None and job.data.unit_column is None:
             continue  # a ledger or a journal of any loop, which counts rows
-        if (found == _PERSON) != (job.data.unit_column is not None):
+        if found != unit_of(job):
             raise InvalidArgument(
                 f"Expected earlier runs that protected {unit_of(job)!r}, as this job does, got data.spent={name!r}, "
                 f"which protected {found or 'an unknown unit'!r}. Their costs do not add up. Name the "

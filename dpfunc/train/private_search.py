@@ -29,6 +29,7 @@ from dpfunc.train.config import Job, job_to_dict
 from dpfunc.train.dataset import Records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import load_processing
+from dpfunc.train.people import check_spent_units
 from dpfunc.train.run import MODEL, check_job
 from dpfunc.train.run_folder import check_folder, write_job
 from dpfunc.train.score import MEANING, check_scored, noisy, score
@@ -117,6 +118,7 @@ def prepare_search(trials: Sequence[Trial], runs: RunCount, score_noise: float, 
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.train))
     spent = read_spent(job.data.spent) or Ledger(adjacency=job.privacy.adjacency)
+    check_spent_units(job)
     score_ledger = Ledger((Event(1.0, score_noise, 1),), job.privacy.adjacency)
     alone: list[float] = []
 

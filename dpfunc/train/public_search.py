@@ -18,7 +18,9 @@ from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.dataset import Records, count_records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import key_of, load_processing
+from dpfunc.train.people import check_spent_units
 from dpfunc.train.score import check_scored, score
+from dpfunc.train.tables import same_file
 
 _HELD_OUT = 0.2  # of the public records, where the job has no share
 
@@ -57,6 +59,11 @@ def prepare_public(trials: Sequence[Trial], public: Path, *, shows: bool = False
     check_scored(job)
     if not job.privacy.dp_enabled or job.privacy.dp_epsilon is None:
         raise fail("dp_epsilon, the budget of the private run", "dp_epsilon", job.privacy.dp_epsilon)
+    if same_file(public, Path(job.data.train)):
+        raise InvalidArgument(
+            f"Expected a table of public records, got --public {public}, which is the private data.train. What is "
+            "chosen by private records costs privacy: search without --public, and the search is counted."
+        )
     given = job.privacy.dp_dataset_size
     size = count_records(job) if given is None else given
     data = dataclasses.replace(
@@ -69,6 +76,7 @@ def prepare_public(trials: Sequence[Trial], public: Path, *, shows: bool = False
     order = stream(key_of(job, "public records")).permutation(len(records.train))[:size]
     records = dataclasses.replace(records, train=tuple(records.train[row] for row in order))
     spent = read_spent(job.data.spent)
+    check_spent_units(job)
     found = load(trials, processing, records, size, list, spent=spent, shows=shows)
     return PublicSearch(tuple(_on_public(candidate) for candidate in found), records, size)
 

@@ -107,8 +107,8 @@ def prepare(job: Job) -> Prepared:
         job, found = with_recipe(job, model, size)
     num_steps = job.training.num_steps(size)
     private = job.privacy.dp_enabled
-    check_spent_units(job)
     spent = read_spent(job.data.spent) if private else None
+    check_spent_units(job)
     plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job) if model is None else model
     num_steps = num_steps if plan is None else plan.num_steps

@@ -16,7 +16,7 @@ import dpfunc
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc.batches import take
-from dpfunc.distributed import collective_step
+from dpfunc.distributed import collective_step, processes
 from dpfunc.distributed.fully_sharded import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -265,18 +265,19 @@ def one_step(forward, params, ranks, engine="bookkeeping", loss_fn=None, steps=1
     loss = loss_fn or classes(forward)
     with pytest.MonkeyPatch.context() as patch:
         if ranks is None:  # as if it could not be seen that there are others
-            patch.setattr(collective_step, "check_alone", lambda environment: None)
+            for module in (collective_step, processes):
+                patch.setattr(module, "check_alone", lambda environment: None)
         dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
-    state = replay(dp_step.init(params, insecure_key(1)))
-    result = []
+        state = replay(dp_step.init(params, insecure_key(1)))
+        result = []
 
-    def take_it():
-        nonlocal state
-        indices = next(iter(the_plan.batches(state, ranks)))
-        grads, state, _ = dp_step(params, take(data(), indices), state)
-        result.append(distributed.unshard(grads))
+        def take_it():
+            nonlocal state
+            indices = next(iter(the_plan.batches(state, ranks)))
+            grads, state, _ = dp_step(params, take(data(), indices), state)
+            result.append(distributed.unshard(grads))
 
-    found = [caught(take_it) for _ in range(steps)]
+        found = [caught(take_it) for _ in range(steps)]
     return found, state.step, state.ledger.num_steps, result[-1] if result else None
 
 

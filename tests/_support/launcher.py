@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 PATHS = os.pathsep.join(map(str, (TESTS / "_support", TESTS, TESTS.parent)))
 
 
-def torchrun(*words, cwd=TESTS.parent, limit=600):
+def torchrun(*words, cwd=TESTS.parent, limit=1800):
     """What two processes under torchrun said. Nothing is left of them, whatever happens."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from text_job import write_job, write_model, write_table
 from transformers import TrainerCallback
 
+import dpfunc
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.cli.main import main
 from dpfunc.cli.train import _interruptible
@@ -730,6 +732,7 @@ def test_evaluation_from_a_table_of_its_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("package", ["yaml", "pydantic"])
 def test_a_package_that_is_missing_is_named(here, monkeypatch, package):
+    monkeypatch.setattr(dpfunc, "train", importlib.import_module("dpfunc.train"))  # the import below binds another
     for name in [name for name in sys.modules if name.startswith("dpfunc.train")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

@@ -105,6 +105,23 @@ def test_problem_type_of_the_configuration_decides():
     torch.testing.assert_close(found, F.mse_loss(model(IDS).logits, targets, reduction="none").mean(1))
 
 
+def test_answers_do_not_depend_on_filling():
+    """A longer row in the batch neither adds positions to choose from nor makes an answer one that was cut off."""
+    start_BT, end_BT = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(0))
+    found = []
+    for length in (5, 9):
+        batch = {
+            "attention_mask": (torch.arange(length) < torch.tensor([[5], [4], [3]])).long(),
+            "start_positions": torch.tensor([1, 3, 7]), "end_positions": torch.tensor([4, 6, -1]),
+        }  # fmt: skip
+        output = SimpleNamespace(start_logits=start_BT[:, :length], end_logits=end_BT[:, :length])
+        found.append(make_loss_fn(lambda params, output=output, **inputs: output, "question_answering")({}, batch))
+    torch.testing.assert_close(*found)
+    assert found[0][2] == 0  # both are outside of its three tokens
+    alone = losses.question_answering(start_BT[1:2, :4], end_BT[1:2, :4], torch.tensor([3]), torch.tensor([6]))
+    torch.testing.assert_close(found[1][1:2], alone)
+
+
 def test_question_answering():
     start, end = torch.randn(2, 3), torch.randn(2, 3)
     forward, calls = recorded(start_logits=start, end_logits=end)

@@ -72,6 +72,16 @@ def test_the_limit(prepared):
         assert (told is None) is (limit == 0)
 
 
+def test_no_text_decides_how_others_are_rounded(prepared):
+    """Hidden states are kept in 16 bits or computed anew: by the most that the texts could need, not by their lengths."""
+    job, model, _, records = prepared(*FLAGS["lora"])
+    limited = dataclasses.replace(job, training=dataclasses.replace(job.training, cache_mib=1))
+    for length in (1, 16):
+        texts = tuple({**record, "input_ids": [4] * length} for record in records.train) * 25
+        computed, _ = compute_frozen(limited, model, dataclasses.replace(records, train=texts), shows=False)
+        assert "hidden" not in computed.train[0]
+
+
 @pytest.mark.parametrize("flags", [["--strategy", "lora"], ["--strategy", "head", "--pooling", "model"]])
 def test_what_cannot_be_cut_is_left_as_it_is(prepared, flags):
     job, model, _, records = prepared(*flags)

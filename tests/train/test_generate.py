@@ -13,7 +13,15 @@ from text_job import TOPICS, write_job
 
 from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
+from dpfunc.train.generate import (
+    Sampling,
+    Writer,
+    load_writer,
+    read_prompts,
+    refuse_private_prompts,
+    sample,
+    write_texts,
+)
 
 # Hardly any noise: these tests are about what is drawn, and the model shall have learnt something whatever the key.
 LEARNS = [
@@ -210,6 +218,31 @@ def test_nothing_is_overwritten(here):
         write_texts(here / "x.jsonl", iter(()))
     with pytest.raises(InvalidArgument, match="a .jsonl file"):
         write_texts(here / "x.txt", iter(()))
+
+
+def test_the_training_table_is_no_file_of_prompts(tmp_path):
+    """Its responses would be written beside an epsilon that does not cover them."""
+    table, copy, other = (tmp_path / name for name in ("mails.jsonl", "copy.jsonl", "other.jsonl"))
+    table.write_text('{"prompt": "a", "response": "b"}\n')
+    copy.write_text(table.read_text())
+    other.write_text('{"prompt": "c", "response": "d"}\n')
+    writer = Writer(None, None, 1.0, 1e-5, 8, table)
+    for private in (table, copy):
+        with pytest.raises(InvalidArgument, match="the table that the model was trained on"):
+            refuse_private_prompts(writer, private)
+    for file in (other, None):
+        refuse_private_prompts(writer, file)
+    refuse_private_prompts(Writer(None, None, None, None, 8, table), table)  # nothing is claimed of the twin
+
+
+def test_the_command_refuses_the_training_table(here):
+    Path(here, "prompts.jsonl").write_text('{"prompt": "label"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpfunc.train.generate.same_file", lambda one, other: other == Path("mails.jsonl"))
+        result = generate("--num", 2, "--prompts", here / "prompts.jsonl", "--out", here / "texts.jsonl")
+    assert result.exit_code == 1
+    assert "Expected prompts that are public" in result.stderr
+    assert not Path(here, "texts.jsonl").exists()
 
 
 def test_prompts_from_files(tmp_path):

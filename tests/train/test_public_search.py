@@ -68,6 +68,13 @@ def test_a_public_table_that_is_too_small_is_refused(here):
     assert len(search.records.train) < search.size == 120
 
 
+@pytest.mark.parametrize("name", ["mails.jsonl", "copy.jsonl"])
+def test_the_private_table_is_not_public(here, name):
+    (here / "copy.jsonl").write_bytes((here / "mails.jsonl").read_bytes())
+    with pytest.raises(InvalidArgument, match=r"which is the private data\.train"):
+        prepare_public(all_trials(), Path(name))
+
+
 def test_jobs_without_a_budget_are_refused(here):
     with pytest.raises(InvalidArgument, match="budget of the private run"):
         prepare_public(all_trials("--dp-noise-multiplier", "1"), PUBLIC)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
-from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, probability, suggestion
+from dpfunc._utils.validation import boolean, fail, integer, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Automatic, Flat
@@ -102,6 +102,9 @@ class PrivacyArguments:
     )
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            if isinstance(option.default, bool):
+                boolean(option.name, getattr(self, option.name))
         one_of("dp_engine", self.dp_engine, ENGINES)
         one_of("dp_accountant", self.dp_accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
         for name, allowed in {"dp_clip": _CLIPS, "dp_adjacency": ADJACENCIES, "dp_recipe": STRATEGIES}.items():
@@ -268,9 +271,7 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
             hint = suggestion(str(name), [*known, *OTHER_NAMES])
             raise InvalidArgument(f"Expected a privacy argument, got {name!r}. {hint}")
         if name == "disable_dp":
-            if not isinstance(value, bool):
-                raise fail("disable_dp to be true or false", name, value)
-            value = not value
+            value = not boolean(name, value)
         if target in chosen and chosen[target] != value:
             other = origin[target]
             raise InvalidArgument(f"Expected one value for {target}, got {other} and {name}, which contradict.")

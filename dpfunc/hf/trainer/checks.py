@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import fail, wrong_type
+from dpfunc._utils.validation import fail, integer, positive, wrong_type
 from dpfunc.engines.guards.parameters import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.refuse import refuse_unsupported
@@ -20,6 +20,7 @@ from dpfunc.hf.trainer.environment import (
     refuse_environment,
     refuse_first,
     refuse_sharded_model,
+    refuse_uploads,
 )
 from dpfunc.rng import Key
 
@@ -35,7 +36,12 @@ def refuse_arguments(args: Any) -> None:
     Raises:
         InvalidArgument: naming the first setting that cannot be used, and what to do instead.
     """
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        integer(name, getattr(args, name), minimum=1)
+    if args.max_steps <= 0:
+        positive("num_train_epochs", args.num_train_epochs)
     refuse_environment(os.environ, fsdp=True)
+    refuse_uploads(args, os.environ)
     refusals = (*_sampling(args), *_loss(args), *_checkpointing(args), *launch_refusals(args), *_leaks(args))
     refuse_first(refusals, args, "a TrainingArguments that keeps differential privacy")
 
@@ -158,6 +164,12 @@ def refuse_data(dataset: Any) -> int:
 
     if dataset is None:
         raise InvalidArgument("Expected train_dataset to be given, got train_dataset=None.")
+    if isinstance(dataset, Mapping):
+        raise InvalidArgument(
+            "Expected a train_dataset that train_dataset[i] gives record i of, got a dictionary with the names "
+            f"{sorted(map(str, dataset))[:5]}. Take one split of a dictionary of data sets; make a list of records "
+            "of a dictionary of columns."
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InvalidArgument(
             f"Expected a train_dataset with a length and an index, got {type(dataset).__name__}. Who is in a batch is "
@@ -229,6 +241,16 @@ def refuse_unit(unit: object) -> None:
         raise fail(
             "unit to say what one row of a batch is, in one line", "unit", unit, "For example unit='one person'."
         )
+
+
+def refuse_data_name(data_name: object) -> None:
+    """Check the name of a data set: another type would be found out at the first checkpoint, after steps.
+
+    Raises:
+        InvalidArgument: neither None nor a text.
+    """
+    if data_name is not None and (not isinstance(data_name, str) or not data_name):
+        raise fail("data_name to be a text", "data_name", data_name, "For example a version or a hash of the files.")
 
 
 def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:

@@ -94,6 +94,40 @@ _VARIABLES = {
 }
 
 
+_NO = ("", "FALSE", "0", "NO", "OFF")
+_UPLOADS = {
+    "wandb": ("WANDB_LOG_MODEL", "FALSE", (*_NO, "END")),
+    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "FALSE", _NO),
+    "dagshub": ("HF_MLFLOW_LOG_ARTIFACTS", "FALSE", _NO),
+    "clearml": ("CLEARML_LOG_MODEL", "TRUE", _NO),
+    "dvclive": ("HF_DVCLIVE_LOG_MODEL", "FALSE", (*_NO, "TRUE")),
+}
+"""Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask."""
+
+
+def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
+    """Refuse loggers that send checkpoints to a server: the key of the run is in them, and undoes the noise.
+
+    Args:
+        args: `TrainingArguments`. environment: `os.environ`.
+
+    Raises:
+        InvalidArgument: naming the variable, and what to do.
+    """
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if args.save_only_model or strategy == "no":
+        return
+    for name in args.report_to or ():
+        variable, default, harmless = _UPLOADS.get(name, ("", "", ("",)))
+        value = environment.get(variable, default)
+        if value.upper() not in harmless:
+            raise InvalidArgument(
+                f"Expected {variable} to send no checkpoints, got {variable}={value!r} with report_to={name!r}. A "
+                f"checkpoint holds the key of the run, which undoes the noise. Set {variable}=false in the "
+                "environment, or save_only_model=True."
+            )
+
+
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:
     """Check the variables that `accelerate launch` sets.
 

@@ -31,7 +31,7 @@ from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
 from dpfunc.step import DPStep, make_dp_step
-from dpfunc.types import Engine, Params, schedule_at
+from dpfunc.types import Engine, LossFn, Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
@@ -98,10 +98,12 @@ def begin(
     journal: Path,
     ranks: Ranks | None = None,
     num_records: int | None = None,
+    check: Callable[[LossFn, Params], None] = lambda loss_fn, params: None,
 ) -> Run:
     """The run, once the model is where it is trained; a resumed one gets its parameters back.
 
     On several processes all start with the model of the first one: a new head was drawn differently on each.
+    `check` sees the loss and the parameters before anything is spent.
     """
     if not fsdp_parts(model):  # parts differ, and are of the same values
         distributed.replicate((*model.parameters(), *model.buffers()), ranks)
@@ -112,8 +114,10 @@ def begin(
                 params[name].copy_(value)
     forward, engine, ranks = _functional(model, params, privacy, ranks)
     on_cuda = all(param.is_cuda for param in params.values())
+    loss_fn = make_loss_fn(forward, infer_task(model) if task is None else task)
+    check(loss_fn, params)
     dp_step = make_dp_step(
-        make_loss_fn(forward, infer_task(model) if task is None else task),
+        loss_fn,
         plan,
         engine=engine,
         microbatch_size=microbatch,

@@ -36,6 +36,7 @@ from dpfunc.hf.trainer.checks import (
     one_draw_a_step,
     refuse_arguments,
     refuse_data,
+    refuse_data_name,
     refuse_model,
     refuse_optimizer,
     refuse_overrides,
@@ -43,6 +44,7 @@ from dpfunc.hf.trainer.checks import (
     refuse_values,
 )
 from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
+from dpfunc.hf.trainer.filling import refuse_filling
 from dpfunc.hf.trainer.fsdp import refuse_with_sharding, sharding_of
 from dpfunc.hf.trainer.labels import refuse_labels
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
@@ -64,6 +66,7 @@ from dpfunc.rng import Key, secure_key
 from dpfunc.sampling.loader import Collate, Draws, data_loader
 from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
+from dpfunc.types import LossFn, Params
 
 _logger = logging.getLogger(__name__)
 
@@ -129,6 +132,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     ) -> None:
         refuse_values(model, privacy, key, model_init, compute_loss_func)
         refuse_unit(unit)
+        refuse_data_name(data_name)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
@@ -371,7 +375,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if pending is not None:
             self._run = begin(
                 self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal(),
-                self._ranks, self._num_records(),
+                self._ranks, self._num_records(), self._check_filling,
             )  # fmt: skip
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
 
@@ -392,6 +396,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
+
+    def _check_filling(self, loss_fn: LossFn, params: Params) -> None:
+        if self._division is None:  # else each process would need the others for a forward pass
+            refuse_filling(loss_fn, params, self.model, self.train_dataset, self._collator(), self._prepare_inputs)
 
     def _num_records(self) -> int | None:
         """Number of records, where the plan has a bound on it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from transformers import HfArgumentParser
 
@@ -101,6 +103,14 @@ def test_a_norm_alone_is_flat_clipping():
 def test_T2_incomplete_and_contradicting_values_are_refused(values, message):
     with pytest.raises(InvalidArgument, match=message):
         PrivacyArguments(**values)
+
+
+@pytest.mark.parametrize("value", ["false", "no", None, 0, 1])
+@pytest.mark.parametrize("name", [field.name for field in fields(PrivacyArguments) if isinstance(field.default, bool)])
+def test_a_switch_is_true_or_false(name, value):
+    """`dp_enabled:` without a value, as YAML has it, would train without privacy."""
+    with pytest.raises(InvalidArgument, match=f"Expected {name} to be true or false, got {name}="):
+        PrivacyArguments.from_names({**GUIDE, name: value})
 
 
 def test_the_twin_needs_no_privacy_values():

@@ -22,7 +22,7 @@ import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.checks import changed
-from dpfunc.hf.trainer.environment import refuse_accelerator, refuse_environment
+from dpfunc.hf.trainer.environment import refuse_accelerator, refuse_environment, refuse_uploads
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.config_file import read_yaml
@@ -246,3 +246,33 @@ def test_accelerate_launch_with_one_process(tmp_path, plain):
     found = torch.load(tmp_path / "trained.pt")
     for name, value in plain[0].items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("logger", "values", "allowed"),
+    [
+        ("wandb", {}, True), ("wandb", {"WANDB_LOG_MODEL": "end"}, True),
+        ("wandb", {"WANDB_LOG_MODEL": "checkpoint"}, False), ("wandb", {"WANDB_LOG_MODEL": "Checkpoint"}, False),
+        ("tensorboard", {"WANDB_LOG_MODEL": "checkpoint"}, True),
+        ("mlflow", {"HF_MLFLOW_LOG_ARTIFACTS": "1"}, False), ("dagshub", {"HF_MLFLOW_LOG_ARTIFACTS": "true"}, False),
+        ("clearml", {}, False), ("clearml", {"CLEARML_LOG_MODEL": "False"}, True),
+        ("dvclive", {"HF_DVCLIVE_LOG_MODEL": "all"}, False), ("dvclive", {"HF_DVCLIVE_LOG_MODEL": "true"}, True),
+    ],
+)  # fmt: skip
+def test_loggers_that_send_checkpoints(tmp_path, logger, values, allowed):
+    """They would send the key of the run."""
+    args = changed(training_arguments(tmp_path, save_strategy="steps"), {"report_to": [logger]})
+    if allowed:
+        refuse_uploads(args, values)
+        return
+    with pytest.raises(InvalidArgument, match="holds the key of the run"):
+        refuse_uploads(args, values)
+    for other in ({"save_only_model": True}, {"save_strategy": "no"}):
+        refuse_uploads(changed(args, other), values)
+
+
+def test_the_trainer_looks_at_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLEARML_LOG_MODEL", "true")
+    args = changed(training_arguments(tmp_path, save_strategy="steps"), {"report_to": ["clearml"]})
+    with pytest.raises(InvalidArgument, match="Set CLEARML_LOG_MODEL=false"):
+        DPTrainer(classifier(), args, privacy=PRIVACY, train_dataset=labelled())

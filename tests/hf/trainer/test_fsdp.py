@@ -28,7 +28,7 @@ WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 def launched(tmp_path_factory):
     """What two processes found, what they said, and the same runs by one process."""
     folder = tmp_path_factory.mktemp("fsdp")
-    said = works(jobs.__file__, folder, limit=400)
+    said = works(jobs.__file__, folder)
     found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     one = {kind: jobs.facts(jobs.trainer_of(kind, folder / "one" / kind), folder / "one" / kind) for kind in KINDS}
     return folder, found, said, one

@@ -558,3 +558,35 @@ def test_batches_can_be_looked_at_without_a_run(tmp_path):
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     assert not (tmp_path / "privacy_journal.jsonl").exists()
     assert isinstance(trainer.args, TrainingArguments)
+
+
+@pytest.mark.parametrize("value", [3, "", b"hash"])
+def test_the_name_of_the_data_is_a_text(tmp_path, value):
+    """Found out at the first checkpoint, the steps before would be spent."""
+    with pytest.raises(InvalidArgument, match="data_name to be a text"):
+        DPTrainer(
+            classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=labelled(), data_name=value
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"per_device_train_batch_size": 0}, "integer per_device_train_batch_size >= 1"),
+        ({"per_device_train_batch_size": -4}, "integer per_device_train_batch_size >= 1"),
+        ({"gradient_accumulation_steps": 1.5}, "integer gradient_accumulation_steps >= 1"),
+        ({"num_train_epochs": float("nan")}, "0 < num_train_epochs < inf"),
+        ({"num_train_epochs": 0}, "0 < num_train_epochs < inf"),
+    ],
+)
+def test_sizes_and_epochs_are_named_as_the_user_names_them(tmp_path, changes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        DPTrainer(
+            classifier(), changed(training_arguments(tmp_path), changes), privacy=PRIVACY, train_dataset=labelled()
+        )
+
+
+def test_a_dictionary_is_no_data_set(tmp_path):
+    columns = {"input_ids": torch.ones(6, 4), "labels": torch.ones(6)}
+    with pytest.raises(InvalidArgument, match=r"names \['input_ids', 'labels'\]"):
+        DPTrainer(classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=columns).train()

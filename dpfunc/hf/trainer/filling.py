@@ -1,0 +1,89 @@
+"""Filling of short rows, which must not change what a model makes of them: seen before anything is spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpfunc.batches import rows
+from dpfunc.engines.loop import loop
+from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.sampling.own_rows import collated
+from dpfunc.sampling.records import read, spread
+from dpfunc.types import Batch, LossFn, Params
+
+_READ = 64  # records whose lengths are compared
+_ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
+
+
+def refuse_filling(
+    loss_fn: LossFn,
+    params: Params,
+    model: nn.Module,
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    prepare: Callable[[Any], Mapping[str, Any]],
+) -> None:
+    """Refuse a model whose gradient of a short row changes when it is filled up to a longer one.
+
+    The longest record of a batch decides how the rows of all others are filled. The shortest of 64 records that are
+    spread over the data set is computed alone, and in a batch with the longest. Where all have one length, or the
+    collator draws random numbers, nothing is compared. No number is in the message.
+
+    Args:
+        loss_fn: one loss a sample. params: of `model`, which is in evaluation mode meanwhile: no dropout.
+        dataset: of the private records. collate: list of records -> batch. prepare: moves a batch to the model.
+
+    Raises:
+        UnsupportedModel: the gradient changes.
+
+    Guarantees:
+        tests/hf/trainer/test_filling.py: FNet is refused, and models with a mask are not (test_models).
+    """
+    with torch_seed(insecure_key(0), accelerators=False):
+        records = read(dataset, spread(len(dataset), _READ))
+        before = torch.get_rng_state()
+        alone = [collated(collate, [record]) for record in records]
+        sizes = [_size(batch) for batch in alone]
+        short, long = sizes.index(min(sizes)), sizes.index(max(sizes))
+        if sizes[short] == sizes[long]:
+            return
+        filled = rows(collated(collate, [records[short], records[long]]), 0, 1)
+        if not torch.equal(before, torch.get_rng_state()):
+            return
+    training = model.training
+    model.train(False)
+    try:
+        one, other = (_gradient(loss_fn, params, dict(prepare(batch))) for batch in (alone[short], filled))
+    finally:
+        model.train(training)
+    narrow = any(value.is_floating_point() and value.element_size() < 4 for value in model.parameters())
+    limit = _ROUNDING_16_BITS if narrow else _ROUNDING
+    if _norm({name: one[name] - other[name] for name in one}) > limit * max(_norm(one), _norm(other)):
+        raise UnsupportedModel(
+            f"Expected the gradient of a short row to stay when the row is filled up to a longer one, got another one "
+            f"of {type(model).__name__}. The longest record of a batch would change the gradients of all others, and "
+            "epsilon would not hold. Fill all rows to one length, in the data set or the collator "
+            '(padding="max_length"); or fill them on the other side, or with a mask. See docs/padding.md. Nothing was '
+            "spent."
+        )
+
+
+def _gradient(loss_fn: LossFn, params: Params, batch: Batch) -> dict[str, Tensor]:
+    """The gradient of a batch of one row."""
+    per_sample = loop()(loss_fn, params, batch)
+    return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})
+
+
+def _norm(gradient: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(value.square().sum()) for value in gradient.values()))
+
+
+def _size(batch: Batch) -> int:
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -1,0 +1,126 @@
+"""A model to which the filling of short rows matters is refused before anything is spent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from trainer_cases import PRIVACY, classifier, language_model, training_arguments
+from transformers import FNetConfig, FNetForSequenceClassification, XGLMConfig, XGLMForCausalLM
+
+from dpfunc.errors import UnsupportedModel
+from dpfunc.hf.trainer.filling import refuse_filling
+from dpfunc.hf.trainer.trainer import DPTrainer
+
+SMALL = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
+
+
+def texts(lengths):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"input_ids": torch.randint(3, 40, (length,), generator=generator), "labels": i % 2}
+        for i, length in enumerate(lengths)
+    ]
+
+
+def padded(records, side="right", words=False, length=0):
+    """Rows of the longest record's length, or of a fixed one; the words themselves as labels, or one label each."""
+    length = length or max(len(record["input_ids"]) for record in records)
+
+    def filled(row, value):
+        short = length - len(row)
+        return pad(row, (short, 0) if side == "left" else (0, short), value=value)
+
+    ids = [record["input_ids"] for record in records]
+    return {
+        "input_ids": torch.stack([filled(row, 1) for row in ids]),
+        "attention_mask": torch.stack([filled(torch.ones_like(row), 0) for row in ids]),
+        "labels": torch.stack([filled(row, -100) for row in ids])
+        if words
+        else torch.tensor([record["labels"] for record in records]),
+    }
+
+
+def fnet():
+    torch.manual_seed(0)
+    config = FNetConfig(**SMALL, max_position_embeddings=16, initializer_range=0.5, hidden_dropout_prob=0.1)
+    return FNetForSequenceClassification(config)
+
+
+def xglm():
+    torch.manual_seed(0)
+    return XGLMForCausalLM(
+        XGLMConfig(
+            vocab_size=50, d_model=16, num_layers=1, attention_heads=2, ffn_dim=24, max_position_embeddings=16,
+            init_std=0.5,
+        )
+    )  # fmt: skip
+
+
+def train(tmp_path, model, collate, lengths=(3, 4, 9, 5), num_steps=1):
+    trainer = DPTrainer(
+        model, training_arguments(tmp_path, max_steps=num_steps, remove_unused_columns=False), privacy=PRIVACY,
+        train_dataset=texts(lengths * 15), data_collator=collate,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+MODELS = {
+    "BERT": (classifier, {}, True), "FNet": (fnet, {}, False), "FNet, one length": (fnet, {"length": 10}, True),
+    "GPT-2": (language_model, {"words": True}, True),
+    "GPT-2, left": (language_model, {"words": True, "side": "left"}, True),
+    "XGLM": (xglm, {"words": True}, True), "XGLM, left": (xglm, {"words": True, "side": "left"}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(tmp_path, name):
+    make, options, accepted = MODELS[name]
+    model = make()
+
+    def collate(records):
+        return padded(records, **options)
+
+    if accepted:
+        assert train(tmp_path, model, collate).ledger.num_steps == 1
+        assert model.training
+    else:
+        with pytest.raises(UnsupportedModel, match="gradient of a short row to stay"):
+            train(tmp_path, model, collate)
+        assert not (tmp_path / "privacy_journal.jsonl").exists()  # nothing was spent
+
+
+class Mean(nn.Module):
+    """With or without a mask. The loss is tiny where the gradient is not, so losses alone would tell too little."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.masked, self.table = masked, nn.Embedding(50, 1)
+
+    def forward(self, input_ids, attention_mask):
+        share = attention_mask if self.masked else torch.ones_like(attention_mask)
+        return (self.table(input_ids)[..., 0] * share).sum(1) / share.sum(1)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_compared(masked, dtype):
+    model = Mean(masked).to(dtype)
+    params = dict(model.named_parameters())
+
+    def loss_fn(params, batch):
+        inputs = (batch["input_ids"], batch["attention_mask"])
+        return torch.func.functional_call(model, params, inputs).float() * 1e-4
+
+    def check(collate=padded, lengths=(3, 9)):
+        refuse_filling(loss_fn, params, model, texts(lengths), collate, dict)
+
+    if masked:
+        check()
+        return
+    with pytest.raises(UnsupportedModel, match="of Mean"):
+        check()
+    check(lengths=(9, 9))  # nothing is filled
+    check(lambda records: {**padded(records), "noise": torch.rand(len(records))})  # nothing can be compared
