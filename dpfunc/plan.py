@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive
+from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
 from dpfunc.sampling.base import own_records
@@ -61,12 +61,16 @@ class Plan:
         allocation: `uniform` noise, or `optimal` over groups of different size at equal privacy.
         accountant: `auto`, `tilted`, `prv` or `rdp`.
         allow_large_delta: accept delta >= 1 / dataset_size, at which publishing a random record whole is "private".
+        spent: what earlier phases on the same data have cost: a run of this plan begins with it, and the budget covers
+            both. `ledger` and `guarantee` are of the plan's own steps.
 
     Raises:
         InvalidArgument: a value outside its domain, or values that contradict each other.
+        LedgerConflict: `spent` uses another adjacency.
 
     Guarantees:
-        tests/test_plan.py::test_contradictions_are_refused.
+        tests/test_plan.py::test_contradictions_are_refused; a run begins with what the plan counts
+        (tests/test_step.py::test_a_run_begins_with_what_its_plan_counts).
 
     >>> from dpfunc import clipping
     >>> plan = Plan(Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=10, delta=1e-5)
@@ -84,6 +88,7 @@ class Plan:
     allocation: Allocation = "uniform"
     accountant: str = "auto"
     allow_large_delta: bool = False
+    spent: Ledger | None = None
 
     def __post_init__(self) -> None:
         for name in ("indices", "events", "expected_batch_size"):
@@ -98,6 +103,12 @@ class Plan:
         one_of("adjacency", self.adjacency, ADJACENCIES)
         one_of("allocation", self.allocation, ("uniform", "optimal"))
         one_of("accountant", self.accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
+        if self.spent is not None and not isinstance(self.spent, Ledger):
+            raise wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)
+        if self.spent is not None and self.spent.adjacency != self.adjacency:
+            raise LedgerConflict(
+                f"Expected spent with adjacency {self.adjacency!r}, as the plan has, got {self.spent.adjacency!r}."
+            )
         self._check_delta()
         self._check_sampler()
         self._check_budget()
@@ -131,12 +142,14 @@ class Plan:
         if self.epsilon is None:
             return
         object.__setattr__(self, "epsilon", positive("epsilon", self.epsilon))
-        spent = self.guarantee().epsilon
+        whole = self.ledger() if self.spent is None else self.spent.compose(self.ledger())
+        spent = epsilon(whole, self.delta, self.accountant).epsilon
         if spent > self.epsilon:
+            earlier = "" if self.spent is None else f", after {self.spent.num_steps} earlier ones,"
             raise InvalidArgument(
                 f"Expected a plan within its budget, got epsilon={self.epsilon:g}, but {self.num_steps} steps with "
-                f"noise_multiplier={self.noise_multiplier} spend {spent:.4g}. Take more noise, fewer steps or smaller "
-                "batches, or let Plan.for_budget find the noise multiplier."
+                f"noise_multiplier={self.noise_multiplier}{earlier} spend {spent:.4g}. Take more noise, fewer steps or "
+                "smaller batches, or let Plan.for_budget find the noise multiplier."
             )
 
     @classmethod
@@ -163,7 +176,7 @@ class Plan:
             dataset_size: number of records n. expected_batch_size: q n, so that q = expected_batch_size / n.
             num_steps, clip, adjacency, allocation, accountant, allow_large_delta: see `Plan`.
             noise_schedule: relative noise over the run; the result is this times one number.
-            spent: what earlier phases on the same data have cost; the budget covers both.
+            spent: what earlier phases on the same data have cost; the budget covers both, and a run begins with it.
 
         Raises:
             UnreachableBudget: no noise is enough, e.g. because `spent` alone exceeds the budget.
@@ -186,7 +199,7 @@ class Plan:
             return cls(
                 sampler=sampler, clip=clip, noise_multiplier=scaled(scale), num_steps=num_steps, delta=delta,
                 epsilon=budget, adjacency=adjacency, allocation=allocation, accountant=accountant,
-                allow_large_delta=allow_large_delta,
+                allow_large_delta=allow_large_delta, spent=spent,
             )  # fmt: skip
 
         plan(1.0, None)  # bad arguments are found before the search

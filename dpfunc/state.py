@@ -130,6 +130,40 @@ def require_state(state: StepState | None) -> StepState:
     return state
 
 
+def check_newest(state: StepState) -> None:
+    """Check that no later step of the run was released in this process: that one costs too.
+
+    Args:
+        state: of which a record or a checkpoint is made.
+
+    Raises:
+        StateReused: a later step was released.
+    """
+    done = _next_release.get(fingerprint(state.key), 0)
+    if state.step < done:
+        raise StateReused(
+            f"Expected the newest state of the run, after {done} steps, got state.step={state.step}: its ledger lacks "
+            "what the later steps cost. Take the state that the last call of dp_step returned."
+        )
+
+
+def check_own_plan(state: StepState, digest_of_plan: str) -> None:
+    """Check that a state is of a plan.
+
+    Args:
+        state: any. digest_of_plan: `plan_digest(plan)`.
+
+    Raises:
+        InvalidArgument: it is of another plan.
+    """
+    if state.plan != digest_of_plan:
+        raise InvalidArgument(
+            f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "
+            "steps, are not those of this one. For another phase begin a new run that counts the old one: "
+            "dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger). Nothing was spent."
+        )
+
+
 def check_journal(state: StepState, journal: object) -> None:
     """Check that a resumed run writes on in the journal that it was resumed with.
 
@@ -166,12 +200,7 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
     """
     if not isinstance(state, StepState):
         raise wrong_type("state to be a StepState", "state", state, "Start with state = dp_step.init(params, key).")
-    if state.plan != digest_of_plan:
-        raise InvalidArgument(
-            f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "
-            "steps, are not those of this one. For another phase begin a new run that counts the old one: "
-            "dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger). Nothing was spent."
-        )
+    check_own_plan(state, digest_of_plan)
     _check_process(state.key)
     if state.step >= state.limit and not state.drawn:
         raise BudgetExhausted(

@@ -88,13 +88,14 @@ class DPStep:
         Args:
             params: trainable parameters; checked together with the plan's groups and bounds.
             key: `dpfunc.secure_key()`. A key starts one run, ever.
-            ledger: what was already spent on the same data (an earlier phase); it counts against the budget.
+            ledger: what was already spent on the same data (an earlier phase); it counts against the budget. None: the
+                plan's `spent`.
             num_records: number n of records that there are, where the plan's `dataset_size` is a public bound on it.
                 Under add/remove adjacency n is private: the plan, epsilon and expected batch size do not depend on it.
 
         Raises:
             InvalidArgument: bad parameters, or groups and bounds that do not fit them; more records than the bound.
-            LedgerConflict: the ledger uses another adjacency.
+            LedgerConflict: the ledger uses another adjacency, or lacks steps that the plan's `spent` has.
             BudgetExhausted: not one step fits into the budget.
 
         Warns:
@@ -115,11 +116,7 @@ class DPStep:
             num_records = self._check_bound(num_records)
         parts = partition(self.plan.clip.groups, tuple(params))
         group_bounds(self.plan.clip.clip_norm, parts.group_names)
-        spent = Ledger(adjacency=self.plan.adjacency) if ledger is None else ledger
-        if spent.adjacency != self.plan.adjacency:
-            raise LedgerConflict(
-                f"Expected a ledger with adjacency {self.plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
-            )
+        spent = self._spent(ledger)
         limit = self.plan.step_limit(spent)
         if limit < 1:
             raise BudgetExhausted(
@@ -129,6 +126,22 @@ class DPStep:
         return StepState(
             0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._plan_digest, num_records=num_records
         )
+
+    def _spent(self, ledger: Ledger | None) -> Ledger:
+        """Ledger with which a run begins: the given one, which has what the plan counts, or that of the plan."""
+        known = Ledger(adjacency=self.plan.adjacency) if self.plan.spent is None else self.plan.spent
+        spent = known if ledger is None else ledger
+        if spent.adjacency != self.plan.adjacency:
+            raise LedgerConflict(
+                f"Expected a ledger with adjacency {self.plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
+            )
+        if spent.lacks(known):
+            raise LedgerConflict(
+                f"Expected a ledger with the {known.num_steps} steps that the plan counts as spent, got one that lacks "
+                f"{spent.lacks(known)} of them. Leave ledger= out to begin with plan.spent, or compose it with what "
+                "came after."
+            )
+        return spent
 
     def _check_bound(self, num_records: int) -> int:
         count, bound = integer("num_records", num_records, minimum=1), self.plan.sampler.dataset_size
@@ -377,7 +390,7 @@ def make_dp_step(
     if getattr(journal, "plan", plan) != plan:
         raise InvalidArgument(
             "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
-            "Journal(path, plan); several runs may share the path."
+            "Journal(path, plan); phases on the same records may share the path."
         )
     prepared = make_clipped_grad(
         loss_fn,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.plan_json import plan_difference, plan_from_dict, plan_to_dict
-from dpfunc.errors import InvalidArgument, UnreachableBudget
+from dpfunc.errors import InvalidArgument, LedgerConflict, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.state import StepState
@@ -111,6 +112,14 @@ def test_budget_over_two_phases():
     assert plan.noise_multiplier > alone.noise_multiplier
     assert spent.compose(plan.ledger()).epsilon(1e-5).epsilon <= 3.0
     assert plan.step_limit(spent) == 20
+    assert plan.spent == spent
+    assert alone.spent is None
+    with pytest.raises(InvalidArgument, match="after 20 earlier ones, spend"):
+        dataclasses.replace(plan, noise_multiplier=alone.noise_multiplier)
+    with pytest.raises(LedgerConflict, match="Expected spent with adjacency 'add_remove'"):
+        dataclasses.replace(plan, spent=Ledger(adjacency="zero_out"))
+    with pytest.raises(InvalidArgument, match="Expected spent to be a dpfunc Ledger"):
+        dataclasses.replace(plan, spent=3.0)
 
 
 def test_budget_that_is_spent_already():
@@ -187,7 +196,7 @@ def test_difference_names_the_field():
     ("change", "message"),
     [
         ({"schema": 2}, "schema=2"),
-        ({"kind": "Ledger"}, "Expected a known kind in a plan, got kind='Ledger'"),
+        ({"kind": "Guarantee"}, "Expected a known kind in a plan, got kind='Guarantee'"),
         ({"sigma": 1.0}, r"got it .*with the unknown sigma\."),
         ({"delta": 2.0}, r"Expected 0 < delta < 1, got delta=2\.0"),
     ],

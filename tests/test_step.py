@@ -286,6 +286,21 @@ def test_a_batch_that_nobody_drew_keeps_to_the_budget():
     assert wide(params(), take(DATA, torch.arange(4))).state.ledger.epsilon(1e-3).epsilon <= all_records + 0.01
 
 
+def test_a_run_begins_with_what_its_plan_counts():
+    """The noise was chosen for both: a record of the second phase alone would say less than was spent."""
+    spent = Ledger((Event(0.2, 2.0, 5),))
+    the_plan = Plan.for_budget(
+        epsilon=3.0, delta=1e-3, dataset_size=20, expected_batch_size=4, num_steps=3, clip=plan().clip, spent=spent
+    )
+    init = make_dp_step(linear_loss, the_plan).init
+    later = spent.compose(Ledger((Event(0.2, 3.0, 1),)))
+    assert init(params(), secure_key()).ledger == spent
+    assert init(params(), secure_key(), later).ledger == later
+    for less in (Ledger(), Ledger((Event(0.2, 2.0, 4), Event(0.2, 2.1, 9)))):
+        with pytest.raises(LedgerConflict, match="the 5 steps that the plan counts as spent, got one that lacks"):
+            init(params(), secure_key(), less)
+
+
 def test_unreleased_values_are_hidden():
     _, state, unreleased = make_dp_step(linear_loss, plan())(params(), take(DATA, torch.arange(4)))
     assert repr(unreleased).startswith("Unreleased(")

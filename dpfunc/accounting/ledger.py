@@ -80,6 +80,18 @@ class Ledger:
 
         return epsilon(self, delta, method)
 
+    def lacks(self, other: Ledger) -> int:
+        """Number of steps of another ledger of the same adjacency that this one does not contain.
+
+        >>> Ledger((Event(0.1, 1.0, 3),)).lacks(Ledger((Event(0.1, 1.0, 5), Event(0.2, 1.0, 1))))
+        3
+        """
+        own = {(event.sampling_prob, event.noise_multiplier): event.num_steps for event in self.events}
+        wanted = (
+            (event.num_steps, own.get((event.sampling_prob, event.noise_multiplier), 0)) for event in other.events
+        )
+        return sum(max(0, steps - counted) for steps, counted in wanted)
+
     def to_json(self) -> str:
         """The ledger as JSON, with its schema; floats are written so that they read back exactly."""
         events = [

@@ -5,12 +5,19 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
-    from dpfunc.checkpoint.journal import Journal
+    from dpfunc.checkpoint.journal import Journal, journal_ledger
     from dpfunc.checkpoint.loading import load
     from dpfunc.checkpoint.record import make_record
     from dpfunc.checkpoint.saving import save
 
-__all__ = ["Journal", "load", "make_record", "save"]
+__all__ = ["Journal", "journal_ledger", "load", "make_record", "save"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {"Journal": "journal", "load": "loading", "make_record": "record", "save": "saving"})
+    _PLACES = {
+        "Journal": "journal",
+        "journal_ledger": "journal",
+        "load": "loading",
+        "make_record": "record",
+        "save": "saving",
+    }
+    __getattr__ = lazy(__name__, _PLACES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
@@ -26,7 +26,7 @@ from dpfunc.checkpoint.chain import (
     resumes,
     sync_directory,
 )
-from dpfunc.errors import CheckpointError
+from dpfunc.errors import CheckpointError, LedgerConflict
 from dpfunc.types import Adjacency, Event
 
 if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for torch
@@ -44,13 +44,13 @@ class Taken(NamedTuple):
 
 @dataclass
 class _Known:
-    """Position up to which a journal was read, and the digest of the release of each step.
+    """Position up to which a journal was read, and the steps of each run that it has.
 
     It lives as long as the `Journal`, which reads only new lines before it writes one. The file stays the truth.
     """
 
     at: Position = field(default_factory=Position)
-    releases: dict[tuple[str, int], str] = field(default_factory=dict)
+    runs: dict[str, dict[int, Taken]] = field(default_factory=dict)
 
     def read(self, file: BinaryIO, path: Path) -> None:
         """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
@@ -67,9 +67,9 @@ class _Known:
                 f"{RESTORE} Nothing was released by this step."
             )
         new = list(_steps(lines, path))
-        self.at, self.releases = position, self.releases if same else {}
+        self.at, self.runs = position, self.runs if same else {}
         for run, step, taken in new:
-            self.releases.setdefault((run, step), taken.release)
+            self.runs.setdefault(run, {}).setdefault(step, taken)
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,20 @@ class Journal:
     A line left incomplete by a crash is a step whose gradients were never returned; it is removed before the next one.
     It holds public facts only: step numbers, events, a digest of what was released, and a fingerprint of the run's key.
     Each line holds a digest of the line before it, and a small file beside the journal (`.head`) says which line is the
-    last: copy and move the two files as a pair. Several runs may share one journal.
+    last: copy and move the two files as a pair. Runs on the same records may share one journal, one after the other:
+    each begins with the cost of those before it, `dp_step.init(params, key, journal_ledger(path))`.
 
     Raises:
         CheckpointError: when a step is written, if the file has that step of the run with another release, or if lines
             are missing or were changed.
+        LedgerConflict: when the first step of a run is written, if its ledger lacks steps of the runs in the file.
 
     Guarantees:
         a process killed at any moment has journalled every step it released
         (tests/checkpoint/test_several_processes.py::test_kill_loses_no_accounting); no step is released twice with
         other values, by whatever processes (tests/test_state.py::test_a_key_begins_one_run,
-        test_a_step_is_released_once); no line is lost or changed unseen
+        test_a_step_is_released_once); runs in one journal count each other
+        (tests/checkpoint/test_journal.py::test_a_run_counts_those_before_it); no line is lost or changed unseen
         (tests/checkpoint/test_journal.py::test_a_lost_or_changed_line_is_detected).
 
     >>> import tempfile
@@ -133,24 +136,53 @@ class Journal:
         from dpfunc.state import step_events
 
         step = after.step - 1
-        events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in step_events(self.plan, after, step)]
+        own = step_events(self.plan, after, step)
+        events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in own]
         run, release = fingerprint(after.key), dict(after.released).get(step, "")
         values = {
             "run": run, "step": step, "adjacency": self.plan.adjacency, "events": events, "release": release
         }  # fmt: skip
         with locked(self.file) as file:
             self._known.read(file, self.file)
-            self._check(run, step, release)
+            if run in self._known.runs:
+                self._check(run, step, release)
+            elif not after.journal:  # `load` has compared the ledger of a resumed run
+                steps = {step: Taken(self.plan.adjacency, own, release)}
+                check_counted(self.path, {**self._known.runs, run: steps}, after.ledger)
             append_chained(file, self.file, self._known.at, values)
 
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has no other release of this step, whichever process wrote it."""
-        if self._known.releases.get((run, step), release) != release:
+        taken = self._known.runs[run].get(step)
+        if taken is not None and taken.release != release:
             raise CheckpointError(
                 f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
                 "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or take a "
                 "new key from dpfunc.secure_key(). Nothing was released."
             )
+
+
+def check_counted(path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger) -> None:
+    """Check that the ledger of a run that begins has the steps of all runs in its journal.
+
+    Args:
+        path: of the journal. runs: what it has, or will have with the first step. ledger: of the run that begins.
+
+    Raises:
+        LedgerConflict: it lacks steps, or adds up costs of another adjacency.
+    """
+    if not runs:
+        return
+    wanted = _ledger(runs)
+    lacks = ledger.lacks(wanted)
+    if lacks or ledger.adjacency != wanted.adjacency:
+        found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
+        raise LedgerConflict(
+            f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}, got {found}. "
+            "Costs on the same records add up: begin with ledger=dpfunc.checkpoint.journal_ledger(path), an argument "
+            "of dp_step.init and of DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path). A run on "
+            "other records has a journal of its own. Nothing was released and nothing was spent."
+        )
 
 
 def append_line(path: Path, line: str) -> None:
@@ -248,5 +280,10 @@ def journal_ledger(path: Path | str) -> Ledger:
         CheckpointError: no such file, one without steps (a misspelt path must not be free), or one from which lines are
             missing or in which they were changed.
     """
-    ledgers = [Ledger(taken.events, taken.adjacency) for run in read_steps(path).values() for taken in run.values()]
+    return _ledger(read_steps(path))
+
+
+def _ledger(runs: Mapping[str, Mapping[int, Taken]]) -> Ledger:
+    """Ledger of all steps of the runs, at least one."""
+    ledgers = [Ledger(taken.events, taken.adjacency) for run in runs.values() for taken in run.values()]
     return ledgers[0].compose(*ledgers[1:])

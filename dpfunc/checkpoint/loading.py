@@ -95,7 +95,8 @@ def load(
             Save before the next step: until then another crash costs them once more.
         without_journal: what to do without a journal: `"refuse"`, or `"new_key"`, see above.
         later_runs: what to do when another run, which continues none of this directory, began after this one in the
-            journal: `"refuse"`, or `"ignore"`. Its steps are not in the ledger: if it saw the same records, count both.
+            journal, or went on from this checkpoint without one: `"refuse"`, or `"ignore"`. Its steps are not in the
+            ledger: if it saw the same records, count both.
 
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No

@@ -10,16 +10,19 @@ from typing import Any
 
 from dpfunc import clipping, sampling
 from dpfunc._utils.validation import apart
+from dpfunc.accounting import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
-from dpfunc.types import Schedule
+from dpfunc.types import Event, Schedule
 
 SCHEMA = 1
 _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling) for name in folder.__all__]
 _KNOWN: dict[str, type] = {
-    cls.__name__: cls for cls in (Plan, Schedule, *_PUBLIC) if isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    cls.__name__: cls
+    for cls in (Plan, Schedule, Ledger, Event, *_PUBLIC)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
 }
-"""What a saved plan may hold: its own two classes, and all dataclasses among the public names of both folders."""
+"""What a saved plan may hold: its own classes, and all dataclasses among the public names of both folders."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

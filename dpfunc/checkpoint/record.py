@@ -12,7 +12,7 @@ import torch
 
 from dpfunc.accounting.record import EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.errors import InvalidArgument
-from dpfunc.state import StepState
+from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.step import DPStep
 from dpfunc.types import schedule_at
 
@@ -44,7 +44,8 @@ def make_record(
         publish it with the result.
 
     Raises:
-        InvalidArgument: an empty unit, or a text with control characters.
+        InvalidArgument: an empty unit, a text with control characters, or a state of another plan.
+        StateReused: a later step was released in this process: its cost belongs into the record.
 
     Guarantees:
         tests/checkpoint/test_record.py::test_a_record_says_what_the_run_was.
@@ -65,6 +66,8 @@ def make_record(
     plan = dp_step.plan
     if not unit.strip():
         raise InvalidArgument(f"Expected what one row of a batch is, e.g. unit='one patient', got unit={unit!r}.")
+    check_own_plan(state, plan_digest(plan))
+    check_newest(state)
     answer = state.ledger.epsilon(plan.delta, plan.accountant)
     last = max(0, state.step - 1)
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)

@@ -167,6 +167,8 @@ def resume(
     state = _with_relatives(state, history, plan, counted)
     newest = history.layout_of(state.charged)
     if history.taken is None:  # it is unknown what was released after the checkpoint: no noise is used again
+        if later_runs == "refuse":
+            _continued_once(history)
         counted[history.run] = state.charged
         fresh = _with_new_key(history, state, plan, new_key)
         return fresh, Note(fingerprint(new_key), fresh.step, layout, counted, history.run)
@@ -208,6 +210,18 @@ def _explained(history: History) -> None:
             f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "
             "that it continues it. If notes were lost, restore them. If it is a run of its own, what it cost is not in "
             'this ledger: give each run a journal and a folder of its own, or pass later_runs="ignore" and count both.'
+        )
+
+
+def _continued_once(history: History) -> None:
+    """Check that no run without a journal went on from this checkpoint before: nobody would count its steps."""
+    before = [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]
+    if before:
+        raise CheckpointError(
+            f"Expected a checkpoint from which no run has gone on without a journal, got one from which {len(before)} "
+            f"did ({shorten(before)}), and left no checkpoint. What they released is in no ledger. If they took no "
+            'step, or you count their steps, pass later_runs="ignore". A journal would count them: '
+            "make_dp_step(..., journal=Journal(path, plan))."
         )
 
 

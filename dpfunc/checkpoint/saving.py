@@ -51,7 +51,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint
-from dpfunc.state import StepState
+from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.types import Batch, Params
 
 _FAILED = "No checkpoint was made, and the one before is still the newest"
@@ -92,8 +92,9 @@ def save(
         The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
 
     Raises:
-        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, or sharded tensors without
-            ranks.
+        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, a state of another plan, or
+            sharded tensors without ranks.
+        StateReused: without a journal, a state after which this process released steps: nothing would count them.
         RankMismatch: the processes hold different states, plans or unsharded tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
@@ -127,6 +128,9 @@ def save(
     def prepare() -> dict[str, Any]:
         integer("keep", keep, minimum=1)
         _check_types(params, state, plan, optimizer_state)
+        check_own_plan(state, plan_digest(plan))
+        if journal is None:  # a journal has the later steps
+            check_newest(state)
         encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
         noise = encode("noise_state", state.noise_state, tensors)
         tensors.update({PARAMS + name: p.detach() for name, p in params.items()})

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dpfunc._utils.digests import checksum
 from dpfunc._utils.dtensor import Window, on_parts
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.noise.tiles import Part
-from dpfunc.rng import Key
+from dpfunc.rng import Key, fingerprint
 from dpfunc.types import Allocation, ClippedSum, Params
 
 _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
@@ -121,7 +122,7 @@ def add_gaussian(
     Args:
         clipped: the undivided sum with its sensitivity, in float32 or float64.
         noise_multiplier: z >= 0; 0 adds nothing and epsilon is infinite.
-        key: a key that serves this release and no other.
+        key: a key that serves this release and no other: `secure_key()`, or `fold_in(key, "release", number)` of one.
         allocation: how noise is divided over clip groups, at equal privacy.
         source: `secure`, a keyed AES stream; or `device`, the CUDA generator with 64 bits of the key.
 
@@ -131,6 +132,7 @@ def add_gaussian(
     Raises:
         InvalidArgument: not a ClippedSum, a narrow dtype, a bad noise multiplier, or noise that the dtype of the sum
             cannot hold.
+        StateReused: the key has released something else in this process.
 
     Guarantees:
         tests/noise/test_gaussian.py: scale (test_scale), dtype (test_noise_is_drawn_as_promised), the sum itself
@@ -144,6 +146,12 @@ def add_gaussian(
     """
     std_of = _stds(clipped, noise_multiplier, allocation)
     _check_key(key)
+    _check_once(key, clipped, std_of, source)
+    return _released(clipped, std_of, key, source)
+
+
+def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source: Source) -> dict[str, Tensor]:
+    """Each sum, and noise of its standard deviation on it."""
     noise = standard_normal(key, clipped.sums, source)
 
     def release(name: str, value: Tensor) -> Tensor:
@@ -151,6 +159,26 @@ def add_gaussian(
         return on_parts(lambda part: torch.add(part, noise[name], alpha=std_of[name], out=noise[name]), value.detach())
 
     return {name: release(name, value) for name, value in clipped.sums.items()}
+
+
+# What each key released (fingerprint -> digest), in this process. A guard against mistakes: no result depends on it.
+_releases: dict[str, str] = {}
+
+
+def _check_once(key: Key, clipped: ClippedSum, std_of: Mapping[str, float], source: Source) -> None:
+    """Check that a secret key serves one release; the same one may be repeated bit for bit.
+
+    Raises:
+        StateReused: it has released other values, or other noise: the difference of both would not be protected.
+    """
+    if key.guessable:
+        return
+    release = f"{checksum(clipped.sums.items()):016x} {sorted(std_of.items())} {source}"
+    if _releases.setdefault(fingerprint(key), release) != release:
+        raise StateReused(
+            "This key has released other values before: both have the same noise, and their difference has none. Take "
+            "a key for each release, e.g. dpfunc.fold_in(key, step). Nothing was released."
+        )
 
 
 def _check_key(key: object) -> None:
@@ -187,7 +215,9 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     one_of("source", source, SOURCES)
 
     def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
-        return add_gaussian(clipped, multiplier, key, allocation=allocation, source=source), state
+        stds = _stds(clipped, multiplier, allocation)
+        _check_key(key)
+        return _released(clipped, stds, key, source), state  # a step compares what its key releases, on disk as well
 
     def add_share(clipped: ClippedSum, windows: Mapping[str, Window], key: Key) -> None:
         stds = _stds(clipped, multiplier, allocation)

@@ -28,10 +28,10 @@ def steps(state, values, optimizer, count, journal=None, loss_fn=linear_loss):
     return state
 
 
-def start():
+def start(ledger=None):
     values = {name: p.clone().requires_grad_() for name, p in params().items()}
     optimizer = torch.optim.Adam(values.values(), lr=0.1)
-    return make_dp_step(linear_loss, PLAN).init(values, secure_key()), values, optimizer
+    return make_dp_step(linear_loss, PLAN).init(values, secure_key(), ledger), values, optimizer
 
 
 def folders(place):

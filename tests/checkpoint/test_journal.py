@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from dpfunc.checkpoint import chain, load
 from dpfunc.checkpoint import journal as journal_module
 from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, LedgerConflict, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.state import replay
@@ -100,7 +101,7 @@ def test_a_crash_between_a_line_and_its_head_loses_nothing(tmp_path, after):
     written(path, line(after))
     write_head(path, kept)
     assert journal_ledger(path).num_steps == after + 1
-    state, values, optimizer = start()
+    state, values, optimizer = start(journal_ledger(path))
     steps(state, values, optimizer, 2, Journal(path, PLAN))
     assert journal_ledger(path).num_steps == after + 3
     assert read_head(path).lines == after + 3
@@ -122,10 +123,11 @@ def test_a_head_comes_before_the_first_line(tmp_path, monkeypatch):
 
 def test_several_writers_of_one_journal(tmp_path):
     path, runs = tmp_path / "journal.jsonl", []
-    for _ in range(2):
-        state, values, optimizer = start()
+    for number in range(2):
+        state, values, optimizer = start(journal_ledger(path) if number else None)
         runs.append([state, values, optimizer, 1, Journal(path, PLAN)])
-    for _ in range(3):
+        runs[-1][0] = steps(*runs[-1])
+    for _ in range(2):
         for run in runs:
             run[0] = steps(*run)
     assert {run: len(taken) for run, taken in read_steps(path).items()} == {fingerprint(r[0].key): 3 for r in runs}
@@ -141,8 +143,8 @@ def test_only_new_lines_are_read(tmp_path, monkeypatch):
         return position, lines
 
     path = written(tmp_path / "journal.jsonl", *(line(step) for step in range(20)))
+    state, values, optimizer = start(journal_ledger(path))
     monkeypatch.setattr(journal_module, "follow", counted)
-    state, values, optimizer = start()
     steps(state, values, optimizer, 4, Journal(path, PLAN))
     assert counts == [20, 1, 1, 1]
 
@@ -178,11 +180,11 @@ def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kept):
     path = tmp_path / "journal.jsonl"
     other, *rest = start()
     other = steps(other, *rest, 1, Journal(path, PLAN))
-    state, values, optimizer = start()
+    state, values, optimizer = start(other.ledger)
     state = steps(state, values, optimizer, 3, Journal(path, PLAN))
     steps(other, *rest, 1, Journal(path, PLAN))  # the last line is of another run
     saved = saved_run(tmp_path, path, state, values, optimizer)
-    assert saved(journal=path).state.ledger == PLAN.ledger(3)
+    assert saved(journal=path).state.ledger == PLAN.ledger(4)
     lines = path.read_bytes().splitlines()
     path.unlink()
     head_path(path).unlink()
@@ -223,11 +225,48 @@ def test_without_a_journal_no_noise_is_used_again(tmp_path):
         saved(journal=tmp_path / "journal.jsonl", without_journal="new_key")
     with pytest.raises(InvalidArgument, match="without_journal to be one of"):
         saved(without_journal="old_key")
-    first, second = saved(without_journal="new_key").state, saved(without_journal="new_key").state
+    first = saved(without_journal="new_key").state
+    with pytest.raises(CheckpointError, match='from which 1 did.*in no ledger.*pass later_runs="ignore"'):
+        saved(without_journal="new_key")
+    second = saved(without_journal="new_key", later_runs="ignore").state
     assert len({state.key.secret, first.key.secret, second.key.secret}) == 3
     assert (first.step, first.charged, first.released, first.ledger) == (3, 3, (), PLAN.ledger(3))
     final = steps(first, values, optimizer, 8)
     assert final.ledger == PLAN.ledger()
+
+
+def test_a_run_counts_those_before_it(tmp_path):
+    """A second run in the journal begins with the cost of the first, also after a kill before the first checkpoint."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    state, values, optimizer = start()
+    steps(state, values, optimizer, 3, journal)
+    text = journal.path.read_text()
+    dp_step = make_dp_step(linear_loss, PLAN, journal=journal)
+    spent = journal_ledger(journal.path)
+    (event,) = spent.events
+    for ledger in (None, Ledger((dataclasses.replace(event, num_steps=2),))):
+        again = dp_step.init(values, secure_key(), ledger)
+        lacks = 3 if ledger is None else 1
+        for known in (journal, Journal(journal.path, PLAN)):
+            with pytest.raises(LedgerConflict, match=f"all steps of earlier runs in its journal .* lacks {lacks}"):
+                steps(again, values, optimizer, 1, known)
+    assert journal.path.read_text() == text
+    for known in (journal, Journal(journal.path, PLAN)):
+        again = dp_step.init(values, secure_key(), journal_ledger(journal.path))
+        after = steps(again, values, optimizer, 2, known)
+        assert after.ledger == journal_ledger(journal.path)
+    assert after.ledger.num_steps == 7
+
+
+def test_a_checkpoint_that_nobody_counts_is_refused(tmp_path):
+    """Without a journal, the steps after an older state are in no file."""
+    begin, values, optimizer = start()
+    state = steps(begin, values, optimizer, 2)
+    with pytest.raises(StateReused, match="Expected the newest state of the run, after 2 steps"):
+        store(tmp_path, begin, values, optimizer)
+    with pytest.raises(InvalidArgument, match="Expected a state of this plan"):
+        store(tmp_path, state, values, optimizer, plan=dataclasses.replace(PLAN, num_steps=9))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):

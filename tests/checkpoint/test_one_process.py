@@ -30,6 +30,7 @@ from dpfunc.checkpoint.format import sha256
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.plan import Plan
+from dpfunc.state import replay
 from dpfunc.step import DPStep, make_dp_step
 from dpfunc.types import Event
 
@@ -242,7 +243,7 @@ def test_a_run_that_went_back_is_loaded_where_it_went(tmp_path, keep):
     first, values, optimizer = start()
     later = steps(first, values, optimizer, 3)
     store(tmp_path, later, values, optimizer, keep=keep)
-    path = store(tmp_path, first, values, optimizer, keep=keep)
+    path = store(tmp_path, replay(first), values, optimizer, keep=keep)
     saved = load(tmp_path, **again(values))
     assert (saved.path, saved.state.step) == (path, 0)
     assert len(folders(tmp_path)) == keep
@@ -349,8 +350,8 @@ def test_unreadable_line_is_an_error(tmp_path):
 
 def test_journal_of_several_runs_adds_up(tmp_path):
     journal = Journal(tmp_path / "j.jsonl", PLAN)
-    for _ in range(2):
-        state, values, optimizer = start()
+    for number in range(2):
+        state, values, optimizer = start(journal_ledger(journal.path) if number else None)
         steps(state, values, optimizer, 3, journal)
     assert journal_ledger(journal.path).num_steps == 6
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from dpfunc import clipping, sampling
+from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
 from dpfunc.checkpoint import make_record
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.step import make_dp_step
@@ -46,6 +47,17 @@ def test_a_record_says_what_the_run_was():
     assert record.date.endswith("+00:00")
     assert record.versions["python"] == platform.python_version()
     assert record.versions["torch"] == torch.__version__
+
+
+def test_a_record_is_of_the_newest_state_and_of_its_plan():
+    """An older state, or the plan of another phase, has a smaller epsilon than was spent."""
+    dp_step, state = run(plan(), secure_key())
+    begin = state._replace(step=0, charged=0, ledger=Ledger())
+    with pytest.raises(StateReused, match=r"Expected the newest state of the run, after 2 steps, got state.step=0"):
+        make_record(dp_step, begin, unit="one patient")
+    other, _ = run(plan(noise_multiplier=9.0), secure_key())
+    with pytest.raises(InvalidArgument, match="Expected a state of this plan"):
+        make_record(other, state, unit="one patient")
 
 
 def test_a_guessable_key_is_reported():

@@ -18,7 +18,7 @@ from dpfunc.checkpoint.format import all_checkpoints
 from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.checkpoint.resume_policy import NOTES, read_notes
 from dpfunc.checkpoint.run_layout import layout
-from dpfunc.errors import BudgetExhausted, CheckpointError
+from dpfunc.errors import BudgetExhausted, CheckpointError, LedgerConflict
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.step import make_dp_step
@@ -42,7 +42,8 @@ class Run:
             lambda params, batch: (params["w"] * batch).sum(1), self.plan, engine="loop",
             journal=Journal(self.path, self.plan),
         )  # fmt: skip
-        self.state = self.step_fn.init(self.params, secure_key())
+        spent = journal_ledger(self.path) if self.path.exists() else None
+        self.state = self.step_fn.init(self.params, secure_key(), spent)
         self.released = []  # (run, step, layout, value)
 
     def layout(self, params, ranks):
@@ -184,10 +185,11 @@ def test_without_its_journal_a_run_takes_a_new_key(tmp_path, size):
         run.load(size, journal=None)
     run.load(size, journal=None, without_journal="new_key")
     assert (run.state.step, run.state.ledger) == (2, run.plan.ledger(2))
+    with pytest.raises(LedgerConflict, match="got one that lacks 1"):
+        run.step(1)  # into the journal, which has what nobody had counted
+    run.load(size, recharge=True)
     run.step(1)
-    run.save()
-    run.load(size)  # with the journal again, which has what nobody had counted
-    assert (run.state.step, run.state.ledger) == (3, run.plan.ledger(4))
+    assert (run.state.step, run.state.ledger) == (3, run.plan.ledger(size + 2))
     run.check()
 
 
@@ -255,22 +257,21 @@ def test_a_missing_file_of_notes_is_refused_even_if_it_was_empty(tmp_path):
         run.load(1)
 
 
-def test_earlier_runs_in_the_journal_are_no_business_of_this_one(tmp_path):
+def test_earlier_runs_in_the_journal_are_counted_from_the_beginning(tmp_path):
     """They were there when this run was planned; one that began later is not in its ledger."""
-    earlier, run = Run(tmp_path / "a"), Run(tmp_path / "b")
+    earlier = Run(tmp_path)
     earlier.step(2)
-    run.path = earlier.path
-    run.step_fn = Run(tmp_path / "a").step_fn
+    run = Run(tmp_path)
     run.step(1)
     run.save()
     run.load(1)
-    assert run.state.ledger == run.plan.ledger(1)
-    later = Run(tmp_path / "a")
+    assert run.state.ledger == run.plan.ledger(3)
+    later = Run(tmp_path)
     later.step(1)
     with pytest.raises(CheckpointError, match="another run that began after this one"):
         run.load(1)
     run.load(1, later_runs="ignore")
-    assert run.state.ledger == run.plan.ledger(1)
+    assert run.state.ledger == run.plan.ledger(3)
 
 
 def test_an_epoch_is_not_drawn_anew_from_its_middle(tmp_path):

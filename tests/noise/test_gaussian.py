@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise import Mechanism, add_gaussian, gaussian, noise_std
 from dpfunc.noise.streams import standard_normal
-from dpfunc.rng import insecure_key
+from dpfunc.rng import fold_in, insecure_key, secure_key
 from dpfunc.types import ClippedSum, Schedule
 
 KEY = insecure_key(0)
@@ -36,6 +36,23 @@ def std_accepted(values, std, level=1e-6):
 
 def total_variance(clipped, std_of_group):
     return sum(v.numel() * std_of_group[clipped.group_of[name]] ** 2 for name, v in clipped.sums.items())
+
+
+def test_a_secret_key_releases_once():
+    """The difference of two releases with one key has no noise; the same release may be repeated."""
+    key, clipped = secure_key(), clipped_sum([3, 2], [1.0, 2.0])
+    moved = dataclasses.replace(clipped, sums={name: value + 1e-3 for name, value in clipped.sums.items()})
+    first = add_gaussian(clipped, 1.0, key)
+    for other, multiplier, allocation in (
+        (moved, 1.0, "uniform"),
+        (clipped, 1.1, "uniform"),
+        (clipped, 1.0, "optimal"),
+    ):
+        with pytest.raises(StateReused, match="This key has released other values before"):
+            add_gaussian(other, multiplier, key, allocation=allocation)
+    again = add_gaussian(clipped, 1.0, key)
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert not torch.equal(add_gaussian(moved, 1.0, fold_in(key, 1))["p0"], first["p0"] + 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

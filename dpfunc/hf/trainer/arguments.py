@@ -214,7 +214,7 @@ class PrivacyArguments:
         def plan(noise_multiplier: float, steps: int, budget: float | None) -> Plan:
             return Plan(
                 sampler, self.clip(), noise_multiplier, steps, delta, budget, self.adjacency,
-                accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta,
+                accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta, spent=spent,
             )  # fmt: skip
 
         plan(1.0, num_steps, None)  # bad arguments are found before any search

@@ -23,7 +23,7 @@ from dpfunc.checkpoint.format import (
     verify,
     write_json,
 )
-from dpfunc.checkpoint.journal import read_steps
+from dpfunc.checkpoint.journal import check_counted, read_steps
 from dpfunc.checkpoint.loading import load
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed.launch import once
@@ -132,7 +132,7 @@ def load_run(
     all_or_none(check, ranks, "Nothing was resumed")
     return load(
         checkpoint / FOLDER, plan=plan, params=params, data=data, ranks=ranks, journal=journal,
-        later_runs="ignore",  # `note_earlier_runs` warns of them
+        later_runs="ignore",  # `begin_accounting` warns of them
     )  # fmt: skip
 
 
@@ -248,23 +248,27 @@ def is_complete(checkpoint: Path) -> bool:
     return bool(own) and isinstance(names, dict)
 
 
-def note_earlier_runs(journal: Path, counted: int = 0) -> None:
-    """Warn if the journal holds runs that this run does not count; remove the accounting of an earlier end.
+def begin_accounting(journal: Path, ledger: Ledger | None, counted: int = 0) -> None:
+    """Compare the journal with what a run counts, and remove the accounting of an earlier end.
 
-    A run that is killed later would leave it behind, with fewer steps than were taken.
+    A run that is killed later would leave that behind, with fewer steps than were taken.
 
     Args:
-        journal: of the run. counted: steps in the ledger of a run that is resumed; 0 for a new one.
+        journal: of the run. ledger: of a run that begins; None for one that is resumed. counted: steps in its ledger.
+
+    Raises:
+        LedgerConflict: a run that begins does not count the steps of earlier runs in the journal.
     """
+    if ledger is not None:
+        check_counted(journal, read_steps(journal, missing="empty"), ledger)
     (journal.parent / ACCOUNTING).unlink(missing_ok=True)
     steps = count_steps(journal) - counted
-    if steps > 0:
+    if ledger is None and steps > 0:
         _logger.warning(
-            "The journal %s has %d steps of %s runs. If they saw the same records and anything of them was kept, "
-            "they count too: resume_from_checkpoint=True, or DPTrainer(..., ledger=journal_ledger(path)).",
+            "The journal %s has %d steps of other runs. If they saw the same records and anything of them was kept, "
+            "they count too: DPTrainer(..., ledger=journal_ledger(path)), with journal_ledger from dpfunc.checkpoint.",
             journal,
             steps,
-            "other" if counted else "earlier",
         )
 
 

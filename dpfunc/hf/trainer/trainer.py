@@ -302,11 +302,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if resume_from_checkpoint:
             saved = self._resume(resume_from_checkpoint, data)
             spent = saved.state.ledger.num_steps
-            distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal(), spent))
+            distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), None, spent))
             skipping = not self.args.ignore_data_skip
             start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
         elif self._run is None:
-            distributed.once(self._ranks, lambda: trainer_state.note_earlier_runs(self._journal()))
+            distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), self.ledger))
             key = self._given_key or secure_key()
             key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
             start = Start(key, plan.step_limit(self.ledger), data, self._earlier)

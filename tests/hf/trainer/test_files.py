@@ -28,7 +28,7 @@ import dpfunc
 from dpfunc.checkpoint.chain import head_path
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.checkpoint.prior_ledgers import read_spent
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -358,14 +358,19 @@ def test_nothing_to_resume(killed, tmp_path):
         run(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_a_new_run_beside_an_old_journal_is_told(killed, tmp_path, caplog):
-    """An earlier run whose model may have been kept is not forgotten: it is named, and can be counted."""
+def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
+    """An earlier run whose model may have been kept is not forgotten, and the new one begins with its cost."""
     copy_journal(killed, tmp_path)
     earlier = journal_ledger(tmp_path / "privacy_journal.jsonl")
     privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
-    trainer = run(tmp_path, privacy=privacy, ledger=earlier, changes={"max_steps": 1, "save_strategy": "no"})
+    settings = {"privacy": privacy, "changes": {"max_steps": 1, "save_strategy": "no"}}
+    (tmp_path / "privacy_accounting.json").write_text("of the run before")
+    with pytest.raises(LedgerConflict, match="got one that lacks 8.*dpfunc.checkpoint.journal_ledger"):
+        run(tmp_path, **settings).train()
+    assert journal_ledger(tmp_path / "privacy_journal.jsonl") == earlier
+    assert (tmp_path / "privacy_accounting.json").exists()
+    trainer = run(tmp_path, ledger=earlier, **settings)
     trainer.train()
-    assert "has 8 steps of earlier runs" in caplog.text
     assert trainer.ledger.num_steps == 9
 
 
