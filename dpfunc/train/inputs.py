@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,25 @@ def _check_images(data: DataSection, row: Row, where: str, folder: Path) -> None
 
 
 def _check_image(image: Path, where: str) -> None:
-    """Check the header of an image."""
-    from dpfunc.hf.vision_language.reading import opened_image
-
+    """Check that an image can be read to its end: a run must not die when it draws the record."""
     if not image.is_file():
         raise InvalidArgument(f"Expected an image file for {where}, which is missing.")
+    now = image.stat()
+    error = _unreadable(image, now.st_mtime_ns, now.st_size)
+    if error is not None:
+        raise InvalidArgument(f"The image of {where} cannot be used. {error}")
+
+
+@lru_cache(maxsize=2**20)
+def _unreadable(image: Path, changed: int, size: int) -> str | None:
+    """The reason why an image cannot be read, if so. One that many rows show is read once."""
+    from dpfunc.hf.vision_language.reading import check_readable
+
     try:
-        with opened_image(image):
-            return
+        check_readable(image)
     except InvalidArgument as error:
-        raise InvalidArgument(f"The image of {where} cannot be used. {error}") from None
+        return str(error)
+    return None
 
 
 _CHECKS: dict[str, Callable[[DataSection, Row, str, Path], None]] = {
@@ -177,13 +187,18 @@ def _translated(tokenizer: Any, prompt: str, response: str, limit: int) -> Mappi
 
 
 def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping[str, Any]:
-    """Question, answer and paths of the images; without a chat template the images are put before the question."""
+    """Question, answer and paths of the images; without a chat template the images are put before the question.
+
+    Marks of images that the texts have, as those of LLaVA's tables, are taken out: each image has one mark, put here.
+    """
     images = [str(folder / image) for image in _images(data, row)]
-    question = row[data.question_column]
+    question, answer = (
+        row[column].replace(processor.image_token, "").strip() for column in (data.question_column, data.answer_column)
+    )
     if not processor.chat_template:
         question = " ".join([*[processor.image_token] * len(images), question])
     shown = {"image": images[0]} if data.max_images == 1 else {"images": images}
-    return {"prompt": question, "answer": row[data.answer_column], **shown}
+    return {"prompt": question, "answer": answer, **shown}
 
 
 def _prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:

@@ -68,6 +68,10 @@ class ImageTextCollator:
         prompt = self._prompt_ids(sample["prompt"], images)
         tokenizer = self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        if self.processor.image_token_id in answer:
+            raise InvalidArgument(
+                f"Expected an answer without {self.processor.image_token}, which stands for an image. Take it out."
+            )
         prompt, answer = self._shorten(prompt, answer)
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
 

@@ -31,6 +31,20 @@ def opened(image: Any, size: tuple[int, int] | None) -> Any:
     return image if size is None else _fitted(image, size)
 
 
+def check_readable(path: Path | str) -> None:
+    """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InvalidArgument: as `opened_image`, also for a file that is cut off behind its header.
+    """
+    with opened_image(path) as file:
+        file.draft("RGB", (1, 1))
+        file.load()
+
+
 def _fitted(image: Any, size: tuple[int, int]) -> Any:
     """The image in a frame of this height and width, as large as it can be."""
     import numpy as np

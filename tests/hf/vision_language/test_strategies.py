@@ -28,7 +28,8 @@ from dpfunc.hf.vision_language.submodules import language_layers, parts, quantis
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.loader import without_rows
-from dpfunc.train.inputs import _check_image
+from dpfunc.train.config import DataSection
+from dpfunc.train.inputs import _asked, _check_image
 from dpfunc.train.strategy_costs import strategy_costs, strategy_table
 
 FLOAT = ("full", "lora", "projector")
@@ -367,7 +368,7 @@ IMAGES = {
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_that_take_all_memory_are_refused(processor, tmp_path, name):
-    """And those that cannot be read: by the collator, and mostly before training from their headers."""
+    """And those that cannot be read: by the collator, and before training, which must not end when it draws one."""
     make, message = IMAGES[name]
     path = tmp_path / "secret.png"
     path.write_bytes(make())
@@ -375,9 +376,35 @@ def test_images_that_take_all_memory_are_refused(processor, tmp_path, name):
     with pytest.raises(InvalidArgument, match=message) as caught:
         collate([{"prompt": "colour ?", "answer": "red", "image": path}])
     assert "secret" not in str(caught.value)
-    if name != "half":
+    for _ in range(2):
         with pytest.raises(InvalidArgument, match=f"The image of row 7 of data.jsonl cannot be used. .*{message}"):
             _check_image(path, "row 7 of data.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_an_image_is_read_to_its_end(tmp_path, kind):
+    """Its header is there long before its end; a file that was repaired is read again."""
+    path = tmp_path / "image"
+    draw("red", "circle", 200, 0).save(path, kind)
+    content = path.read_bytes()
+    for kept in (len(content) - 64, 3 * len(content) // 4):
+        path.write_bytes(content[:kept])
+        with pytest.raises(InvalidArgument, match="cannot be used. .*it is damaged"):
+            _check_image(path, "row 1")
+    path.write_bytes(content)
+    _check_image(path, "row 1")
+
+
+def test_marks_of_images_in_texts_are_taken_out(processor, tmp_path):
+    """Tables of LLaVA have them; one that a person wrote must not end a run."""
+    draw("red", "circle", 24, 0).save(tmp_path / "a.png")
+    collate = image_text_collator(processor, max_length=26, chat=bool(processor.chat_template))
+    data = DataSection("mails.csv", question_column="q", answer_column="a")
+    rows = [{"image": "a.png", "q": q, "a": a} for q, a in (("colour ?", "red"), ("<image>\n colour ?", "<image> red"))]
+    plain, marked = (collate([_asked(processor, row, data, tmp_path)]) for row in rows)
+    assert all(torch.equal(marked[name], value) for name, value in plain.items())
+    with pytest.raises(InvalidArgument, match="Expected an answer without <image>"):
+        collate([{"prompt": "colour ?", "answer": "red <image>", "image": tmp_path / "a.png"}])
 
 
 def alone(processor, sample):
