@@ -181,7 +181,7 @@ def check_counted(path: Path | str, runs: Mapping[str, Mapping[int, Taken]], led
             f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}, got {found}. "
             "Costs on the same records add up: begin with ledger=dpfunc.checkpoint.journal_ledger(path), an argument "
             "of dp_step.init and of DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path). A run on "
-            "other records has a journal of its own. Nothing was released and nothing was spent."
+            "other records has a journal, or an output_dir, of its own. Nothing was released and nothing was spent."
         )
 
 

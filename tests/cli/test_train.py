@@ -317,8 +317,11 @@ def test_a_model_is_saved_with_the_cost_of_its_whole_journal(here, monkeypatch):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 trainer = self.trainer
-                another = trainer._run.dp_step.init(trainer._run.params, secure_key())
-                Journal(Path("mixed/privacy_journal.jsonl"), trainer.plan)(another._replace(step=1))
+                spent = journal_ledger("mixed/privacy_journal.jsonl")
+                another = trainer._run.dp_step.init(trainer._run.params, secure_key(), spent)
+                Journal(Path("mixed/privacy_journal.jsonl"), trainer.plan)(
+                    another._replace(step=1, ledger=spent.compose(trainer.plan.ledger(1)))
+                )
 
     def made(*args):
         callback = Other()

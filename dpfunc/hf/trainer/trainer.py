@@ -195,7 +195,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """The plan of the run; found once, before training."""
         if self._plan is None:
             n = self.privacy.public_size(refuse_data(self.train_dataset))
-            self._plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
+            plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
+            self._plan = replace(
+                plan, spent=None
+            )  # a run is begun here, with the ledger; one that is resumed has its own
         return self._plan
 
     @property

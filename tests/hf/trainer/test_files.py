@@ -317,7 +317,8 @@ def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog)
     """A higher number is not a newer run: the second run here was killed in its second step, or at its first."""
     folder = copy_of(killed, tmp_path)
     options = {"privacy": PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)}
-    run(folder, changes={"save_strategy": "no"}, callbacks=[StopAt(2)], **options).train()
+    spent = journal_ledger(folder / "privacy_journal.jsonl")
+    run(folder, changes={"save_strategy": "no"}, callbacks=[StopAt(2)], ledger=spent, **options).train()
     with pytest.raises(
         CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
     ):
@@ -325,7 +326,9 @@ def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog)
     caplog.clear()
     run(folder).train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     assert "has 2 steps of other runs" in caplog.text
-    run(folder, changes={"save_steps": 1, "save_total_limit": 9}, callbacks=[StopAt(2)], **options).train()
+    spent = journal_ledger(folder / "privacy_journal.jsonl")
+    changes = {"save_steps": 1, "save_total_limit": 9}
+    run(folder, changes=changes, callbacks=[StopAt(2)], ledger=spent, **options).train()
     with pytest.raises(
         CheckpointError,
         match=r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-10 of run",
@@ -335,16 +338,19 @@ def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog)
 
 def test_a_checkpoint_is_of_the_run_that_wrote_it_last(tmp_path):
     """Runs that use a folder one after the other leave no mixture of their files."""
-    changes = {"save_steps": 1, "save_total_limit": 9}
+    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+    options = {"changes": {"save_steps": 1, "save_total_limit": 9}, "privacy": privacy}
+    spent = None
     for _ in range(3):
-        last = run(tmp_path, changes=changes, callbacks=[StopAt(2)])
+        last = run(tmp_path, callbacks=[StopAt(2)], ledger=spent, **options)
         last.train()
+        spent = last.ledger
     for path in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
         (state,) = (path / "dpfunc").glob("step-*/state.json")
         assert json.loads(state.read_text())["key"] == last._run.state.key.secret.hex()
-    resumed = run(tmp_path, changes=changes, callbacks=[StopAt(4)])
+    resumed = run(tmp_path, callbacks=[StopAt(4)], **options)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.ledger.num_steps == 4
+    assert resumed.ledger.num_steps == 8
 
 
 def copy_journal(source, folder):
@@ -422,7 +428,7 @@ def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
     real = trainer_module.replace
 
     def stopping(run, **changes):
-        if changes["state"].step == 5:
+        if "state" in changes and changes["state"].step == 5:
             raise KeyboardInterrupt
         return real(run, **changes)
 
