@@ -196,9 +196,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._plan is None:
             n = self.privacy.public_size(refuse_data(self.train_dataset))
             plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
-            self._plan = replace(
-                plan, spent=None
-            )  # a run is begun here, with the ledger; one that is resumed has its own
+            self._plan = replace(plan, spent=None)  # a run begins with the ledger below; a resumed one has its own
         return self._plan
 
     @property
