@@ -7,7 +7,9 @@ import math
 from dpfunc.accounting.search import falling_root
 from dpfunc.types import Event
 
-_ROUND_UP = 1.0 + 1e-9  # the root finder and log_ndtr are good to about 1e-12
+_ROUND_UP = 1e-9  # the root finder and log_ndtr are good to about 1e-12
+_LEAST = 1e-12  # below, no digit of delta is left, and epsilon is the tail bound
+_CANCELS = 1e-14  # with little mu, what both logarithms have in common is lost: up to this over mu
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -30,10 +32,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     if not mu < 1e100:
         return math.inf
     high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # the tail bound; delta(high) < delta
+    if mu < _LEAST:
+        return high
     target = math.log(delta)
     # below e^-1e6 of delta only the sign counts
     root = falling_root(lambda epsilon: max(_log_delta(epsilon, mu) - target, -1e6), 0.0, high, rtol=1e-13)
-    return root * _ROUND_UP
+    return min(root * (1.0 + _ROUND_UP + _CANCELS / mu), high)
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
