@@ -18,16 +18,20 @@ def batch_size(batch: Batch) -> int:
     """The length B of axis 0, on which all leaves agree.
 
     Raises:
-        InvalidArgument: no tensors, a leaf that is not a tensor, a 0-d leaf, or leaves that disagree.
+        InvalidArgument: no tensors, a leaf that is not a tensor, is sparse, nested or 0-d, or leaves that disagree.
 
     >>> batch_size({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
     4
     """
     values = pytree.tree_leaves(batch)
-    sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim else None for value in values}
+    sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim and _dense(value) else None for value in values}
     if len(sizes) != 1 or None in sizes:
         _refuse(batch)
     return int(values[0].shape[0])
+
+
+def _dense(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_nested
 
 
 def _refuse(batch: Batch) -> NoReturn:
@@ -46,6 +50,12 @@ def _refuse(batch: Batch) -> NoReturn:
             )
             raise InvalidArgument(
                 f"Expected every leaf of the batch to be a tensor, got {name} of type {type(leaf).__name__}. {advice}"
+            )
+        if not _dense(leaf):
+            kind = "a nested tensor" if leaf.is_nested else f"one of layout {leaf.layout}"
+            raise InvalidArgument(
+                f"Expected every leaf of the batch to be a dense tensor, got {name}, {kind}. Fill rows up to one "
+                "length in the collate_fn, with a mask; or call .to_dense()."
             )
         if leaf.ndim == 0:
             raise InvalidArgument(

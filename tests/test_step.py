@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -362,6 +363,14 @@ def mean_loss(params, batch):
 
 
 GOOD = take(DATA, torch.arange(4))
+
+
+def nested(rows, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.zeros(1 + row) for row in range(rows)], **options)
+
+
 BAD_STEPS = {
     "scalar loss": (mean_loss, params(), GOOD, r'Expected loss_fn to return shape \(4,\).*got \(\) where it was called with 4 rows, all of the batch or a part of it.*reduction="none"'),
     "loss of wrong length": (
@@ -377,6 +386,9 @@ BAD_STEPS = {
         linear_loss, params(), {**GOOD, "head.weight": GOOD["head.weight"][:3]}, r"same number of samples on axis 0",
     ),
     "0-d leaf": (linear_loss, params(), {**GOOD, "t": torch.tensor(1.0)}, r"batch\['t'\].*0-dimensional"),
+    "sparse leaf": (linear_loss, params(), {**GOOD, "t": torch.eye(4).to_sparse()}, r"dense tensor, got batch\['t'\], one of layout"),
+    "nested leaf": (linear_loss, params(), {**GOOD, "t": nested(2)}, r"dense tensor, got batch\['t'\], a nested tensor"),
+    "jagged leaf": (linear_loss, params(), {**GOOD, "t": nested(2, layout=torch.jagged)}, r"dense tensor, got batch\['t'\], a nested"),
     "leaf that is no tensor": (linear_loss, params(), {**GOOD, "t": [1.0]}, r"batch\['t'\]\[0\] of type float"),
     "empty pytree": (linear_loss, params(), {}, "at least one tensor"),
     "NaN parameter": (
