@@ -138,14 +138,31 @@ def lost_in_squares(a_B: Tensor, p: int, b_B: Tensor, d: int) -> Tensor:
     return lost_a * (b_B + lost_b) + lost_b * a_B
 
 
-def doubtful(sq_norms_B: Tensor, reach_B: Tensor, lost_B: Tensor) -> Tensor:
-    """Mask of samples whose norm from products of pairs has too few digits left, or overflowed: measure it in float64.
+def from_pairs(
+    sq_norms_B: Tensor, reach_B: Tensor, lost_B: Tensor, measure: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms from products of pairs, mended where too few digits are left or they overflowed.
 
+    Those are measured on the gradients in float64. A compiled step cannot choose samples: it takes an upper bound.
     What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
+
+    Args:
+        sq_norms_B, reach_B, lost_B: see `safe_sq_norms`. measure: of a mask, the first two for the samples in it.
+
+    Returns:
+        The three arguments with the mended values.
     """
     rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
     squares_B = torch.where(lost_B > _TINY, lost_B, 0.0).square()
-    return ~((rounding_B + squares_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
+    doubtful_B = ~((rounding_B + squares_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
+    if torch.compiler.is_compiling():
+        return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B, lost_B
+    if any_set(doubtful_B):
+        measured, reach = measure(doubtful_B)
+        sq_norms_B = sq_norms_B.index_put((doubtful_B,), measured.to(sq_norms_B.dtype))
+        reach_B = reach_B.index_put((doubtful_B,), reach.to(reach_B.dtype))
+        lost_B = torch.where(doubtful_B, 0.0, lost_B)
+    return sq_norms_B, reach_B, lost_B
 
 
 def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:

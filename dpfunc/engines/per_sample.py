@@ -25,8 +25,8 @@ from dpfunc.engines.numerics import (
     TOLERATED,
     accumulation_dtype,
     cancelling_samples,
-    doubtful,
     exact,
+    from_pairs,
     lengths,
     lost_in_squares,
     safe_sq_norms,
@@ -145,35 +145,26 @@ class Outer:
         Networks with Differential Privacy, section 3), loses its digits where the products cancel: then the first.
         """
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
-        eps = torch.finfo(a_BTp.dtype).eps
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
-            sq_norms_B = self._measured(a_BTp, b_BTd)
-            lost_B = None
-            reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
-        else:
-            sq_norms_B, reach_B, lost_B = self._ghost(a_BTp, b_BTd)
-            doubtful_B = doubtful(sq_norms_B, reach_B, lost_B)
-            if torch.compiler.is_compiling():
-                safe_B = sq_norms_B.clamp(min=0.0) + ROUNDINGS * eps * reach_B.square()
-                sq_norms_B = torch.where(doubtful_B, safe_B, sq_norms_B)
-            elif any_set(doubtful_B):
-                a, b = a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()
-                sq_norms_B = sq_norms_B.index_put((doubtful_B,), self._measured(a, b).to(sq_norms_B.dtype))
-                reach = (lengths(a, 2) * lengths(b, 2)).sum(1)
-                reach_B = reach_B.index_put((doubtful_B,), reach.to(reach_B.dtype))
-                lost_B = torch.where(doubtful_B, 0.0, lost_B)
+            return safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
+        sq_norms_B, reach_B, lost_B = from_pairs(
+            *self._ghost(a_BTp, b_BTd),
+            lambda doubtful_B: self._measured(a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()),
+        )
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     @staticmethod
-    def _measured(a_BTp: Tensor, b_BTd: Tensor) -> Tensor:
+    def _measured(a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms of the formed gradients, and the sums of the norms of all positions."""
+        reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
         size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
         if size >= len(a_BTp):
-            return sq_sum((a_BTp.transpose(1, 2) @ b_BTd).flatten(1))
+            return sq_sum((a_BTp.transpose(1, 2) @ b_BTd).flatten(1)), reach_B
         pieces = [
             sq_sum((a.transpose(1, 2) @ b).flatten(1))
             for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
         ]
-        return torch.cat(pieces)
+        return torch.cat(pieces), reach_B
 
     def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Squared norms, the sums of the norms of all positions (diagonals of the same products), `lost_in_squares`."""

@@ -19,12 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines.cost import Costs, Kernel, matrix, summed
-from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
-    ROUNDINGS,
     SCRATCH,
     cancelling_samples,
-    doubtful,
+    from_pairs,
     lengths,
     lost_in_squares,
     safe_sq_norms,
@@ -207,17 +205,13 @@ class Convolved:
             lengths(torch.unflatten(each_n, 0, per_group), 1) for each_n in ((window_nT * still_nT).sum(1), lost_n)
         )
         sq_norms_B = torch.unflatten((of_windows_nTT * of_still_nTT).sum((1, 2)), 0, per_group).sum(1)
-        doubtful_B = doubtful(sq_norms_B, reach_B, lost_B)
-        if torch.compiler.is_compiling():
-            rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
-            return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B, lost_B
-        if any_set(doubtful_B):
+
+        def measure(doubtful_B: Tensor) -> tuple[Tensor, Tensor]:
             pieces = self._pieces(g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double(), math.prod(self.args.shape))
             measured, reach, _ = (torch.cat(v) for v in zip(*(self._measured(g, x) for g, x in pieces), strict=True))
-            sq_norms_B = sq_norms_B.index_put((doubtful_B,), measured.to(sq_norms_B.dtype))
-            reach_B = reach_B.index_put((doubtful_B,), reach.to(reach_B.dtype))
-            lost_B = torch.where(doubtful_B, 0.0, lost_B)
-        return sq_norms_B, reach_B, lost_B
+            return measured, reach
+
+        return from_pairs(sq_norms_B, reach_B, lost_B, measure)
 
     def _by_group(self, side: Tensor) -> Tensor:
         """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
