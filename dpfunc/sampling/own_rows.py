@@ -7,7 +7,10 @@ record. One record that changes the rows of others has no bounded influence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,59 +19,79 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.rng import Key, torch_seed
+from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.types import Batch
 
 _ROUNDING = 1e-4  # of the largest number of a row
+_MOST = 64  # records of a batch that are compared: they are copied
 
 
 def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], key: Key, row: int) -> None:
-    """Check that a row stays when all other records are replaced by its own.
+    """Check that a row stays when the other records are replaced by its own, and when they change places.
 
-    All are replaced at once, so that whoever had an influence is found. A row may be filled up to another length. A
-    collate function that takes other random numbers for other records tells nothing, and is let through.
+    All are replaced at once, so that whoever had an influence is found; a row may then be shorter, as nothing is filled
+    up. Where only places change, it is the same with its filling. The records themselves are left as they are: copies
+    are collated. A collate function that takes other random numbers for other records tells nothing, and is let
+    through; so are records that cannot be copied.
 
     Args:
-        collate: list of records -> batch. records: of one batch. key: seeds torch's CPU generator for each call, as for
-            the batch itself. row: which row.
+        collate: list of records -> batch. records: of one batch, of which at most 64 are compared. row: which row.
+        key: seeds the CPU generators of torch, NumPy and Python for each call.
 
     Raises:
         InvalidArgument: the row differs, and a repeated call gives the first one again.
 
     Guarantees:
         tests/sampling/test_own_rows.py: what mixes rows is refused (test_what_mixes_rows_is_refused), what does not
-        passes (test_what_keeps_rows_apart_passes).
+        passes (test_what_keeps_rows_apart_passes); no record is changed (test_records_stay_as_they_are).
     """
-    batch, after = _seeded(collate, records, key)
-    others, after_others = _seeded(collate, [records[row]] * len(records), key)
-    name = _other_leaf(batch, others, row)
-    if name is None or not torch.equal(after, after_others):
+    begin = max(0, min(row - _MOST // 2, len(records) - _MOST))
+    records, row = list(records[begin : begin + _MOST]), row - begin
+    if not can_be_copied(records):
         return
-    again, _ = _seeded(collate, records, key)
-    if _other_leaf(batch, again, row) is None:
+
+    def made(records: Sequence[Any]) -> tuple[Batch, object]:
+        with seeded(key):
+            return collated(collate, records), generators()
+
+    own, others = records[row], records[:row] + records[row + 1 :]
+    moved = others[1:] + others[:1]
+    batch, after = made(records)
+    for changed, holds in (
+        ([own] * len(records), _shorter_row),
+        ([*moved[:row], own, *moved[row:]], _same_row),
+    ):
+        other_batch, other_after = made(changed)
+        name = _other_leaf(batch, other_batch, row, holds)
+        if name is None or after != other_after or _other_leaf(batch, made(records)[0], row, _same_row):
+            continue
+        draws = [made([record] * len(records))[1] for record in records]
+        if any(each != draws[0] for each in draws):  # the draws of one record move those of the next ones on
+            return
         raise InvalidArgument(
             f"Expected collate_fn to make the row of a record of this record alone, got another one in {name} when the "
-            "other records of the batch were replaced. One record would change the gradients of others, and epsilon "
-            "would not hold. Do in the data set what is done to each record, with numbers that are public; leave out "
-            "what mixes records (mixup, statistics of the batch, a type or length that follows from the first record)."
+            "other records of the batch were replaced, or changed places. One record would change the gradients of "
+            "others, and epsilon would not hold. Do in the data set what is done to each record, with numbers that are "
+            "public; leave out what mixes records (mixup, statistics of the batch, cropping to the shortest, a type or "
+            "length that follows from the first record)."
         )
 
 
 def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
-    """Check that a record that was read with others is the same when it is read alone.
+    """Check that a record that was read with others is the same when it is read alone, but for its filling.
 
     Args:
-        dataset: with `__getitems__`. index: of the record. record: as it was read. key: seeds torch's CPU generator.
+        dataset: with `__getitems__`. index: of the record. record: as it was read. key: seeds the CPU generators.
 
     Raises:
         InvalidArgument: it differs, and reading it draws no random numbers.
     """
-    with torch_seed(key, accelerators=False):
-        before = torch.get_rng_state()
+    with seeded(key):
+        before = generators()
         (alone,) = dataset.__getitems__([index])
-        drawn = not torch.equal(before, torch.get_rng_state())
+        drawn = before != generators()
         (again,) = dataset.__getitems__([index])
-    if not drawn and same(alone, again) and not same(alone, record):
+    if not drawn and same(alone, again) and not same(record, alone, filled=True):
         raise InvalidArgument(
             "Expected __getitems__ of the data set to read a record in the same way alone and with others, got another "
             "one. One record would change the gradients of others, and epsilon would not hold. Let transforms work on "
@@ -76,51 +99,82 @@ def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
         )
 
 
+@contextmanager
+def seeded(key: Key) -> Iterator[None]:
+    """Seed the CPU generators of torch, NumPy and Python inside the block, and restore them after it."""
+    python, legacy = random.getstate(), np.random.get_state()
+    seed = int.from_bytes(fold_in(key, "other generators").secret[:4], "little")
+    with torch_seed(key, accelerators=False):
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
+
+
+def generators() -> tuple[object, ...]:
+    """The states of the three generators, to compare."""
+    legacy: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy[1].tobytes(), legacy[2:]
+
+
+def can_be_copied(records: Sequence[Any]) -> bool:
+    """False for records that hold open files, locks, or tensors of a graph."""
+    try:
+        copy.deepcopy(list(records))
+    except (TypeError, ValueError, RuntimeError, AttributeError, OSError, copy.Error):
+        return False
+    return True
+
+
 def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch:
-    """A batch of copies: collate functions may take columns out of their records, which are collated once more."""
-    batch = collate([dict(record) if type(record) is dict else record for record in records])
+    """A batch of copies: a collate function may change its records, which are collated once more."""
+    batch = collate([copy.deepcopy(record) for record in records])
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _seeded(collate: Callable[[list[Any]], Batch], records: Sequence[Any], key: Key) -> tuple[Batch, Tensor]:
-    """A batch, and the state of the generator after it."""
-    with torch_seed(key, accelerators=False):
-        return collated(collate, records), torch.get_rng_state()
-
-
-def _other_leaf(batch: Batch, others: Batch, row: int) -> str | None:
-    """The name of a leaf in which a row differs by more than its filling."""
+def _other_leaf(batch: Batch, others: Batch, row: int, holds: Callable[[Tensor, Tensor], bool]) -> str | None:
+    """The name of a leaf in which a row is not that of the other batch."""
     leaves, twins = (pytree.tree_leaves_with_path(one) for one in (batch, others))
     if [path for path, _ in leaves] != [path for path, _ in twins]:
         return "its structure"
     for (path, leaf), (_, twin) in zip(leaves, twins, strict=True):
         tensors = all(isinstance(each, Tensor) and each.ndim and len(each) > row for each in (leaf, twin))
-        if tensors and not (leaf.dtype == twin.dtype and _fits(leaf[row], twin[row])):
+        if tensors and not holds(leaf[row], twin[row]):
             return f"batch{pytree.keystr(path)}"
     return None
 
 
-def _fits(one: Tensor, other: Tensor) -> bool:
-    """True for rows that are equal where both have numbers: one may be longer, at its begin or at its end."""
-    if one.ndim != other.ndim:
+def _same_row(one: Tensor, other: Tensor) -> bool:
+    return same(one, other)
+
+
+def _shorter_row(one: Tensor, shorter: Tensor) -> bool:
+    """True for a row that is another one, filled up at its end or at its begin."""
+    if one.ndim != shorter.ndim or any(long < short for long, short in zip(one.shape, shorter.shape, strict=True)):
         return False
-    sizes = [min(pair) for pair in zip(one.shape, other.shape, strict=True)]
-    for side in (slice, _last):
-        parts = [each[tuple(side(size) for size in sizes)] if sizes else each for each in (one, other)]
-        if same(*parts):
-            return True
-    return False
+    return any(
+        same(one[tuple(side(size) for size in shorter.shape)] if shorter.ndim else one, shorter)
+        for side in (slice, _last)
+    )
 
 
 def _last(size: int) -> slice:
     return slice(-size, None) if size else slice(0, 0)
 
 
-def same(one: Any, other: Any) -> bool:
-    """True for records of equal contents, up to rounding; of objects of other classes only the class counts."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "fiub":
-        one, other = torch.from_numpy(np.ascontiguousarray(one)), torch.from_numpy(np.ascontiguousarray(other))
+def same(one: Any, other: Any, *, filled: bool = False) -> bool:
+    """True for records of equal contents, up to rounding; of objects of other classes only the class counts.
+
+    Args:
+        one, other: records, or parts of them. filled: rows and lists of numbers of the first may be filled up.
+    """
+    one, other = _as_tensor(one, filled), _as_tensor(other, filled)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if filled:
+            return _shorter_row(one, other)
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         if not (one.is_floating_point() or one.is_complex()):
@@ -128,11 +182,20 @@ def same(one: Any, other: Any) -> bool:
         largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
         return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+        return list(one) == list(other) and all(same(one[name], other[name], filled=filled) for name in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(same(*pair, filled=filled) for pair in zip(one, other, strict=True))
     if isinstance(one, float) and isinstance(other, float):
         return same(torch.tensor(one), torch.tensor(other))
     if isinstance(one, (str, bytes, int, type(None))) or isinstance(other, (str, bytes, int, type(None))):
         return type(one) is type(other) and one == other
     return type(one) is type(other)
+
+
+def _as_tensor(value: Any, numbers: bool) -> Any:
+    """An array of numbers, or if wanted a list of them, as a tensor; anything else as it is."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return torch.from_numpy(np.ascontiguousarray(value))
+    if numbers and isinstance(value, (list, tuple)) and value and all(type(each) is type(value[0]) for each in value):
+        return torch.tensor(value) if isinstance(value[0], (int, float)) else value
+    return value

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import random
+import threading
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import pad
 from torch.utils.data import default_collate
+from transformers import BatchEncoding
 
 import dpfunc
 from dpfunc import clipping, sampling
@@ -79,6 +85,53 @@ def taking_out(records):
     return {**default_collate(records), "y": labels}
 
 
+def halved(records):
+    """In place: each record by itself."""
+    for record in records:
+        record["x"].mul_(0.5)
+    return default_collate(records)
+
+
+def taking_out_nested(records):
+    labels = torch.tensor([record["facts"].pop("y") for record in records])
+    return {"x": torch.tensor([record["facts"]["x"] for record in records]), "y": labels}
+
+
+def taking_out_of_encodings(records):
+    labels = torch.tensor([record.pop("y") for record in records])
+    return {"x": torch.tensor([record["x"] for record in records]), "y": labels}
+
+
+def in_turn(records):
+    """Random numbers for each record, two for small ones and three for others."""
+    return torch.stack([record["x"] + torch.rand(2 + record["draws"]).sum() for record in records])
+
+
+def numpy_mixup(records):
+    batch, share = default_collate(records), np.random.beta(1.0, 1.0)
+    return {name: share * value + (1 - share) * value.flip(0) for name, value in batch.items()}
+
+
+def python_mixup(records):
+    batch, share = default_collate(records), random.random()
+    return {name: share * value + (1 - share) * value.flip(0) for name, value in batch.items()}
+
+
+def cropped_to_the_shortest(records):
+    length = min(len(record["ids"]) for record in records)
+    return {"ids": torch.tensor([record["ids"][:length] for record in records])}
+
+
+def filled_with_a_neighbour(records):
+    length, behind = max(len(record["ids"]) for record in records), [*records[1:], records[0]]
+    rows = zip(records, behind, strict=True)
+    return {"ids": torch.tensor([(one["ids"] + 9 * other["ids"])[:length] for one, other in rows])}
+
+
+def python_mixup_apart(records):
+    return default_collate(records)["x"] * random.random() * np.random.random()
+
+
 def of_another_generator(records):
     return default_collate(records)["x"] + np.random.default_rng().normal()
 
@@ -87,11 +140,19 @@ MIXING = {
     "mixup": (mixup, IMAGES), "standardised": (standardised, IMAGES), "sorted": (sorted_rows, IMAGES),
     "neighbour": (filled_by_a_neighbour, TEXTS), "packed": (packed, TEXTS),
     "typed": (typed_by_the_first, [{"label": 1}, *({"label": 0.5},) * 5]),
+    "NumPy's mixup": (numpy_mixup, IMAGES), "Python's mixup": (python_mixup, IMAGES),
+    "cropped": (cropped_to_the_shortest, TEXTS), "filled with a neighbour": (filled_with_a_neighbour, TEXTS),
+    "of 200": (sorted_rows, [{"x": torch.tensor([float((i * 37) % 200)])} for i in range(200)]),
 }  # fmt: skip
 APART = {
     "default": (default_collate, IMAGES), "padded": (padded, TEXTS), "left": (padded_left, TEXTS),
     "masked": (masked, TEXTS), "masked, one length": (masked, [{"ids": [1, 2, i]} for i in range(6)]),
     "cropped": (cropped, IMAGES), "taking out": (taking_out, IMAGES), "numpy": (of_another_generator, IMAGES),
+    "in place": (halved, IMAGES), "nested": (taking_out_nested, [{"facts": {"x": i, "y": i}} for i in range(6)]),
+    "in turn": (in_turn, [{"x": torch.ones(1), "draws": i % 3} for i in range(6)]),
+    "encodings": (taking_out_of_encodings, [BatchEncoding({"x": [i, i + 1], "y": i}) for i in range(6)]),
+    "not to be copied": (lambda records: default_collate([record["x"] for record in records]),
+                         [{"x": image["x"], "lock": threading.Lock()} for image in IMAGES]),
 }  # fmt: skip
 
 
@@ -111,6 +172,23 @@ def test_what_mixes_rows_is_refused(name):
 def test_what_keeps_rows_apart_passes(name):
     collate, records = APART[name]
     check_all(collate, records)
+
+
+@pytest.mark.parametrize("name", ["in place", "taking out", "nested"])
+def test_records_stay_as_they_are(name):
+    """The batch is made of them afterwards: what a check changed would be another batch."""
+    collate, records = APART[name]
+    records = copy.deepcopy(records)
+    expected = collate(copy.deepcopy(records))
+    check_all(collate, records)
+    torch.testing.assert_close(collate(records), expected, rtol=0, atol=0)
+
+
+def test_generators_go_on_as_they_were():
+    state, legacy = random.getstate(), np.random.get_state()[1].tolist()
+    check_all(python_mixup_apart, IMAGES)
+    assert random.getstate() == state
+    assert np.random.get_state()[1].tolist() == legacy
 
 
 def test_masks_of_rows_of_one_length_are_compared():
@@ -135,6 +213,12 @@ class Transformed(list):
         return self.transform([list.__getitem__(self, index) for index in indices])
 
 
+def filled_as(kind, records):
+    """Filled up to the longest that was read."""
+    length = max(len(record["ids"]) for record in records)
+    return [{**record, "ids": kind(record["ids"] + [0] * (length - len(record["ids"])))} for record in records]
+
+
 def test_reading_that_mixes_records_is_refused():
     def centred(records):
         mean = torch.stack([record["x"] for record in records]).mean(0)
@@ -146,6 +230,12 @@ def test_reading_that_mixes_records_is_refused():
     for apart in (lambda rs: rs, lambda rs: [{**r, "x": r["x"] + torch.rand(3)} for r in rs]):
         reading = Transformed(IMAGES, apart)
         check_reading(reading, 2, reading.__getitems__([1, 2, 3])[1], KEY)
+    for kind in (list, torch.tensor, np.array):
+        reading = Transformed(TEXTS, partial(filled_as, kind))
+        assert [len(reading.__getitems__(some)[0]["ids"]) for some in ([4], [4, 3])] == [1, 4]
+        check_reading(reading, 4, reading.__getitems__([4, 3])[0], KEY)
+        with pytest.raises(InvalidArgument, match="alone and with others"):
+            check_reading(reading, 3, reading.__getitems__([4])[0], KEY)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -173,7 +263,7 @@ def test_one_step_in_some_is_checked():
         return default_collate(records)
 
     list(plan.loader(IMAGES, dp_step.init({"w": torch.zeros(3)}, KEY), collate_fn=counting))
-    assert len(calls) == plan.num_steps + 2 * 3  # two more collations in three of the steps
+    assert len(calls) == plan.num_steps + 3 * 3  # three more collations in three of the steps
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from dpfunc.batches import rows
 from dpfunc.engines.loop import loop
 from dpfunc.errors import UnsupportedModel
-from dpfunc.rng import insecure_key, torch_seed
-from dpfunc.sampling.own_rows import collated
+from dpfunc.rng import insecure_key
+from dpfunc.sampling.own_rows import can_be_copied, collated, generators, seeded
 from dpfunc.sampling.records import read, spread
 from dpfunc.types import Batch, LossFn, Params
 
@@ -32,9 +32,9 @@ def refuse_filling(
 ) -> None:
     """Refuse a model whose gradient of a short row changes when it is filled up to a longer one.
 
-    The longest record of a batch decides how the rows of all others are filled. The shortest of 64 records that are
-    spread over the data set is computed alone, and in a batch with the longest. Where all have one length, or the
-    collator draws random numbers, nothing is compared. No number is in the message.
+    The longest record of a batch decides how the rows of all others are filled. Of 64 records that are spread over the
+    data set the shortest that has a gradient is computed alone, and in a batch with the longest. Where all have one
+    length or cannot be copied, or the collator draws random numbers, nothing is compared. No number is in the message.
 
     Args:
         loss_fn: one loss a sample. params: of `model`, which is in evaluation mode meanwhile: no dropout.
@@ -46,21 +46,27 @@ def refuse_filling(
     Guarantees:
         tests/hf/trainer/test_filling.py: FNet is refused, and models with a mask are not (test_models).
     """
-    with torch_seed(insecure_key(0), accelerators=False):
+    with seeded(insecure_key(0)):
         records = read(dataset, spread(len(dataset), _READ))
-        before = torch.get_rng_state()
+        if not can_be_copied(records):
+            return
+        before = generators()
         alone = [collated(collate, [record]) for record in records]
-        sizes = [_size(batch) for batch in alone]
-        short, long = sizes.index(min(sizes)), sizes.index(max(sizes))
-        if sizes[short] == sizes[long]:
+        if before != generators():
             return
-        filled = rows(collated(collate, [records[short], records[long]]), 0, 1)
-        if not torch.equal(before, torch.get_rng_state()):
-            return
+    sizes = [_size(batch) for batch in alone]
+    longest = records[sizes.index(max(sizes))]
     training = model.training
     model.train(False)
     try:
-        one, other = (_gradient(loss_fn, params, dict(prepare(batch))) for batch in (alone[short], filled))
+        for index in sorted(range(len(records)), key=sizes.__getitem__):
+            if sizes[index] == max(sizes):
+                return
+            one = _gradient(loss_fn, params, dict(prepare(alone[index])))
+            if _norm(one) > 0:
+                filled = rows(collated(collate, [records[index], longest]), 0, 1)
+                other = _gradient(loss_fn, params, dict(prepare(filled)))
+                break
     finally:
         model.train(training)
     narrow = any(value.is_floating_point() and value.element_size() < 4 for value in model.parameters())

@@ -112,7 +112,10 @@ def test_gradients_are_compared(masked, dtype):
 
     def loss_fn(params, batch):
         inputs = (batch["input_ids"], batch["attention_mask"])
-        return torch.func.functional_call(model, params, inputs).float() * 1e-4
+        return torch.func.functional_call(model, params, inputs).float() * 1e-4 * batch.get("weight", 1.0)
+
+    def weights(records):
+        return torch.tensor([float(record["labels"]) for record in records])  # 0, 1, 0, 1
 
     def check(collate=padded, lengths=(3, 9)):
         refuse_filling(loss_fn, params, model, texts(lengths), collate, dict)
@@ -122,5 +125,7 @@ def test_gradients_are_compared(masked, dtype):
         return
     with pytest.raises(UnsupportedModel, match="of Mean"):
         check()
+    with pytest.raises(UnsupportedModel, match="of Mean"):
+        check(lambda records: {**padded(records), "weight": weights(records)}, (3, 4, 9, 9))  # of 3 has no gradient
     check(lengths=(9, 9))  # nothing is filled
     check(lambda records: {**padded(records), "noise": torch.rand(len(records))})  # nothing can be compared
