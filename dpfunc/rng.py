@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dpfunc._utils.validation import integer
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, StateReused
 
 _KEY_BYTES = 32
 
@@ -96,6 +96,24 @@ class Key:
 
     def __repr__(self) -> str:
         return "Key(hidden, guessable)" if self.guessable else "Key(hidden)"
+
+
+def check_process(key: Key) -> None:
+    """Check that a key was made in this process: a copy in another process would draw the same noise.
+
+    Raises:
+        StateReused: a fork or a pickle has carried the key here. Covered: forks that Python knows of (os.fork,
+            multiprocessing), and pickles of keys and states (spawned processes, torch.save). Not covered: processes
+            that each make a `Key` of the same bytes, which only a journal can tell apart.
+    """
+    if key.made_in != process_mark():
+        raise StateReused(
+            "This key was made in another process, from which this one was forked or sent a copy: both would draw the "
+            "same noise, and the difference of what they release would have none. Make the key in the process that "
+            "uses it: dpfunc.secure_key(), or dpfunc.distributed.shared_key(ranks) for processes that take each step "
+            "together. To go on with a run of another process, load its checkpoint: dpfunc.load(..., journal=path). "
+            "Nothing was spent."
+        )
 
 
 def secure_key() -> Key:

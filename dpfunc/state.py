@@ -11,7 +11,7 @@ from dpfunc._utils.validation import fail, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.plan import Plan
-from dpfunc.rng import Key, fingerprint, process_mark
+from dpfunc.rng import Key, check_process, fingerprint
 from dpfunc.types import Event, schedule_at
 
 
@@ -33,6 +33,7 @@ class StepState(NamedTuple):
         num_records: number n of records that there are, at most the plan's `dataset_size`, which is then a public bound
             on it; None where they are equal. Unreleased.
         journal: path of the journal with which a run was resumed, which later steps must go on with; empty for none.
+        journal_lines: number of its lines when it was resumed.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -50,6 +51,7 @@ class StepState(NamedTuple):
     drawn: bool = True
     num_records: int | None = None
     journal: str = ""
+    journal_lines: int = 0
 
     def __repr__(self) -> str:
         """The fields, without noise: it is secret."""
@@ -201,7 +203,7 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
     if not isinstance(state, StepState):
         raise wrong_type("state to be a StepState", "state", state, "Start with state = dp_step.init(params, key).")
     check_own_plan(state, digest_of_plan)
-    _check_process(state.key)
+    check_process(state.key)
     if state.step >= state.limit and not state.drawn:
         raise BudgetExhausted(
             "No step is left: a call without a state is a run of one step. Begin a run of more with "
@@ -227,24 +229,6 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
             "or a key that was used for an earlier run: take a new one from dpfunc.secure_key(). To reproduce a run "
             "with the same data on purpose, see dpfunc.state.replay. Nothing was spent."
-        )
-
-
-def _check_process(key: Key) -> None:
-    """Check that the key was made in this process: a copy in another process would draw the same noise.
-
-    Raises:
-        StateReused: a fork or a pickle has carried the key here. Covered: forks that Python knows of (os.fork,
-            multiprocessing), and pickles of keys and states (spawned processes, torch.save). Not covered: processes
-            that each make a `Key` of the same bytes, which only a journal can tell apart.
-    """
-    if key.made_in != process_mark():
-        raise StateReused(
-            "The key of this state was made in another process, from which this one was forked or sent a copy: both "
-            "would draw the same noise, and the difference of what they release would have none. Make the key in the "
-            "process that trains: dpfunc.secure_key(), or dpfunc.distributed.shared_key(ranks) for processes that "
-            "take each step together. To go on with a run of another process, load its checkpoint: "
-            "dpfunc.load(..., journal=path). Nothing was spent."
         )
 
 

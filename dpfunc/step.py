@@ -277,10 +277,12 @@ class DPStep:
             )
         state = self.init(params, secure_key())._replace(limit=1, drawn=False)
         plan = self.plan
-        cost = Ledger(step_events(plan, state, 0), plan.adjacency).epsilon(plan.delta, plan.accountant).epsilon
+        charged = state.ledger.compose(Ledger(step_events(plan, state, 0), plan.adjacency))
+        cost = charged.epsilon(plan.delta, plan.accountant).epsilon
         if plan.epsilon is not None and cost > plan.epsilon:
             raise BudgetExhausted(
-                f"A call without a state costs epsilon={cost:.4g} at delta={plan.delta:g}, more than the budget "
+                f"A call without a state costs epsilon={cost:.4g} at delta={plan.delta:g}"
+                f"{', with what was spent before' if state.ledger.events else ''}, more than the budget "
                 f"epsilon={plan.epsilon:g}: nobody drew its batch, so it claims no amplification by sampling. Draw it: "
                 "state = dp_step.init(params, dpfunc.secure_key()), and batches from plan.batches(state). The step was "
                 "not taken."

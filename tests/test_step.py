@@ -262,6 +262,20 @@ def test_without_a_state_each_call_is_a_run_of_its_own():
         dp_step(params(), take(DATA, torch.arange(4)), state)
 
 
+def test_a_call_without_a_state_counts_what_the_plan_had_spent():
+    spent = Ledger((Event(0.1, 1.0, 200),))
+    alone, before = Ledger((Event(1.0, 4.0, 1),)), spent
+    whole = before.compose(alone).epsilon(1e-3).epsilon
+    for budget, allowed in ((whole * 1.001, True), (whole * 0.999, False)):
+        the_plan = plan(noise_multiplier=4.0, num_steps=1, epsilon=budget, spent=spent)
+        dp_step = make_dp_step(linear_loss, the_plan)
+        if allowed:
+            assert dp_step(params(), take(DATA, torch.arange(4))).state.ledger == before.compose(alone)
+            continue
+        with pytest.raises(BudgetExhausted, match="with what was spent before, more than the budget"):
+            dp_step(params(), take(DATA, torch.arange(4)))
+
+
 @pytest.mark.parametrize("noise", [1.0, Schedule(((1, 2.0), (4, 1.0)))], ids=["constant", "schedule"])
 def test_a_batch_that_nobody_drew_claims_no_amplification(tmp_path, noise):
     """The ledger and the journal say the same; the batch sampler's event is for batches that it drew."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from dpfunc._utils.validation import apart, fail, one_of, unique_json
@@ -80,17 +80,23 @@ class Ledger:
 
         return epsilon(self, delta, method)
 
+    def beyond(self, other: Ledger) -> Ledger:
+        """The steps of this ledger that another one of the same adjacency does not contain.
+
+        >>> Ledger((Event(0.1, 1.0, 5), Event(0.2, 1.0, 1))).beyond(Ledger((Event(0.1, 1.0, 3),)))
+        Ledger(3 steps, add_remove: (q=0.1, sigma=1) x 2, (q=0.2, sigma=1) x 1)
+        """
+        theirs = {(event.sampling_prob, event.noise_multiplier): event.num_steps for event in other.events}
+        left = ((e, e.num_steps - theirs.get((e.sampling_prob, e.noise_multiplier), 0)) for e in self.events)
+        return Ledger(tuple(replace(e, num_steps=steps) for e, steps in left if steps > 0), self.adjacency)
+
     def lacks(self, other: Ledger) -> int:
         """Number of steps of another ledger of the same adjacency that this one does not contain.
 
         >>> Ledger((Event(0.1, 1.0, 3),)).lacks(Ledger((Event(0.1, 1.0, 5), Event(0.2, 1.0, 1))))
         3
         """
-        own = {(event.sampling_prob, event.noise_multiplier): event.num_steps for event in self.events}
-        wanted = (
-            (event.num_steps, own.get((event.sampling_prob, event.noise_multiplier), 0)) for event in other.events
-        )
-        return sum(max(0, steps - counted) for steps, counted in wanted)
+        return other.beyond(self).num_steps
 
     def to_json(self) -> str:
         """The ledger as JSON, with its schema; floats are written so that they read back exactly."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
@@ -35,11 +35,16 @@ if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for 
 
 
 class Taken(NamedTuple):
-    """A step that was taken: what it cost, and a digest of what it released."""
+    """A step that was taken: what it cost, and a digest of what it released.
+
+    Args:
+        before: of the first step of a run, what its ledger had from elsewhere: steps that are not in the journal.
+    """
 
     adjacency: Adjacency
     events: tuple[Event, ...]
     release: str
+    before: tuple[Event, ...] = ()
 
 
 @dataclass
@@ -51,6 +56,7 @@ class _Known:
 
     at: Position = field(default_factory=Position)
     runs: dict[str, dict[int, Taken]] = field(default_factory=dict)
+    last: str = ""  # the run that wrote the last line
 
     def read(self, file: BinaryIO, path: Path) -> None:
         """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
@@ -66,10 +72,12 @@ class _Known:
                 f"run. "
                 f"{RESTORE} Nothing was released by this step."
             )
-        new = list(_steps(lines, path))
-        self.at, self.runs = position, self.runs if same else {}
-        for run, step, taken in new:
-            self.runs.setdefault(run, {}).setdefault(step, taken)
+        runs, last = (self.runs, self.last) if same else ({}, "")
+        for run, step, taken in _steps(lines, path):
+            runs.setdefault(run, {}).setdefault(step, taken)
+            last = run
+        self.runs, self.last = runs, last
+        self.at = position  # at the end: after an interrupt the same lines are read again
 
 
 @dataclass(frozen=True)
@@ -119,16 +127,15 @@ class Journal:
 
     path: Path | str
     plan: Plan
-    _place: Path = field(init=False, repr=False, compare=False)
     _known: _Known = field(default_factory=_Known, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_place", Path(self.path).absolute())
+        object.__setattr__(self, "path", Path(self.path).absolute())  # wherever the process goes
 
     @property
     def file(self) -> Path:
-        """Absolute path of the journal, wherever the process goes."""
-        return self._place
+        """The absolute path, as a `Path` object."""
+        return Path(self.path)
 
     def __call__(self, after: StepState) -> None:
         """Append the step that leads to `after`, and wait until it is on disk."""
@@ -137,19 +144,35 @@ class Journal:
 
         step = after.step - 1
         own = step_events(self.plan, after, step)
-        events = [[e.sampling_prob, e.noise_multiplier, e.num_steps] for e in own]
         run, release = fingerprint(after.key), dict(after.released).get(step, "")
         values = {
-            "run": run, "step": step, "adjacency": self.plan.adjacency, "events": events, "release": release
+            "run": run, "step": step, "adjacency": self.plan.adjacency, "events": _as_lists(own), "release": release
         }  # fmt: skip
         with locked(self.file) as file:
             self._known.read(file, self.file)
-            if run in self._known.runs:
+            runs = self._known.runs
+            if run in runs:
                 self._check(run, step, release)
-            elif not after.journal:  # `load` has compared the ledger of a resumed run
-                steps = {step: Taken(self.plan.adjacency, own, release)}
-                check_counted(self.path, {**self._known.runs, run: steps}, after.ledger)
+            else:
+                with_own = {**runs, run: {step: Taken(self.plan.adjacency, own, release)}}
+                if not after.journal:  # `load` has compared the ledger of a resumed run
+                    check_counted(self.file, with_own, after.ledger)
+                before = after.ledger.beyond(steps_ledger(with_own.values()))
+                values["before"] = _as_lists(before.events)
+            if self._known.last != run and (run in runs or after.journal):
+                self._check_alone(after)
             append_chained(file, self.file, self._known.at, values)
+
+    def _check_alone(self, after: StepState) -> None:
+        """Check that no other run has written since the last step of this one, or since `load` compared them."""
+        if not after.journal or self._known.at.end.lines > after.journal_lines:
+            raise LedgerConflict(
+                f"Expected the runs in the journal {self.file} one after the other, got a step of a run that began "
+                "before another one wrote there: its ledger does not count that one. Begin a new run that counts both, "
+                "ledger=dpfunc.checkpoint.journal_ledger(path), an argument of dp_step.init and of DPTrainer. If they "
+                'saw other records, resume this one, dpfunc.load(..., journal=path, later_runs="ignore"), and give the '
+                "other a journal of its own. Nothing was released and nothing was spent."
+            )
 
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has no other release of this step, whichever process wrote it."""
@@ -173,7 +196,7 @@ def check_counted(path: Path | str, runs: Mapping[str, Mapping[int, Taken]], led
     """
     if not runs:
         return
-    wanted = _ledger(runs)
+    wanted = _whole_ledger(runs.values())
     lacks = ledger.lacks(wanted)
     if lacks or ledger.adjacency != wanted.adjacency:
         found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
@@ -227,7 +250,7 @@ def read_steps(
     runs: dict[str, dict[int, Taken]] = {}
     for run, step, taken in _steps(lines, path):
         first = runs.setdefault(run, {}).setdefault(step, taken)
-        if first != taken:
+        if first._replace(before=()) != taken._replace(before=()):
             raise CheckpointError(
                 f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
                 f"once. {RESTORE}"
@@ -263,8 +286,11 @@ def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
     """(run, step, what it took) of each line."""
     for end, values in lines:
         try:
-            events = tuple(Event(q, sigma, steps) for q, sigma, steps in values["events"])
-            yield values["run"], int(values["step"]), Taken(values["adjacency"], events, str(values["release"]))
+            own, before = (
+                tuple(Event(q, sigma, steps) for q, sigma, steps in events)
+                for events in (values["events"], values.get("before", []))
+            )
+            yield values["run"], int(values["step"]), Taken(values["adjacency"], own, str(values["release"]), before)
         except KeyError as error:
             message = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
             raise CheckpointError(message) from error
@@ -273,17 +299,30 @@ def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
 
 
 def journal_ledger(path: Path | str) -> Ledger:
-    """Ledger of all runs in a journal; needs no checkpoint.
+    """Ledger of all runs in a journal, and of what they counted from elsewhere when they began; needs no checkpoint.
 
     Raises:
         LedgerConflict: runs of different adjacency.
         CheckpointError: no such file, one without steps (a misspelt path must not be free), or one from which lines are
             missing or in which they were changed.
     """
-    return _ledger(read_steps(path))
+    return _whole_ledger(read_steps(path).values())
 
 
-def _ledger(runs: Mapping[str, Mapping[int, Taken]]) -> Ledger:
-    """Ledger of all steps of the runs, at least one."""
-    ledgers = [Ledger(taken.events, taken.adjacency) for run in runs.values() for taken in run.values()]
+def steps_ledger(runs: Iterable[Mapping[int, Taken]]) -> Ledger:
+    """Ledger of the steps of some runs, at least one, without what they counted before."""
+    ledgers = [Ledger(taken.events, taken.adjacency) for run in runs for taken in run.values()]
     return ledgers[0].compose(*ledgers[1:])
+
+
+def _whole_ledger(runs: Collection[Mapping[int, Taken]]) -> Ledger:
+    """Ledger of the steps of some runs, and of what they counted before: that of one can be that of another."""
+    own = steps_ledger(runs)
+    before = Ledger(adjacency=own.adjacency)
+    for taken in (taken for run in runs for taken in run.values() if taken.before):
+        before = before.compose(Ledger(taken.before, taken.adjacency).beyond(before))
+    return own.compose(before)
+
+
+def _as_lists(events: Iterable[Event]) -> list[list[float]]:
+    return [[event.sampling_prob, event.noise_multiplier, event.num_steps] for event in events]

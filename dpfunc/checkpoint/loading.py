@@ -13,7 +13,7 @@ import torch
 
 from dpfunc._utils.validation import shorten
 from dpfunc._utils.versions import check_sharding
-from dpfunc.checkpoint.chain import Head
+from dpfunc.checkpoint.chain import Head, read_chain
 from dpfunc.checkpoint.format import (
     PLAN,
     SCHEMA,
@@ -146,10 +146,11 @@ def load(
         """State and note with which the run continues, from the process that has the journal; empty on the others."""
         if not is_writer(ranks):
             return b""
+        lines = 0 if journal is None else len(read_chain(Path(journal)))  # first: later ones may not be compared
         history = _history(parent, values, journal)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
         line = None if note is None else note_line(note)
-        return json.dumps({"state": state_to_dict(state), "note": line}).encode()
+        return json.dumps({"state": state_to_dict(state), "note": line, "lines": lines}).encode()
 
     decided = json.loads(shared(all_or_none(decide, ranks, _FAILED), ranks))
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
@@ -159,7 +160,9 @@ def load(
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},
         optimizer,
-        resumed(state_from_dict(decided["state"], plan, {}))._replace(noise_state=noise, journal=_place(journal)),
+        resumed(state_from_dict(decided["state"], plan, {}))._replace(
+            noise_state=noise, journal=_place(journal), journal_lines=decided["lines"]
+        ),
         values["extra"],
         path,
     )

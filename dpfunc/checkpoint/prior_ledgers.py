@@ -13,7 +13,7 @@ from dpfunc.errors import DPFuncError, InvalidArgument
 
 
 def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
-    """Ledger of earlier runs: the sum over all files, so name each run once.
+    """Ledger of earlier runs: the sum over all files, so name each run once, and none that another one counted.
 
     Args:
         paths: journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. None or empty: no runs.
@@ -62,5 +62,5 @@ def _check_newest(path: Path) -> None:
         if isinstance(steps, int) and taken > steps:
             raise InvalidArgument(
                 f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "
-                f"{str(journal)!r}, and what that run itself was given as spent."
+                f"{str(journal)!r}, which also has what that run counted when it began."
             )

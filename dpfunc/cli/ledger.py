@@ -18,7 +18,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_old_record, is_record
 from dpfunc.accounting.selection_record import SelectionRecord
-from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.checkpoint.journal import Taken, journal_ledger, read_steps, steps_ledger
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.cli.search_record import Row, note_search, read_search, refuse_method, search_rows, show_search
 from dpfunc.errors import InvalidArgument
@@ -104,12 +104,10 @@ def _json_of(file: Path) -> Any:
 
 def _uncounted(folder: Path, counted: Ledger) -> int | None:
     """Number of steps in the journals of a folder that a ledger does not count; None without a journal."""
-    journals = [journal_ledger(file) for file in sorted(folder.glob("*journal.jsonl"))]
-    if not journals:
-        return None
-    known = {(event.sampling_prob, event.noise_multiplier): event.num_steps for event in counted.events}
-    taken = journals[0].compose(*journals[1:])
-    return sum(max(0, e.num_steps - known.get((e.sampling_prob, e.noise_multiplier), 0)) for e in taken.events)
+    runs: list[dict[int, Taken]] = []
+    for file in folder.glob("*journal.jsonl"):
+        runs += read_steps(file, missing="empty").values()
+    return counted.lacks(steps_ledger(runs)) if runs else None
 
 
 @click.group()

@@ -109,14 +109,14 @@ def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         return rule.factors(norms_BG, bounds_G)
     if not len(norms_BG):
         return torch.zeros_like(norms_BG)
-    once = rule if torch.compiler.is_compiling() else copy.deepcopy(rule)
     try:
+        once = rule if torch.compiler.is_compiling() else copy.deepcopy(rule)
         factors_BG: Tensor = torch.func.vmap(lambda norms_G: once.factors(norms_G[None], bounds_G)[0])(norms_BG)
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, TypeError) as error:
         raise InvalidArgument(
             f"Expected the factors of {type(rule).__name__} to follow from the norms of a row by operations of torch, "
-            f"got an error: {str(error).splitlines()[0]} A rule sees one row at a time, since a factor that depends on "
-            "other rows breaks the bound. Write it without reading numbers (float, item, if). Nothing was released and "
-            "nothing was spent."
+            f"got an error: {str(error).splitlines()[0]} A copy of it sees one row at a time, since a factor that "
+            "depends on other rows breaks the bound. Write it without reading numbers (float, item, if), and without "
+            "what cannot be copied (locks, tensors of a graph). Nothing was released and nothing was spent."
         ) from error
     return factors_BG.expand_as(norms_BG)

@@ -153,8 +153,9 @@ def from_pairs(
         The three arguments with the mended values.
     """
     rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
-    squares_B = torch.where(lost_B > _TINY, lost_B, 0.0).square()
-    doubtful_B = ~((rounding_B + squares_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
+    more_B = torch.where(lost_B > _TINY, lost_B, 0.0)
+    added_B = more_B * (2 * sq_norms_B.clamp(min=0.0).sqrt() + more_B)
+    doubtful_B = ~((rounding_B + added_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
     if torch.compiler.is_compiling():
         return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B, lost_B
     if any_set(doubtful_B):

@@ -15,7 +15,7 @@ from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.noise.tiles import Part
-from dpfunc.rng import Key, fingerprint
+from dpfunc.rng import Key, check_process, fingerprint
 from dpfunc.types import Allocation, ClippedSum, Params
 
 _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
@@ -132,7 +132,7 @@ def add_gaussian(
     Raises:
         InvalidArgument: not a ClippedSum, a narrow dtype, a bad noise multiplier, or noise that the dtype of the sum
             cannot hold.
-        StateReused: the key has released something else in this process.
+        StateReused: the key has released something else in this process, or was made in another one.
 
     Guarantees:
         tests/noise/test_gaussian.py: scale (test_scale), dtype (test_noise_is_drawn_as_promised), the sum itself
@@ -169,15 +169,17 @@ def _check_once(key: Key, clipped: ClippedSum, std_of: Mapping[str, float], sour
     """Check that a secret key serves one release; the same one may be repeated bit for bit.
 
     Raises:
-        StateReused: it has released other values, or other noise: the difference of both would not be protected.
+        StateReused: it has released other values, or other noise: the difference of both would not be protected. Or it
+            was made in another process, which may release with it as well.
     """
     if key.guessable:
         return
+    check_process(key)
     release = f"{checksum(clipped.sums.items()):016x} {sorted(std_of.items())} {source}"
     if _releases.setdefault(fingerprint(key), release) != release:
         raise StateReused(
             "This key has released other values before: both have the same noise, and their difference has none. Take "
-            "a key for each release, e.g. dpfunc.fold_in(key, step). Nothing was released."
+            'a key for each release, e.g. dpfunc.fold_in(key, "release", number). Nothing was released.'
         )
 
 

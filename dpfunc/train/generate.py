@@ -26,7 +26,7 @@ from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.inputs import prompt_ids
 from dpfunc.train.model import load_base, load_processing, one_line
 from dpfunc.train.run import MODEL
-from dpfunc.train.run_folder import saved_job
+from dpfunc.train.run_folder import saved_job, trained_on
 from dpfunc.train.tables import read_table, same_file
 
 
@@ -109,7 +109,7 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Write
     base = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
         model = _with_trained(base, root / MODEL, adapted=job.strategy in ADAPTERS)
-    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length, Path(job.data.train))
+    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length, trained_on(root))
 
 
 def _spent(root: Path, job: Job) -> tuple[float | None, float | None]:

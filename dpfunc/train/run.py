@@ -185,7 +185,7 @@ def _run(
         distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
     trainer.train(resume_from_checkpoint=True if resume else None)
     if job.privacy.dp_enabled:
-        distributed.once(ranks, lambda: check_accounting(folder, prepared.spent))
+        distributed.once(ranks, lambda: check_accounting(folder))
     distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))
     measured = trainer.evaluate() if prepared.records.evaluation else {}  # all processes, each some of the records
     accounting: dict[str, Any] = {}

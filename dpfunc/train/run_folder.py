@@ -10,7 +10,6 @@ from typing import Any
 
 from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import shorten, unique_json
-from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
@@ -34,6 +33,7 @@ def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, i
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "job": job_to_dict(job), "filled": job_to_dict(filled), "recipe": dict(reasons), "insecure_seed": insecure_seed,
+        "trained_on": str(Path(job.data.train).absolute()),
     }  # fmt: skip
     replace_file(folder / _JOB_FILE, json.dumps(content, indent=1) + "\n")
 
@@ -69,6 +69,11 @@ def saved_job(folder: Path) -> tuple[Job, int | None]:
         raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
     _, filled, seed = _read_job_file(folder)
     return job_from_dict(filled), seed
+
+
+def trained_on(folder: Path) -> Path:
+    """The table that the run of a folder was trained on, wherever this process is."""
+    return Path(unique_json((folder / _JOB_FILE).read_bytes())["trained_on"])
 
 
 def recorded_job(job: Job) -> Job:
@@ -180,7 +185,7 @@ def interrupted(job: Job) -> str:
         cost = "Interrupted before the first step was released: nothing was spent."
     else:
         epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
-        earlier = ", earlier runs not counted" if job.data.spent else ""
+        earlier = ", earlier runs included" if job.data.spent else ""
         cost = (
             f"Interrupted. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
             f"{earlier}. A new run on these records counts them: --spent {journal}."
@@ -190,11 +195,11 @@ def interrupted(job: Job) -> str:
     )
 
 
-def check_accounting(folder: Path, spent: Ledger | None) -> None:
+def check_accounting(folder: Path) -> None:
     """Check, before a model is saved, that its accounting has every step in the journal of the folder.
 
     Args:
-        folder: of the run. spent: by earlier runs.
+        folder: of the run.
 
     Raises:
         CheckpointError: another process has trained into the same folder, or lines were lost.
@@ -205,7 +210,7 @@ def check_accounting(folder: Path, spent: Ledger | None) -> None:
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken = journal_ledger(journal)
     counted = Record.from_json(path.read_bytes()).ledger
-    if counted != (taken if spent is None else spent.compose(taken)):
+    if counted != taken:
         raise CheckpointError(
             f"Expected {path} to count the steps of {journal}, {taken}, got {counted}. Another process has used this "
             f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."

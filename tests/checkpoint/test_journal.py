@@ -122,15 +122,15 @@ def test_a_head_comes_before_the_first_line(tmp_path, monkeypatch):
 
 
 def test_several_writers_of_one_journal(tmp_path):
+    """Each reads what another one has written since."""
     path, runs = tmp_path / "journal.jsonl", []
+    writers = [Journal(path, PLAN) for _ in range(2)]
     for number in range(2):
         state, values, optimizer = start(journal_ledger(path) if number else None)
-        runs.append([state, values, optimizer, 1, Journal(path, PLAN)])
-        runs[-1][0] = steps(*runs[-1])
-    for _ in range(2):
-        for run in runs:
-            run[0] = steps(*run)
-    assert {run: len(taken) for run, taken in read_steps(path).items()} == {fingerprint(r[0].key): 3 for r in runs}
+        for writer in (*writers, writers[1]):
+            state = steps(state, values, optimizer, 1, writer)
+        runs.append(fingerprint(state.key))
+    assert {run: len(taken) for run, taken in read_steps(path).items()} == dict.fromkeys(runs, 3)
 
 
 def test_only_new_lines_are_read(tmp_path, monkeypatch):
@@ -178,13 +178,12 @@ def saved_run(folder, path, state, values, optimizer):
 def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kept):
     """Also when the journal and its head went back together, as from a backup."""
     path = tmp_path / "journal.jsonl"
-    other, *rest = start()
-    other = steps(other, *rest, 1, Journal(path, PLAN))
-    state, values, optimizer = start(other.ledger)
+    steps(*start(), 1, Journal(path, PLAN))
+    state, values, optimizer = start(journal_ledger(path))
     state = steps(state, values, optimizer, 3, Journal(path, PLAN))
-    steps(other, *rest, 1, Journal(path, PLAN))  # the last line is of another run
+    steps(*start(journal_ledger(path)), 1, Journal(path, PLAN))  # the last line is of another run
     saved = saved_run(tmp_path, path, state, values, optimizer)
-    assert saved(journal=path).state.ledger == PLAN.ledger(4)
+    assert saved(journal=path, later_runs="ignore").state.ledger == PLAN.ledger(4)
     lines = path.read_bytes().splitlines()
     path.unlink()
     head_path(path).unlink()
@@ -256,6 +255,60 @@ def test_a_run_counts_those_before_it(tmp_path):
         after = steps(again, values, optimizer, 2, known)
         assert after.ledger == journal_ledger(journal.path)
     assert after.ledger.num_steps == 7
+
+
+def test_a_second_phase_that_is_begun_again_counts_both(tmp_path):
+    """Its journal says what the first phase had spent, of which the costs of its own steps cannot be told apart."""
+    first, second = (Journal(tmp_path / f"{name}.jsonl", PLAN) for name in ("first", "second"))
+    state, values, optimizer = start()
+    steps(state, values, optimizer, 4, first)
+    state, values, optimizer = start(journal_ledger(first.path))
+    steps(state, values, optimizer, 3, second)  # and is killed
+    state, values, optimizer = start(journal_ledger(first.path))
+    with pytest.raises(LedgerConflict, match="all steps of earlier runs in its journal .* lacks 3"):
+        steps(state, values, optimizer, 1, second)
+    assert journal_ledger(second.path) == PLAN.ledger(4).compose(PLAN.ledger(3))
+    for count in (8, 9):
+        state, values, optimizer = start(journal_ledger(second.path))
+        after = steps(state, values, optimizer, 1, Journal(second.path, PLAN))
+        assert after.ledger == journal_ledger(second.path)
+        assert after.ledger.num_steps == count
+    assert sum(len(run) for run in read_steps(second.path).values()) == 5
+
+
+def test_runs_in_one_journal_are_one_after_the_other(tmp_path):
+    """A run that goes on after a later one began there would not count that one's steps."""
+    journal = Journal(tmp_path / "journal.jsonl", PLAN)
+    first, values, optimizer = start()
+    first = steps(first, values, optimizer, 1, journal)
+    store(tmp_path, first, values, optimizer, journal=journal.path)
+    options = {"plan": PLAN, "params": values, "data": DATA, "journal": journal.path}
+    loaded = load(tmp_path, **options).state
+    second, _, _ = start(journal_ledger(journal.path))
+    second = steps(second, values, optimizer, 2, Journal(journal.path, PLAN))
+    text = journal.path.read_text()
+    for state in (first, loaded):
+        for known in (journal, Journal(journal.path, PLAN)):
+            with pytest.raises(LedgerConflict, match="one after the other.*began before another one wrote there"):
+                steps(replay(state), values, optimizer, 1, known)
+    assert journal.path.read_text() == text
+    second = steps(second, values, optimizer, 1, journal)
+    assert second.ledger == journal_ledger(journal.path) == PLAN.ledger(1).compose(PLAN.ledger(3))
+    loaded = load(tmp_path, **options, later_runs="ignore").state  # they saw other records
+    loaded = steps(loaded, values, optimizer, 2, journal)
+    assert loaded.ledger == PLAN.ledger(3)
+
+
+def test_a_journal_stays_where_it_was(tmp_path, monkeypatch):
+    """Its path is absolute, for whoever asks for it after the process went elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    journal = Journal("journal.jsonl", PLAN)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    state, values, optimizer = start()
+    steps(state, values, optimizer, 1, journal)
+    assert journal_ledger(journal.path) == PLAN.ledger(1)
+    assert journal.path == journal.file == tmp_path / "journal.jsonl"
 
 
 def test_a_checkpoint_that_nobody_counts_is_refused(tmp_path):

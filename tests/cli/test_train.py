@@ -310,32 +310,38 @@ def test_two_commands_at_the_same_time(here):
     assert journal_ledger(here / "twice/privacy_journal.jsonl").num_steps == steps == 4
 
 
-def test_a_model_is_saved_with_the_cost_of_its_whole_journal(here, monkeypatch):
-    """Where locks do nothing, as on some file systems, the end finds steps of others."""
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_model_is_saved_with_the_cost_of_its_whole_journal(here, monkeypatch, step):
+    """Where locks do nothing, as on some file systems, the next step or the end finds steps of others."""
 
     class Other(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
+            if state.global_step == self.step:
                 trainer = self.trainer
-                spent = journal_ledger("mixed/privacy_journal.jsonl")
+                spent = journal_ledger(f"{name}/privacy_journal.jsonl")
                 another = trainer._run.dp_step.init(trainer._run.params, secure_key(), spent)
-                Journal(Path("mixed/privacy_journal.jsonl"), trainer.plan)(
+                Journal(Path(f"{name}/privacy_journal.jsonl"), trainer.plan)(
                     another._replace(step=1, ledger=spent.compose(trainer.plan.ledger(1)))
                 )
 
     def made(*args):
         callback = Other()
+        callback.step = step
         callback.trainer = make(*args)
         callback.trainer.add_callback(callback)
         return callback.trainer
 
-    make = train_job.make_trainer
+    name, make = f"mixed-{step}", train_job.make_trainer
     monkeypatch.setattr(train_job, "make_trainer", made)
-    result = train("--output_dir", "mixed")
+    result = train("--output_dir", name)
     assert result.exit_code == 1
-    assert "to count the steps of mixed/privacy_journal.jsonl, Ledger(5 steps" in result.stderr
-    assert "--spent mixed/privacy_journal.jsonl" in result.stderr
-    assert not Path("mixed/model").exists()
+    assert not Path(f"{name}/model").exists()
+    if step == 4:
+        assert f"to count the steps of {name}/privacy_journal.jsonl, Ledger(5 steps" in result.stderr
+        assert f"--spent {name}/privacy_journal.jsonl" in result.stderr
+    else:
+        assert f"{name}/privacy_journal.jsonl one after the other" in result.stderr
+        assert journal_ledger(f"{name}/privacy_journal.jsonl").num_steps == 3
 
 
 DAMAGED_JOBS = {

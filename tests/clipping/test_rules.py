@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -114,6 +115,14 @@ class Reading:
         return bounds_G / max(float(norms_BG.max()), 1.0) * torch.ones_like(norms_BG)
 
 
+class Locked:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def factors(self, norms_BG, bounds_G):
+        return bounds_G / norms_BG
+
+
 def test_a_rule_sees_one_row():
     """Of the library or of a user: the factor of a row is that of the row alone."""
     norms_BG, mask_B = torch.tensor([[0.5], [2.0], [40.0]]), torch.ones(3, dtype=torch.bool)
@@ -133,9 +142,10 @@ def test_a_rule_remembers_nothing():
     torch.testing.assert_close(found, torch.tensor([[1.0], [0.5]]), rtol=1e-3, atol=0)
 
 
-def test_a_rule_that_reads_numbers_is_refused():
-    with pytest.raises(InvalidArgument, match="sees one row at a time"):
-        safe_factors(Reading(), torch.ones(3, 1), torch.ones(1), torch.ones(3, dtype=torch.bool))
+@pytest.mark.parametrize("rule", [Reading(), Locked()])
+def test_a_rule_that_cannot_be_asked_row_by_row_is_refused(rule):
+    with pytest.raises(InvalidArgument, match="sees one row at a time.*without what cannot be copied"):
+        safe_factors(rule, torch.ones(3, 1), torch.ones(1), torch.ones(3, dtype=torch.bool))
 
 
 def test_padding_gives_zero():

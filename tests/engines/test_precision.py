@@ -447,3 +447,22 @@ def test_a_ghost_whose_sums_are_not_taken_leaves_nothing(engine):
     before, case = state_of(module), case_of(module)
     MAKE[engine]()(case.loss_fn, case.params, case.batch).sq_norms()
     assert state_of(module)[:2] == before[:2]
+
+
+@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("exponent", [14, 16, 18])
+def test_small_inputs_beside_large_factors_are_no_doubt(engine, layer, exponent):
+    """What is lost in their squares is measured again, and the norm is that of the sample alone."""
+    make, shape = LAYERS[layer]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module, x = make(), torch.randn(3, *shape) * 10.0**-exponent
+    forward, params = functionalize(module)
+
+    def loss_fn(params, batch):
+        return forward(params, batch).flatten(1).sum(1) * 10.0**exponent
+
+    _, unreleased = clipped_grad(loss_fn, params, x, clipping.Flat(1.0), engine=MAKE[engine]())
+    _, expected = clipped_grad(loss_fn, params, x, clipping.Flat(1.0), engine=MAKE["loop"]())
+    torch.testing.assert_close(unreleased.norms_BG, expected.norms_BG, rtol=1e-4, atol=0)

@@ -14,7 +14,7 @@ from scipy import stats
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise import Mechanism, add_gaussian, gaussian, noise_std
 from dpfunc.noise.streams import standard_normal
-from dpfunc.rng import fold_in, insecure_key, secure_key
+from dpfunc.rng import Key, fold_in, insecure_key, secure_key
 from dpfunc.types import ClippedSum, Schedule
 
 KEY = insecure_key(0)
@@ -53,6 +53,8 @@ def test_a_secret_key_releases_once():
     again = add_gaussian(clipped, 1.0, key)
     assert all(torch.equal(again[name], value) for name, value in first.items())
     assert not torch.equal(add_gaussian(moved, 1.0, fold_in(key, 1))["p0"], first["p0"] + 1e-3)
+    with pytest.raises(StateReused, match="made in another process"):  # where it may have released other values
+        add_gaussian(clipped, 1.0, Key(bytes(range(32)), made_in="elsewhere"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

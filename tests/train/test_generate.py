@@ -238,7 +238,7 @@ def test_the_training_table_is_no_file_of_prompts(tmp_path):
 def test_the_command_refuses_the_training_table(here):
     Path(here, "prompts.jsonl").write_text('{"prompt": "label"}\n')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpfunc.train.generate.same_file", lambda one, other: other == Path("mails.jsonl"))
+        patch.setattr("dpfunc.train.generate.same_file", lambda one, other: other == Path.cwd() / "mails.jsonl")
         result = generate("--num", 2, "--prompts", here / "prompts.jsonl", "--out", here / "texts.jsonl")
     assert result.exit_code == 1
     assert "Expected prompts that are public" in result.stderr

@@ -199,8 +199,9 @@ class Convolved:
         of_windows_nTT, of_still_nTT = self._of_windows(moved, still.shape[3:]), _products(still)
         per_group = (len(g_BmP), self.args.groups)
         window_nT, still_nT = (each.diagonal(dim1=1, dim2=2).sqrt() for each in (of_windows_nTT, of_still_nTT))
-        numbers = math.prod(self.args.shape)
-        lost_n = lost_in_squares(window_nT.sum(1), numbers, still_nT.sum(1), numbers)
+        channels = still.shape[1]
+        numbers = math.prod(self.args.shape) // self.args.groups // channels
+        lost_n = lost_in_squares(window_nT.sum(1), numbers, still_nT.sum(1), channels)
         reach_B, lost_B = (
             lengths(torch.unflatten(each_n, 0, per_group), 1) for each_n in ((window_nT * still_nT).sum(1), lost_n)
         )

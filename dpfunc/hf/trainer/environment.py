@@ -95,14 +95,18 @@ _VARIABLES = {
 
 
 _NO = ("", "FALSE", "0", "NO", "OFF")
-_UPLOADS = {
-    "wandb": ("WANDB_LOG_MODEL", "FALSE", (*_NO, "END")),
-    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "FALSE", _NO),
-    "dagshub": ("HF_MLFLOW_LOG_ARTIFACTS", "FALSE", _NO),
-    "clearml": ("CLEARML_LOG_MODEL", "TRUE", _NO),
-    "dvclive": ("HF_DVCLIVE_LOG_MODEL", "FALSE", (*_NO, "TRUE")),
-}
+_UPLOADS = (
+    ("wandb", "WANDB_LOG_MODEL", "FALSE", (*_NO, "END")),
+    ("mlflow", "HF_MLFLOW_LOG_ARTIFACTS", "FALSE", _NO),
+    ("dagshub", "HF_MLFLOW_LOG_ARTIFACTS", "FALSE", _NO),
+    ("dagshub", "HF_DAGSHUB_LOG_ARTIFACTS", "FALSE", _NO),
+    ("comet_ml", "COMET_LOG_ASSETS", "FALSE", _NO),
+    ("clearml", "CLEARML_LOG_MODEL", "TRUE", _NO),
+    ("dvclive", "HF_DVCLIVE_LOG_MODEL", "FALSE", (*_NO, "TRUE")),
+)
 """Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask."""
+_ALWAYS = ("flyte",)
+"""Loggers that send them, whatever a variable says."""
 
 
 def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
@@ -117,10 +121,17 @@ def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if args.save_only_model or strategy == "no":
         return
-    for name in args.report_to or ():
-        variable, default, harmless = _UPLOADS.get(name, ("", "", ("",)))
+    loggers = args.report_to or ()
+    for name in _ALWAYS:
+        if name in loggers:
+            raise InvalidArgument(
+                f"Expected loggers that send no checkpoints, got report_to={name!r}, which sends all of them. A "
+                "checkpoint holds the key of the run, which undoes the noise. Take another logger, or "
+                "save_only_model=True."
+            )
+    for name, variable, default, harmless in _UPLOADS:
         value = environment.get(variable, default)
-        if value.upper() not in harmless:
+        if name in loggers and value.upper() not in harmless:
             raise InvalidArgument(
                 f"Expected {variable} to send no checkpoints, got {variable}={value!r} with report_to={name!r}. A "
                 f"checkpoint holds the key of the run, which undoes the noise. Set {variable}=false in the "

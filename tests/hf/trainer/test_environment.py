@@ -255,7 +255,8 @@ def test_accelerate_launch_with_one_process(tmp_path, plain):
         ("wandb", {"WANDB_LOG_MODEL": "checkpoint"}, False), ("wandb", {"WANDB_LOG_MODEL": "Checkpoint"}, False),
         ("tensorboard", {"WANDB_LOG_MODEL": "checkpoint"}, True),
         ("mlflow", {"HF_MLFLOW_LOG_ARTIFACTS": "1"}, False), ("dagshub", {"HF_MLFLOW_LOG_ARTIFACTS": "true"}, False),
-        ("clearml", {}, False), ("clearml", {"CLEARML_LOG_MODEL": "False"}, True),
+        ("dagshub", {"HF_DAGSHUB_LOG_ARTIFACTS": "TRUE"}, False), ("dagshub", {}, True), ("flyte", {}, False),
+        ("comet_ml", {"COMET_LOG_ASSETS": "TRUE"}, False), ("comet_ml", {}, True), ("clearml", {}, False), ("clearml", {"CLEARML_LOG_MODEL": "False"}, True),
         ("dvclive", {"HF_DVCLIVE_LOG_MODEL": "all"}, False), ("dvclive", {"HF_DVCLIVE_LOG_MODEL": "true"}, True),
     ],
 )  # fmt: skip
