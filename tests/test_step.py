@@ -248,6 +248,35 @@ def test_nan_sample_leaves_the_rest_alone():
     assert torch.isnan(unreleased.norms_BG).any()
 
 
+@pytest.mark.parametrize("engine", ["auto", "ghost", "vmap"])
+def test_a_sum_that_is_not_finite_is_refused(tmp_path, engine):
+    """One sample with 1e36 beside 1e-44: its gradient is bounded, and would be NaN in a fast engine."""
+    data = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    weights = {"w": torch.zeros(64, 64)}
+    the_plan = plan(sampler=sampling.Poisson(4, 1.0), clip=clipping.auto_v(1.0))
+    journal = Journal(tmp_path / "journal.jsonl", the_plan)
+
+    def loss_fn(params, batch):
+        return (torch.nn.functional.linear(batch["x"], params["w"]) * batch["scale"]).sum(1)
+
+    def batch(small, large):
+        share, scale = torch.ones(4, 1), torch.ones(4, 1)
+        share[0], scale[0] = small, large
+        return {"x": data * share, "scale": scale}
+
+    dp_step = make_dp_step(loss_fn, the_plan, engine=engine, journal=journal)
+    state = dp_step.init(weights, secure_key())
+    _, state, _ = dp_step(weights, batch(1.0, 1.0), state)
+    if engine == "vmap":  # forms the gradients first
+        grads, state, _ = dp_step(weights, batch(1e-44, 1e36), state)
+        assert torch.isfinite(grads["w"]).all()
+    else:
+        with pytest.raises(InvalidArgument, match="finite sums of clipped gradients, got NaN or inf in w. A sample"):
+            dp_step(weights, batch(1e-44, 1e36), state)
+        assert journal_ledger(journal.path).num_steps == 1
+    assert dp_step(weights, batch(1.0, 1.0), state).state.step > state.step
+
+
 def test_without_a_state_each_call_is_a_run_of_its_own():
     dp_step = make_dp_step(linear_loss, plan())
     with pytest.raises(InvalidArgument, match="dtype"):

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum, digest, in_hex
+from dpfunc._utils.digests import checksum, checksum_and_marks, digest, in_hex
 from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
 from dpfunc.batches import batch_size, signature
 from dpfunc.distributed.mesh_axes import is_sharded_over
 from dpfunc.distributed.ranks import Ranks, any_rank, message_device
+from dpfunc.engines.guards.parameters import not_finite, refuse_sums, suspicious
 from dpfunc.errors import RankMismatch, StepAborted
 from dpfunc.types import Batch, Params
 
@@ -44,6 +45,7 @@ class RankSummary(NamedTuple):
     replica: int = 0
 
 
+_SPOILED = -1  # in place of a digest, which is not negative
 _SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
 # Advice for the error message, for each field of `RankSummary` that must agree.
 _ADVICE = {
@@ -77,12 +79,20 @@ def digest_of_all(released: Params, ranks: Ranks) -> str:
 
     Args:
         released: name -> tensor; DTensors where processes hold parts. ranks: of the run.
+
+    Raises:
+        InvalidArgument: on all processes, for numbers that are not finite in the part of one.
     """
-    own = checksum(released.items())
+    own, (spoiled,) = checksum_and_marks(released.items(), [suspicious(released)])
+    names = not_finite(released) if spoiled else []
+    own = _SPOILED if names else own
     parts = any(is_dtensor(value) for value in released.values())
     for group in ranks.groups if parts else ():
         digests = [row[0] for row in gathered_rows(torch.tensor([own], device=message_device(group)), group)]
         own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
+        own = _SPOILED if _SPOILED in digests else own
+    if own == _SPOILED:
+        refuse_sums(names)
     return in_hex(own)
 
 

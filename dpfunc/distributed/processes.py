@@ -16,7 +16,7 @@ from dpfunc._utils.digests import checksum_and_marks, in_hex
 from dpfunc.batches import batch_size
 from dpfunc.distributed.launch import check_alone
 from dpfunc.engines.guards.lockstep import process_context
-from dpfunc.engines.guards.parameters import refuse_not_finite, suspicious
+from dpfunc.engines.guards.parameters import not_finite, refuse_not_finite, refuse_sums, suspicious
 from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.noise import Mechanism
 from dpfunc.noise.tiles import Part
@@ -120,7 +120,7 @@ class Processes(Protocol):
             released: name -> noisy sum. params: of the step.
 
         Raises:
-            InvalidArgument: parameters with NaN or inf, if `check` did not look at their numbers.
+            InvalidArgument: sums with NaN or inf; parameters with them, if `check` did not look at their numbers.
         """
         ...
 
@@ -162,9 +162,11 @@ class OneProcess:
         return mechanism.add(clipped, noise_state, key)
 
     def digest(self, released: Params, params: Params) -> str:
-        checksum, (look,) = checksum_and_marks(released.items(), [suspicious(params)])
+        checksum, (look, spoiled) = checksum_and_marks(released.items(), [suspicious(params), suspicious(released)])
         if look:
             refuse_not_finite(params)
+        if spoiled and (names := not_finite(released)):
+            refuse_sums(names)
         return in_hex(checksum)
 
     def confirm(self, write: Callable[[], None]) -> None:

@@ -17,7 +17,8 @@ import dpfunc
 from dpfunc import clipping, compiled, distributed, sampling
 from dpfunc.batches import take
 from dpfunc.checkpoint.journal import Journal
-from dpfunc.errors import DPFuncError
+from dpfunc.distributed.agreement import digest_of_all
+from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
@@ -294,3 +295,17 @@ def _compiled_run(the_plan, ranks, setting):
         current = {name: value - 0.1 * grads[name] for name, value in current.items()}
         how.append(dp_step.compilation.compiled)
     return current, how
+
+
+def spoiled_sums(whole):
+    """What a digest says of sums with NaN: in the part of one process, or alike on all."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    ranks = distributed.sharded(mesh, data=("shard",))
+    sums = {"w": torch.zeros(8, 2), "v": torch.zeros(3)}
+    (sums["v"] if whole else sums["w"])[0] = float("nan")  # row 0 is of the first process
+    try:
+        return digest_of_all({**distributed.shard({"w": sums["w"]}, mesh, min_size=1), "v": sums["v"]}, ranks)
+    except InvalidArgument as error:
+        return str(error)

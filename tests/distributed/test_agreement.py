@@ -33,6 +33,13 @@ def test_a_disagreement_is_an_error_of_all(name):
         assert (spent, written) == (0, [])
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_sum_that_is_not_finite_is_an_error_of_all(whole):
+    own, other = (outcome.value for outcome in outcomes(2, "jobs:spoiled_sums", whole))
+    assert f"got NaN or inf in {'v' if whole else 'w'}. A sample" in own
+    assert f"got NaN or inf in {'v' if whole else 'the part of another process'}. A sample" in other
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64]
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -73,12 +74,35 @@ def refuse_not_finite(params: Params) -> None:
     Raises:
         InvalidArgument: naming the parameters that have NaN or inf.
     """
-    bad = [name for name, param in params.items() if not bool(torch.isfinite(local(param).detach()).all())]
+    bad = not_finite(params)
     if bad:
         raise InvalidArgument(
             f"Expected finite parameters, got NaN or inf in {shorten(bad)}. The run has diverged: lower the learning "
             "rate and restart from the last checkpoint."
         )
+
+
+def refuse_sums(names: Sequence[str]) -> NoReturn:
+    """Refuse sums with a number that is not finite, which noise does not hide.
+
+    Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
+    they meet very small ones, can overflow.
+
+    Args:
+        names: of the parameters; none where another process has the part.
+    """
+    where = shorten(names) or "the part of another process"
+    raise InvalidArgument(
+        f"Expected finite sums of clipped gradients, got NaN or inf in {where}. "
+        "A sample has numbers so large, beside others so small, that their products cannot be computed in float32. "
+        "Bring inputs and losses to ordinary sizes in the data set, with numbers that are public (a value such as 1e30 "
+        "often stands for a missing one). Nothing was released and nothing was spent."
+    )
+
+
+def not_finite(values: Params) -> list[str]:
+    """Names of the tensors that have NaN or inf in the part of this process."""
+    return [name for name, value in values.items() if not bool(torch.isfinite(local(value).detach()).all())]
 
 
 def check_finite(params: Params) -> None:
