@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -212,6 +214,27 @@ def torch_seed(key: Key, *, accelerators: bool = True) -> Iterator[None]:
         else:  # torch.manual_seed would note where it was called, for each kind of accelerator that is not there
             torch.default_generator.manual_seed(seed)
         yield
+
+
+@contextmanager
+def cpu_seeds(key: Key) -> Iterator[None]:
+    """Seed the CPU generators of torch, NumPy and Python by a key inside the block, and restore them after it."""
+    python, legacy = random.getstate(), np.random.get_state()
+    seed = int.from_bytes(fold_in(key, "other generators").secret[:4], "little")
+    with torch_seed(key, accelerators=False):
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
+
+
+def cpu_generators() -> tuple[object, ...]:
+    """The states of the CPU generators of torch, NumPy and Python, to compare."""
+    legacy: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy[1].tobytes(), legacy[2:]
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

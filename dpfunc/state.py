@@ -246,9 +246,10 @@ def check_repeated(state: StepState, release: str) -> None:
     if here != release or (state.step < state.charged and before != release):
         raise StateReused(
             f"Step {state.step} of this run was released before, and with other values: their "
-            "difference would have no noise. Something is not as it was: optimizer or its state, learning rate, loss, "
-            "engine, precision, microbatch_size (with dropout), number of processes or threads, or a kernel that is "
-            "not deterministic. Resume with what the run was started with; or go on as a new run from the saved "
+            "difference would have no noise. Something is not as it was: the records or their order, augmentation by "
+            "NumPy's or Python's random numbers, optimizer or its state, learning rate, loss, engine, precision, "
+            "microbatch_size (with dropout), number of processes or threads, or a kernel that is not deterministic. "
+            "Resume with what the run was started with; or go on as a new run from the saved "
             "parameters, which counts the old one: dp_step.init(params, dpfunc.secure_key(), journal_ledger(path)). "
             "Nothing was released and nothing was spent."
         )

@@ -121,7 +121,8 @@ class DPStep:
         if limit < 1:
             raise BudgetExhausted(
                 f"The budget epsilon={self.plan.epsilon:g} at delta={self.plan.delta:g} does not allow one more step: "
-                f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run."
+                f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, "
+                "or train on other records."
             )
         return StepState(
             0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._plan_digest, num_records=num_records
@@ -131,6 +132,9 @@ class DPStep:
         """Ledger with which a run begins: the given one, which has what the plan counts, or that of the plan."""
         known = Ledger(adjacency=self.plan.adjacency) if self.plan.spent is None else self.plan.spent
         spent = known if ledger is None else ledger
+        if not isinstance(spent, Ledger):
+            advice = "Read a journal by dpfunc.checkpoint.journal_ledger(path)."
+            raise wrong_type("ledger to be a dpfunc.Ledger", "ledger", ledger, advice)
         if spent.adjacency != self.plan.adjacency:
             raise LedgerConflict(
                 f"Expected a ledger with adjacency {self.plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
@@ -388,7 +392,9 @@ def make_dp_step(
     processes = processes_of(ranks)
     processes.check_settings(microbatch_size, compile)
     if journal is not None and not callable(journal):
-        raise InvalidArgument(f"Expected journal to be a function of the next state, got journal={journal!r}.")
+        raise InvalidArgument(
+            f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
+        )
     if getattr(journal, "plan", plan) != plan:
         raise InvalidArgument(
             "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "

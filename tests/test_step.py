@@ -480,7 +480,7 @@ BAD_MAKES = {
     "compile": ({"compile": True}, "Expected microbatch_size to be given with compile=True"),
     "reduction": ({"reduction": "avg"}, "Expected reduction to be one of 'mean', 'sum'"),
     "noise_source": ({"noise_source": "torch"}, "Expected noise_source to be one of 'secure', 'device'"),
-    "journal": ({"journal": "file"}, "Expected journal to be a function"),
+    "journal": ({"journal": "file"}, "Expected journal to be dpfunc.Journal"),
 }
 
 

@@ -1,7 +1,7 @@
 """Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows."""
 
 from dpfunc.accounting.accountant import epsilon
-from dpfunc.accounting.calibration import calibrate, calibrate_batch_size, calibrate_noise
+from dpfunc.accounting.calibration import calibrate, calibrate_batch_size, calibrate_noise, epsilon_left
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger, compose
 from dpfunc.accounting.meaning import (
@@ -37,6 +37,7 @@ __all__ = [
     "calibrate_steps",
     "compose",
     "epsilon",
+    "epsilon_left",
     "explain_delta",
     "explain_epsilon",
     "privacy_requirements",

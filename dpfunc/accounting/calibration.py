@@ -81,8 +81,9 @@ def _noise_bracket(
     if least > target:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
-            f"{_MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. What was spent before counts too: "
-            "raise epsilon or delta, or start on fresh data."
+            f"{_MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. That is what was spent "
+            "before, where something was, or the least that the accountant can show at this delta. Raise epsilon or "
+            "delta, or start on fresh data."
         )
     fails, passes = scale, min(scale * factor, _MOST_NOISE)
     while cost(passes) > target:
@@ -164,6 +165,25 @@ def calibrate_noise(
         return before.compose(schedule_ledger(sampling_prob, noise, num_steps, adjacency))
 
     return calibrate(ledger_for, epsilon=epsilon, delta=delta, method=method)
+
+
+def epsilon_left(*, epsilon: float, delta: float, spent: Ledger | None) -> float:
+    """Epsilon of one release of all records, with the noise that a budget still allows: what is left of it.
+
+    Args:
+        epsilon: budget, for `spent` and the release together. delta: of both. spent: None or empty leaves all of it.
+
+    Raises:
+        UnreachableBudget: nothing is left. InvalidArgument: an argument outside its domain.
+
+    >>> print(f"{epsilon_left(epsilon=3.0, delta=1e-5, spent=Ledger((Event(0.04, 1.0, 100),))):.2f}")
+    1.01
+    """
+    if spent is None or not spent.events:
+        return epsilon
+    kind = spent.adjacency
+    sigma = calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1, adjacency=kind, spent=spent)
+    return Ledger((Event(1.0, sigma, 1),), kind).epsilon(delta).epsilon
 
 
 def _relative_noise(schedule: Schedule | Sequence[float] | None, num_steps: int) -> Schedule:

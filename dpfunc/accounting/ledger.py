@@ -84,7 +84,7 @@ class Ledger:
         """The steps of this ledger that another one of the same adjacency does not contain.
 
         >>> Ledger((Event(0.1, 1.0, 5), Event(0.2, 1.0, 1))).beyond(Ledger((Event(0.1, 1.0, 3),)))
-        Ledger(3 steps, add_remove: (q=0.1, sigma=1) x 2, (q=0.2, sigma=1) x 1)
+        Ledger(3 steps, add_remove: (q=0.1, sigma=1) x 2 + (q=0.2, sigma=1) x 1)
         """
         theirs = {(event.sampling_prob, event.noise_multiplier): event.num_steps for event in other.events}
         left = ((e, e.num_steps - theirs.get((e.sampling_prob, e.noise_multiplier), 0)) for e in self.events)

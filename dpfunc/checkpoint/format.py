@@ -113,6 +113,16 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), drawn, count)
 
 
+def check_path(journal: object) -> None:
+    """Check that a journal is named by its path.
+
+    Raises:
+        InvalidArgument: it is something else.
+    """
+    if journal is not None and not isinstance(journal, (str, os.PathLike)):
+        raise wrong_type("the path of a journal", "journal", journal, "Of a Journal pass journal.path.")
+
+
 def check_choice(journal: Path | str | None, without_journal: str) -> None:
     """Check that a resumed run has a journal or a new key, not both.
 
@@ -326,7 +336,8 @@ def check_own(parent: Path, own: Container[str]) -> None:
         if fingerprint(saved_key(path)) not in own:
             raise CheckpointError(
                 f"Expected only checkpoints of this run in {parent}, found {path.name} of another run: a load could "
-                "take it for one of this run. Give each run a directory of its own. Nothing was written."
+                "take it for one of this run. Give each run a directory of its own; they may share a journal. Nothing "
+                "was written; the steps that this run has taken count."
             )
 
 

@@ -245,7 +245,8 @@ def read_steps(
         found = "is empty" if path.exists() else "is no file"
         raise CheckpointError(
             f"Expected a journal with at least one step, got {path}, which {found}. Name the file that the run was "
-            "given as Journal(path, plan). A run that begins anew has no ledger yet: leave it out."
+            "given as Journal(path, plan); if it was lost, restore it, with its .head file. A run that begins anew has "
+            "no ledger yet: leave it out."
         )
     runs: dict[str, dict[int, Taken]] = {}
     for run, step, taken in _steps(lines, path):

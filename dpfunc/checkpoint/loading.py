@@ -21,6 +21,7 @@ from dpfunc.checkpoint.format import (
     Checkpoint,
     all_checkpoints,
     check_choice,
+    check_path,
     complete_checkpoints,
     describe,
     described,
@@ -120,8 +121,9 @@ def load(
     """
     if ranks is not None:
         check_sharding()
+    check_path(journal)
     parent = Path(directory)
-    name, values = json.loads(shared(all_or_none(partial(_found, parent, ranks), ranks, _FAILED), ranks))
+    name, values = json.loads(shared(all_or_none(partial(_found, parent, journal, ranks), ranks, _FAILED), ranks))
     path = parent / name
     all_or_none(partial(check_choice, journal, without_journal), ranks, _FAILED)
 
@@ -172,7 +174,7 @@ def _place(journal: Path | str | None) -> str:
     return "" if journal is None else str(Path(journal).absolute())
 
 
-def _found(parent: Path, ranks: Ranks | None) -> bytes:
+def _found(parent: Path, journal: Path | str | None, ranks: Ranks | None) -> bytes:
     """The name of the newest complete checkpoint and its state, read by one process."""
     if not is_writer(ranks):
         return b""
@@ -180,7 +182,14 @@ def _found(parent: Path, ranks: Ranks | None) -> bytes:
     half = [path for path in all_checkpoints(parent) if path not in complete]
     if not complete:
         there = f" What is there is not complete: {shorten([path.name for path in half])}." if half else ""
-        raise CheckpointError(f"Expected a checkpoint in {parent}, found none.{there} Start a new run.")
+        taken = 0 if journal is None else len(read_chain(Path(journal)))
+        counted = (
+            f" The journal {journal} has {taken} steps, which count: begin it with ledger=journal_ledger(path), of "
+            "dpfunc.checkpoint."
+        )
+        raise CheckpointError(
+            f"Expected a checkpoint in {parent}, found none.{there} Start a new run.{counted if taken else ''}"
+        )
     path = complete[-1]
     if all_checkpoints(parent)[-1] != path:
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])

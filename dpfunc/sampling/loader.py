@@ -224,6 +224,11 @@ data set that it was made for. If dataset_size is a public bound on their number
 dp_step.init(params, key, num_records=len(dataset)). Nothing was spent.
     """
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise InvalidArgument(
+            "Expected a data set, got a DataLoader, which draws batches of its own. Pass what it was made of "
+            "(loader.dataset), and its collate_fn."
+        )
     if isinstance(dataset, Mapping):
         raise InvalidArgument(
             f"Expected a data set that dataset[i] gives record i of, got dataset of type {kind} with the names "

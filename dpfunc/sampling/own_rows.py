@@ -8,9 +8,7 @@ record. One record that changes the rows of others has no bounded influence.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.rng import Key, fold_in, torch_seed
+from dpfunc.rng import Key, cpu_generators, cpu_seeds
 from dpfunc.types import Batch
 
 _ROUNDING = 1e-4  # of the largest number of a row
@@ -51,8 +49,8 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
         return
 
     def made(records: Sequence[Any]) -> tuple[Batch, object]:
-        with seeded(key):
-            return collated(collate, records), generators()
+        with cpu_seeds(key):
+            return collated(collate, records), cpu_generators()
 
     own, others = records[row], records[:row] + records[row + 1 :]
     moved = others[1:] + others[:1]
@@ -86,10 +84,10 @@ def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
     Raises:
         InvalidArgument: it differs, and reading it draws no random numbers.
     """
-    with seeded(key):
-        before = generators()
+    with cpu_seeds(key):
+        before = cpu_generators()
         (alone,) = dataset.__getitems__([index])
-        drawn = before != generators()
+        drawn = before != cpu_generators()
         (again,) = dataset.__getitems__([index])
     if not drawn and same(alone, again) and not same(record, alone, filled=True):
         raise InvalidArgument(
@@ -97,27 +95,6 @@ def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
             "one. One record would change the gradients of others, and epsilon would not hold. Let transforms work on "
             "each record by itself, without statistics of those that are read with it."
         )
-
-
-@contextmanager
-def seeded(key: Key) -> Iterator[None]:
-    """Seed the CPU generators of torch, NumPy and Python inside the block, and restore them after it."""
-    python, legacy = random.getstate(), np.random.get_state()
-    seed = int.from_bytes(fold_in(key, "other generators").secret[:4], "little")
-    with torch_seed(key, accelerators=False):
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)
-
-
-def generators() -> tuple[object, ...]:
-    """The states of the three generators, to compare."""
-    legacy: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy[1].tobytes(), legacy[2:]
 
 
 def can_be_copied(records: Sequence[Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.pooled import wants_mean
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe
@@ -42,11 +43,14 @@ def _pooling(job: Job) -> Literal["model", "mean"]:
     return job.model.pooling
 
 
-def with_recipe(job: Job, model: nn.Module, dataset_size: int) -> tuple[Job, Recipe | None]:
+def with_recipe(
+    job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None = None
+) -> tuple[Job, Recipe | None]:
     """The job with the values that it leaves out, and the recipe they come from; None if it leaves out nothing.
 
     Args:
         job: what is given stays. model: with what is trained requiring gradients. dataset_size: public number.
+        spent: by earlier runs; the recipe is for what is left of the budget.
 
     Raises:
         InvalidArgument: there is no recipe for the strategy, or no budget to derive it from.
@@ -57,7 +61,7 @@ def with_recipe(job: Job, model: nn.Module, dataset_size: int) -> tuple[Job, Rec
     training, missing = job.training, job.training.missing
     if not missing:
         return job, None
-    found = _found(job, model, dataset_size)
+    found = _found(job, model, dataset_size, spent)
     by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
     batch = training.batch_size or found.expected_batch_size
     filled = dataclasses.replace(
@@ -77,7 +81,7 @@ def _physical(job: Job, batch_size: int) -> int:
     return job.training.physical_batch_size or job.privacy.dp_physical_batch_size or min(at_once, batch_size)
 
 
-def _found(job: Job, model: nn.Module, dataset_size: int) -> Recipe:
+def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) -> Recipe:
     strategy, epsilon, delta = _RECIPES.get(job.strategy), job.privacy.dp_epsilon, job.privacy.dp_delta
     named = " and ".join(f"training.{name}" for name in job.training.missing)
     if strategy is None:
@@ -87,6 +91,7 @@ def _found(job: Job, model: nn.Module, dataset_size: int) -> Recipe:
             f"Expected {named} in the job: the recipe needs privacy.dp_epsilon and privacy.dp_delta, which have no "
             "default."
         )
+    epsilon = epsilon_left(epsilon=epsilon, delta=delta, spent=spent)
     # A model in 4 bits is not run in evaluation mode before it is trained: bitsandbytes would pack it for inference.
     measure = job.strategy != "qlora"
     return model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=measure)

@@ -102,12 +102,13 @@ def prepare(job: Job) -> Prepared:
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.units))
     model, found = None, None
+    earlier = read_spent(job.data.spent)  # the twin takes the recipe of the private run
     if job.training.missing:
         model = choose_parameters(load_base(job, processing), job)
-        job, found = with_recipe(job, model, size)
+        job, found = with_recipe(job, model, size, earlier)
     num_steps = job.training.num_steps(size)
     private = job.privacy.dp_enabled
-    spent = read_spent(job.data.spent) if private else None
+    spent = earlier if private else None
     check_spent_units(job)
     plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job) if model is None else model

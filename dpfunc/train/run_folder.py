@@ -111,7 +111,7 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     elif folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise InvalidArgument(
             f"Expected an empty output_dir, got {str(folder)!r}, which is not. Go on with the run there: --resume; "
-            "or name another folder: --output_dir."
+            f"or name another folder, --output_dir, and count what was spent here: --spent {folder / JOURNAL}."
         )
 
 

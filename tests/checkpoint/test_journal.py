@@ -299,6 +299,19 @@ def test_runs_in_one_journal_are_one_after_the_other(tmp_path):
     assert loaded.ledger == PLAN.ledger(3)
 
 
+def test_a_folder_without_a_checkpoint_says_what_the_journal_has(tmp_path):
+    """A run that was killed before its first checkpoint counts."""
+    path = tmp_path / "journal.jsonl"
+    state, values, optimizer = start()
+    steps(state, values, optimizer, 2, Journal(path, PLAN))
+    with pytest.raises(CheckpointError, match="found none. Start a new run. The journal .* has 2 steps, which count"):
+        load(tmp_path / "run", plan=PLAN, params=values, data=DATA, journal=path)
+    with pytest.raises(InvalidArgument, match="Expected the path of a journal.*Of a Journal pass journal.path"):
+        load(tmp_path / "run", plan=PLAN, params=values, data=DATA, journal=Journal(path, PLAN))
+    with pytest.raises(InvalidArgument, match="Expected ledger to be a dpfunc.Ledger, got ledger of type str. Read a"):
+        start(str(path))
+
+
 def test_a_journal_stays_where_it_was(tmp_path, monkeypatch):
     """Its path is absolute, for whoever asks for it after the process went elsewhere."""
     monkeypatch.chdir(tmp_path)

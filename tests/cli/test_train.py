@@ -319,7 +319,7 @@ def test_a_model_is_saved_with_the_cost_of_its_whole_journal(here, monkeypatch, 
             if state.global_step == self.step:
                 trainer = self.trainer
                 spent = journal_ledger(f"{name}/privacy_journal.jsonl")
-                another = trainer._run.dp_step.init(trainer._run.params, secure_key(), spent)
+                another = trainer._run.dp_step.init(trainer._run.params, secure_key())
                 Journal(Path(f"{name}/privacy_journal.jsonl"), trainer.plan)(
                     another._replace(step=1, ledger=spent.compose(trainer.plan.ledger(1)))
                 )

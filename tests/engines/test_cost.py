@@ -68,7 +68,9 @@ def test_bytes_are_those_that_are_kept():
 @pytest.mark.parametrize(("positions", "formed"), [(2, False), (200, True)])
 def test_norms_of_factors_are_taken_as_the_model_says(monkeypatch, positions, formed):
     called = []
-    monkeypatch.setattr(Outer, "_measured", staticmethod(lambda a, b: called.append("formed") or torch.ones(len(a))))
+    monkeypatch.setattr(
+        Outer, "_measured", staticmethod(lambda a, b: called.append("formed") or (torch.ones(len(a)),) * 2)
+    )
     monkeypatch.setattr(
         Outer,
         "_ghost",

@@ -7,7 +7,7 @@ from collections import UserDict
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 import dpfunc
 from dpfunc import clipping, sampling
@@ -259,6 +259,7 @@ def text_collate(records):
 BAD = {
     "a stream": (lambda p: p.loader(Stream(), at(0)), r"got dataset of type Stream, a stream.*sampling.InOrder"),
     "a stream with a length": (lambda p: p.loader(StreamOfKnownLength(), at(0)), "StreamOfKnownLength, a stream"),
+    "a loader": (lambda p: p.loader(DataLoader(range(N)), at(0)), "a data set, got a DataLoader.*loader.dataset"),
     "a generator": (lambda p: p.loader(iter([1]), at(0)), "got dataset of type list_iterator"),
     "too short": (
         lambda p: p.loader(range(39), at(0)),

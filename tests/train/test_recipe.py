@@ -13,7 +13,7 @@ from text_job import write_job
 from transformers import TrainerCallback
 
 from benchmarks.recipes import trainer as benchmark
-from dpfunc import recipes
+from dpfunc import Event, Ledger, recipes
 from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.train import run as train_job
@@ -84,6 +84,22 @@ def test_what_is_given_stays(here, name):
     assert getattr(job.training, name) == GIVEN[name]
     assert job.training.missing == ()
     assert (job.training.steps is None) is (name == "epochs")
+
+
+def test_a_recipe_is_for_what_is_left_of_the_budget(here):
+    """With most of it spent the rate is lower, the warning comes, and the twin takes the same values."""
+    spent = Ledger((Event(0.5, 0.5, 4),))
+    Path("spent.json").write_text(spent.to_json())
+    whole = prepare(read_job("job.yaml", [])).recipe
+    budget = spent.epsilon(1e-3).epsilon * 1.00001
+    flags = ["--spent", "spent.json", "--dp-epsilon", f"{budget:.9f}"]
+    left = prepare(read_job("job.yaml", flags)).recipe
+    assert whole.epsilon == 8.0
+    assert left.epsilon < 0.1
+    assert left.learning_rate < whole.learning_rate
+    outputs = [train(*flags, *more, "--dry-run").stdout for more in ([], ["--no-dp"])]
+    assert all(f"  learning_rate = {left.learning_rate:.3g} " in output for output in outputs)
+    assert "this will hardly learn" in outputs[0]
 
 
 def test_a_job_that_leaves_nothing_out_has_no_recipe(here):

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from dpfunc.batches import rows
 from dpfunc.engines.loop import loop
 from dpfunc.errors import UnsupportedModel
-from dpfunc.rng import insecure_key
-from dpfunc.sampling.own_rows import can_be_copied, collated, generators, seeded
+from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key
+from dpfunc.sampling.own_rows import can_be_copied, collated
 from dpfunc.sampling.records import read, spread
 from dpfunc.types import Batch, LossFn, Params
 
@@ -46,13 +46,13 @@ def refuse_filling(
     Guarantees:
         tests/hf/trainer/test_filling.py: FNet is refused, and models with a mask are not (test_models).
     """
-    with seeded(insecure_key(0)):
+    with cpu_seeds(insecure_key(0)):
         records = read(dataset, spread(len(dataset), _READ))
         if not can_be_copied(records):
             return
-        before = generators()
+        before = cpu_generators()
         alone = [collated(collate, [record]) for record in records]
-        if before != generators():
+        if before != cpu_generators():
             return
     sizes = [_size(batch) for batch in alone]
     longest = records[sizes.index(max(sizes))]

@@ -20,7 +20,7 @@ from transformers.trainer_utils import TrainOutput
 
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
-from dpfunc.accounting import Ledger
+from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.record import make_record
@@ -136,7 +136,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
-        self.recipe = _recipe_of(model, train_dataset, privacy)
+        self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
         if self.recipe is not None:
             at_once = privacy.dp_physical_batch_size or PHYSICAL
             args = changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
@@ -337,10 +337,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if plan is None or privacy.dp_epsilon is None or privacy.dp_delta is None or self.optimizer is not None:
             return None
         n = plan.sampler.dataset_size
+        epsilon = epsilon_left(epsilon=privacy.dp_epsilon, delta=privacy.dp_delta, spent=self._earlier)
         return short_way(
-            self.model, self.args, dataset_size=n, num_steps=self._num_steps(n), epsilon=privacy.dp_epsilon,
-            delta=privacy.dp_delta,
-        )  # fmt: skip
+            self.model, self.args, dataset_size=n, num_steps=self._num_steps(n), epsilon=epsilon, delta=privacy.dp_delta
+        )
 
     def _described_data(self) -> str:
         collate = self._collator()
@@ -607,9 +607,12 @@ def _shard(
     return sharded.shard_model(model, sharding, ranks, args.device), changed(args, values)
 
 
-def _recipe_of(model: nn.Module, train_dataset: object, privacy: PrivacyArguments) -> Recipe | None:
-    """The recipe that the arguments ask for."""
+def _recipe_of(
+    model: nn.Module, train_dataset: object, privacy: PrivacyArguments, spent: Ledger | None
+) -> Recipe | None:
+    """The recipe that the arguments ask for, for what is left of the budget."""
     if privacy.dp_recipe is None or privacy.dp_epsilon is None or privacy.dp_delta is None:
         return None
     size = privacy.public_size(refuse_data(train_dataset))
-    return model_recipe(privacy.dp_recipe, model, dataset_size=size, epsilon=privacy.dp_epsilon, delta=privacy.dp_delta)
+    epsilon = epsilon_left(epsilon=privacy.dp_epsilon, delta=privacy.dp_delta, spent=spent)
+    return model_recipe(privacy.dp_recipe, model, dataset_size=size, epsilon=epsilon, delta=privacy.dp_delta)
