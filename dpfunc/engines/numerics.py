@@ -154,7 +154,7 @@ def from_pairs(
     """
     rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
     more_B = torch.where(lost_B > _TINY, lost_B, 0.0)
-    added_B = more_B * (2 * sq_norms_B.clamp(min=0.0).sqrt() + more_B)
+    added_B = more_B * (2 * reach_B + more_B)  # the norm is at most the sum of those of its parts
     doubtful_B = ~((rounding_B + added_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
     if torch.compiler.is_compiling():
         return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B, lost_B
