@@ -91,10 +91,17 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
                 for number, line in enumerate(file, start=1)
                 if line.strip()
             ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
         raise InvalidArgument(
-            f"Expected a readable table, got {str(path)!r}: {error}. Write it as UTF-8; a text of a .csv that has "
-            "commas, quotes or line ends needs quotes around it, and one of over 131072 characters a .jsonl."
+            f"Expected a table that can be read, got {str(path)!r}: {error.strerror}. Paths are those of the folder in "
+            "which the command runs."
+        ) from error
+    except UnicodeDecodeError:  # whose message shows a byte of the table
+        raise InvalidArgument(f"Expected a table in UTF-8, got {str(path)!r}, which is not. Convert it.") from None
+    except csv.Error as error:
+        raise InvalidArgument(
+            f"Expected a readable table, got {str(path)!r}: {error}. A text of a .csv that has commas, quotes or line "
+            "ends needs quotes around it, and one of over 131072 characters a .jsonl."
         ) from error
 
 

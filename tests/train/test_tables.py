@@ -106,7 +106,11 @@ BAD = {
     "a nested value": ("t.jsonl", '{"text": ["my secret"]}', "Expected a text in the column 'text' in row 1"),
     "an empty table": ("t.jsonl", "\n", "Expected records"),
     "a short row": ("t.csv", "label,text\nmy secret\n", "Expected a text in the column 'text'"),
-    "no text at all": ("t.csv", b"text\n\xff\xfe\n", "Expected a readable table.* Write it as UTF-8"),
+    "no text at all": (
+        "t.csv",
+        b"text\n\xff\xfe\n",
+        "Expected a table in UTF-8, got '.*t.csv', which is not. Convert it.$",
+    ),
     "a very long text": ("t.csv", "text\n" + "secret " * 20_000, "over 131072 characters a .jsonl"),
     "a column twice": ("t.csv", "text,b,text\na,b,my secret\n", "one column 'text' in the first line of t.csv, got 2"),
     "a name twice": ("t.jsonl", '{"text": "my secret", "text": "another"}', "another line 1: it has 'text' twice"),
@@ -125,5 +129,8 @@ def test_bad_tables_are_refused_without_showing_them(tmp_path, name):
 
 
 def test_a_missing_table(tmp_path):
-    with pytest.raises(InvalidArgument, match="nowhere.csv"):
+    with pytest.raises(
+        InvalidArgument,
+        match="Expected a table that can be read, got '.*nowhere.csv': No such file or directory. Paths",
+    ):
         read_table(tmp_path / "nowhere.csv", ["text"])
