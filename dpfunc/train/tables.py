@@ -145,7 +145,9 @@ def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
         reason = "its values are nested too deeply"
     except ValueError:
         reason = "a number has too many digits"
-    raise InvalidArgument(f"Expected one JSON object a line in {str(path)!r}, got another line {number}: {reason}.")
+    raise InvalidArgument(
+        f"Expected one JSON object a line in {str(path)!r}, got line {number}, which is none: {reason}."
+    )
 
 
 def _row(
