@@ -100,8 +100,16 @@ BAD = {
     ),
     "another case": ("t.csv", "secret, Text\nham,my secret\n", "There is ' Text': name it in the section data"),
     "an empty value": ("t.jsonl", '{"text": null, "secret": "a"}', "It is empty, or a list or an object"),
-    "deep JSON": ("t.jsonl", '{"text": ' + "[" * 100_000, "got line 1, which is none: its values are nested too deeply"),
-    "a long number": ("t.jsonl", '{"text": ' + "7" * 5000 + "}", "got line 1, which is none: a number has too many digits"),
+    "deep JSON": (
+        "t.jsonl",
+        '{"text": ' + "[" * 100_000,
+        "got line 1, which is none: its values are nested too deeply",
+    ),
+    "a long number": (
+        "t.jsonl",
+        '{"text": ' + "7" * 5000 + "}",
+        "got line 1, which is none: a number has too many digits",
+    ),
     "half a pair": ("t.jsonl", '{"text": "my secret \\ud800"}', "in row 1 of t.jsonl, got half of a surrogate pair"),
     "a nested value": ("t.jsonl", '{"text": ["my secret"]}', "Expected a text in the column 'text' in row 1"),
     "an empty table": ("t.jsonl", "\n", "Expected records"),
@@ -113,7 +121,11 @@ BAD = {
     ),
     "a very long text": ("t.csv", "text\n" + "secret " * 20_000, "over 131072 characters a .jsonl"),
     "a column twice": ("t.csv", "text,b,text\na,b,my secret\n", "one column 'text' in the first line of t.csv, got 2"),
-    "a name twice": ("t.jsonl", '{"text": "my secret", "text": "another"}', "got line 1, which is none: it has 'text' twice"),
+    "a name twice": (
+        "t.jsonl",
+        '{"text": "my secret", "text": "another"}',
+        "got line 1, which is none: it has 'text' twice",
+    ),
     "a comma without quotes": ("t.csv", "text,label\na,ham\nmy secret, of mine,ham\n", "at most 2 values in row 2"),
     "semicolons": ("t.csv", "text;label\nmy secret;ham\n", "and commas between them"),
 }
