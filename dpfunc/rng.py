@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -219,11 +219,12 @@ def torch_seed(key: Key, *, accelerators: bool = True) -> Iterator[None]:
 @contextmanager
 def cpu_seeds(key: Key) -> Iterator[None]:
     """Seed the CPU generators of torch, NumPy and Python by a key inside the block, and restore them after it."""
-    python, legacy = random.getstate(), np.random.get_state()
+    python, legacy = random.getstate(), np.random.get_state(legacy=False)
     seed = int.from_bytes(fold_in(key, "other generators").secret[:4], "little")
     with torch_seed(key, accelerators=False):
         random.seed(seed)
-        np.random.seed(seed)
+        if legacy["bit_generator"] == "MT19937":  # others cannot be seeded; they tell nothing
+            np.random.seed(seed)
         try:
             yield
         finally:
@@ -233,8 +234,8 @@ def cpu_seeds(key: Key) -> Iterator[None]:
 
 def cpu_generators() -> tuple[object, ...]:
     """The states of the CPU generators of torch, NumPy and Python, to compare."""
-    legacy: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy[1].tobytes(), legacy[2:]
+    legacy = pickle.dumps(np.random.get_state(legacy=False))
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -159,7 +159,8 @@ class Journal:
                     check_counted(self.file, with_own, after.ledger)
                 before = after.ledger.beyond(steps_ledger(with_own.values()))
                 values["before"] = _as_lists(before.events)
-            if self._known.last != run and (run in runs or after.journal):
+            repeated = step in runs.get(run, {})  # at no cost, whoever wrote since
+            if self._known.last != run and not repeated and (run in runs or after.journal):
                 self._check_alone(after)
             append_chained(file, self.file, self._known.at, values)
 
@@ -196,7 +197,7 @@ def check_counted(path: Path | str, runs: Mapping[str, Mapping[int, Taken]], led
     """
     if not runs:
         return
-    wanted = _whole_ledger(runs.values())
+    wanted = whole_ledger(runs.values())
     lacks = ledger.lacks(wanted)
     if lacks or ledger.adjacency != wanted.adjacency:
         found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
@@ -307,7 +308,7 @@ def journal_ledger(path: Path | str) -> Ledger:
         CheckpointError: no such file, one without steps (a misspelt path must not be free), or one from which lines are
             missing or in which they were changed.
     """
-    return _whole_ledger(read_steps(path).values())
+    return whole_ledger(read_steps(path).values())
 
 
 def steps_ledger(runs: Iterable[Mapping[int, Taken]]) -> Ledger:
@@ -316,7 +317,7 @@ def steps_ledger(runs: Iterable[Mapping[int, Taken]]) -> Ledger:
     return ledgers[0].compose(*ledgers[1:])
 
 
-def _whole_ledger(runs: Collection[Mapping[int, Taken]]) -> Ledger:
+def whole_ledger(runs: Collection[Mapping[int, Taken]]) -> Ledger:
     """Ledger of the steps of some runs, and of what they counted before: that of one can be that of another."""
     own = steps_ledger(runs)
     before = Ledger(adjacency=own.adjacency)

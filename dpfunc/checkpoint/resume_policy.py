@@ -16,7 +16,7 @@ from typing import Any, Literal
 from dpfunc._utils.validation import one_of, shorten, unique_json
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint.format import difference, state_from_dict
-from dpfunc.checkpoint.journal import Taken
+from dpfunc.checkpoint.journal import Taken, whole_ledger
 from dpfunc.checkpoint.run_layout import DIGESTS
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
@@ -205,6 +205,9 @@ def _explained(history: History) -> None:
     family, runs = {history.run, *history.relatives()}, list(history.taken or {})
     began = next((number for number, run in enumerate(runs) if run in family), len(runs))
     strangers = [run for run in runs[began:] if run not in family]
+    if runs and began == len(runs):  # saved before its first step: those of before are in its ledger
+        ledger = Ledger.from_json(json.dumps(history.values["ledger"]))
+        strangers = runs if ledger.lacks(whole_ledger((history.taken or {}).values())) else []
     if strangers:
         raise CheckpointError(
             f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "

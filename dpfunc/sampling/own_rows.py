@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from pickle import PickleError
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from dpfunc.rng import Key, cpu_generators, cpu_seeds
 from dpfunc.types import Batch
 
 _ROUNDING = 1e-4  # of the largest number of a row
+_UNCOPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, OSError, copy.Error, PickleError)
 _MOST = 64  # records of a batch that are compared: they are copied
 
 
@@ -101,7 +103,7 @@ def can_be_copied(records: Sequence[Any]) -> bool:
     """False for records that hold open files, locks, or tensors of a graph."""
     try:
         copy.deepcopy(list(records))
-    except (TypeError, ValueError, RuntimeError, AttributeError, OSError, copy.Error):
+    except _UNCOPIED:
         return False
     return True
 
@@ -171,8 +173,9 @@ def same(one: Any, other: Any, *, filled: bool = False) -> bool:
 
 def _as_tensor(value: Any, numbers: bool) -> Any:
     """An array of numbers, or if wanted a list of them, as a tensor; anything else as it is."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        return torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8:
+        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if numbers and isinstance(value, (list, tuple)) and value and all(type(each) is type(value[0]) for each in value):
-        return torch.tensor(value) if isinstance(value[0], (int, float)) else value
+        whole = isinstance(value[0], (int, float)) and not any(abs(each) >= 2**63 for each in value)
+        return torch.tensor(value) if whole else value
     return value

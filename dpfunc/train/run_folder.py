@@ -73,7 +73,8 @@ def saved_job(folder: Path) -> tuple[Job, int | None]:
 
 def trained_on(folder: Path) -> Path:
     """The table that the run of a folder was trained on, wherever this process is."""
-    return Path(unique_json((folder / _JOB_FILE).read_bytes())["trained_on"])
+    values = unique_json((folder / _JOB_FILE).read_bytes())
+    return Path(values.get("trained_on", values["job"]["data"]["train"]))
 
 
 def recorded_job(job: Job) -> Job:

@@ -299,6 +299,32 @@ def test_runs_in_one_journal_are_one_after_the_other(tmp_path):
     assert loaded.ledger == PLAN.ledger(3)
 
 
+def test_a_checkpoint_from_before_the_first_step_counts_who_came_since(tmp_path):
+    """The journal has none of its steps, and so no place of its own in it."""
+    path = tmp_path / "journal.jsonl"
+    steps(*start(), 2, Journal(path, PLAN))
+    first, values, optimizer = start(journal_ledger(path))
+    store(tmp_path, first, values, optimizer, journal=path)
+    options = {"plan": PLAN, "params": values, "data": DATA, "journal": path}
+    assert load(tmp_path, **options).state.ledger == PLAN.ledger(2)  # it counts who came before
+    steps(*start(journal_ledger(path)), 5, Journal(path, PLAN))
+    with pytest.raises(CheckpointError, match="another run that began after this one"):
+        load(tmp_path, **options)
+    assert load(tmp_path, **options, later_runs="ignore").state.ledger == PLAN.ledger(2)
+
+
+def test_a_step_is_repeated_whoever_wrote_since(tmp_path):
+    """It is in the journal, and costs nothing more."""
+    path = tmp_path / "journal.jsonl"
+    first, values, optimizer = start()
+    kept = {name: value.detach().clone() for name, value in values.items()}
+    steps(first, values, optimizer, 1, Journal(path, PLAN))
+    steps(*start(journal_ledger(path)), 1, Journal(path, PLAN))
+    again, batch = make_dp_step(linear_loss, PLAN, journal=Journal(path, PLAN)), next(iter(PLAN.batches(first)))
+    assert again(kept, take(DATA, batch), replay(first)).state.step == 1
+    assert journal_ledger(path) == PLAN.ledger(1).compose(PLAN.ledger(1))
+
+
 def test_a_folder_without_a_checkpoint_says_what_the_journal_has(tmp_path):
     """A run that was killed before its first checkpoint counts."""
     path = tmp_path / "journal.jsonl"

@@ -275,8 +275,31 @@ def test_one_step_in_some_is_checked():
         (np.array([1.0, 2.0]), np.array([1.0, 2.0]), True),
         ({"a": [1, "b"]}, {"a": [1, "c"]}, False),
         ({"a": 1}, {"b": 1}, False),
+        ([2**63, 1], [2**63, 1], True), ([2**63, 1], [2**63, 2], False),
+        (np.array([1, 2], ">i4"), np.array([1, 2], "<i4"), True), (np.array([1.0], "g"), np.array([1.0], "g"), True),
         (0.5, 0.5, True), (1, True, False), ([1], [1, 2], False), (object(), object(), True), (None, 1, False),
     ],
 )  # fmt: skip
 def test_same(one, other, equal):
     assert same(one, other) is equal
+    assert same(one, other, filled=True) is equal
+
+
+class Uncopied:
+    def __deepcopy__(self, memo):
+        raise KeyError("handle")
+
+
+def test_a_record_may_refuse_to_be_copied():
+    check_all(lambda records: torch.zeros(len(records)), [Uncopied()] * 3)
+
+
+def test_another_generator_of_numpy_is_left_alone():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        state = np.random.get_state(legacy=False)
+        check_all(default_collate, IMAGES)
+        assert np.random.get_state(legacy=False) == state
+    finally:
+        np.random.set_bit_generator(before)

@@ -23,7 +23,7 @@ from dpfunc.checkpoint.format import (
     verify,
     write_json,
 )
-from dpfunc.checkpoint.journal import check_counted, read_steps
+from dpfunc.checkpoint.journal import check_counted, read_steps, whole_ledger
 from dpfunc.checkpoint.loading import load
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed.launch import once
@@ -248,22 +248,23 @@ def is_complete(checkpoint: Path) -> bool:
     return bool(own) and isinstance(names, dict)
 
 
-def begin_accounting(journal: Path, ledger: Ledger | None, counted: int = 0) -> None:
+def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) -> None:
     """Compare the journal with what a run counts, and remove the accounting of an earlier end.
 
     A run that is killed later would leave that behind, with fewer steps than were taken.
 
     Args:
-        journal: of the run. ledger: of a run that begins; None for one that is resumed. counted: steps in its ledger.
+        journal: of the run. ledger: of the run. resumed: it goes on, and runs that it does not count cause a warning.
 
     Raises:
         LedgerConflict: a run that begins does not count the steps of earlier runs in the journal.
     """
-    if ledger is not None:
-        check_counted(journal, read_steps(journal, missing="empty"), ledger)
+    runs = read_steps(journal, missing="empty")
+    if not resumed:
+        check_counted(journal, runs, ledger)
     (journal.parent / ACCOUNTING).unlink(missing_ok=True)
-    steps = count_steps(journal) - counted
-    if ledger is None and steps > 0:
+    steps = ledger.lacks(whole_ledger(runs.values())) if runs else 0
+    if steps:
         _logger.warning(
             "The journal %s has %d steps of other runs. If they saw the same records and anything of them was kept, "
             "they count too: DPTrainer(..., ledger=journal_ledger(path)), with journal_ledger from dpfunc.checkpoint.",

@@ -302,8 +302,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
         if resume_from_checkpoint:
             saved = self._resume(resume_from_checkpoint, data)
-            spent = saved.state.ledger.num_steps
-            distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), None, spent))
+            spent = saved.state.ledger
+            distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), spent, resumed=True))
             skipping = not self.args.ignore_data_skip
             start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
         elif self._run is None:
