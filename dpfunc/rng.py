@@ -219,23 +219,23 @@ def torch_seed(key: Key, *, accelerators: bool = True) -> Iterator[None]:
 @contextmanager
 def cpu_seeds(key: Key) -> Iterator[None]:
     """Seed the CPU generators of torch, NumPy and Python by a key inside the block, and restore them after it."""
-    python, legacy = random.getstate(), np.random.get_state(legacy=False)
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
     seed = int.from_bytes(fold_in(key, "other generators").secret[:4], "little")
     with torch_seed(key, accelerators=False):
         random.seed(seed)
-        if legacy["bit_generator"] == "MT19937":  # others cannot be seeded; they tell nothing
+        if numpy["bit_generator"] == "MT19937":  # others cannot be seeded; they tell nothing
             np.random.seed(seed)
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(legacy)
+            np.random.set_state(numpy)
 
 
 def cpu_generators() -> tuple[object, ...]:
     """The states of the CPU generators of torch, NumPy and Python, to compare."""
-    legacy = pickle.dumps(np.random.get_state(legacy=False))
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy
+    numpy = pickle.dumps(np.random.get_state(legacy=False))
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -260,6 +260,11 @@ def read_steps(
     return runs
 
 
+def count_steps(path: Path | str) -> int:
+    """The number of steps of all runs in a journal; 0 before the first."""
+    return sum(len(taken) for taken in read_steps(path, missing="empty").values())
+
+
 def _check_known(path: Path, lines: list[Line], known: Head) -> None:
     """Check that the journal still begins with the lines that it had when a checkpoint was saved."""
     if read_head(path) is None:

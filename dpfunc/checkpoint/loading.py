@@ -35,7 +35,7 @@ from dpfunc.checkpoint.format import (
     state_to_dict,
     verify,
 )
-from dpfunc.checkpoint.journal import append_line, read_steps
+from dpfunc.checkpoint.journal import append_line, count_steps, read_steps
 from dpfunc.checkpoint.plan_json import plan_difference
 from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, note_line, resume
 from dpfunc.checkpoint.run_layout import layout
@@ -182,7 +182,7 @@ def _found(parent: Path, journal: Path | str | None, ranks: Ranks | None) -> byt
     half = [path for path in all_checkpoints(parent) if path not in complete]
     if not complete:
         there = f" What is there is not complete: {shorten([path.name for path in half])}." if half else ""
-        taken = 0 if journal is None else len(read_chain(Path(journal)))
+        taken = 0 if journal is None else count_steps(journal)
         counted = (
             f" The journal {journal} has {taken} steps, which count: begin it with ledger=journal_ledger(path), of "
             "dpfunc.checkpoint."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import read_ledger
-from dpfunc.checkpoint.journal import journal_ledger, read_steps
+from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
 
 
@@ -58,7 +58,7 @@ def _check_newest(path: Path) -> None:
     """
     steps = json.loads(path.read_text("utf-8")).get("global_step") if path.suffix == ".json" else None
     for journal in (j for folder in (path.parent, path.parent.parent) for j in folder.glob("*journal.jsonl")):
-        taken = sum(len(run) for run in read_steps(journal, missing="empty").values())
+        taken = count_steps(journal)
         if isinstance(steps, int) and taken > steps:
             raise InvalidArgument(
                 f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "

@@ -160,9 +160,9 @@ def resume(
         CheckpointError: the steps after the checkpoint cannot be repeated, or it is unknown which were released.
     """
     _own_journal(history)
-    if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
-        _explained(history)
     state = state_from_dict(history.values, plan, history.steps)
+    if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
+        _explained(history, state.ledger)
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
     newest = history.layout_of(state.charged)
@@ -200,14 +200,14 @@ def _own_journal(history: History) -> None:
         )
 
 
-def _explained(history: History) -> None:
+def _explained(history: History, ledger: Ledger) -> None:
     """Check that runs that began after this one in its journal belong to its lineage. Earlier runs are allowed."""
-    family, runs = {history.run, *history.relatives()}, list(history.taken or {})
+    taken = history.taken or {}
+    family, runs = {history.run, *history.relatives()}, list(taken)
     began = next((number for number, run in enumerate(runs) if run in family), len(runs))
     strangers = [run for run in runs[began:] if run not in family]
     if runs and began == len(runs):  # saved before its first step: those of before are in its ledger
-        ledger = Ledger.from_json(json.dumps(history.values["ledger"]))
-        strangers = runs if ledger.lacks(whole_ledger((history.taken or {}).values())) else []
+        strangers = runs if ledger.lacks(whole_ledger(taken.values())) else []
     if strangers:
         raise CheckpointError(
             f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "

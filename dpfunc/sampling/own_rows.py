@@ -59,11 +59,11 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
     batch, after = made(records)
     for changed, holds in (
         ([own] * len(records), _shorter_row),
-        ([*moved[:row], own, *moved[row:]], _same_row),
+        ([*moved[:row], own, *moved[row:]], same),
     ):
         other_batch, other_after = made(changed)
         name = _other_leaf(batch, other_batch, row, holds)
-        if name is None or after != other_after or _other_leaf(batch, made(records)[0], row, _same_row):
+        if name is None or after != other_after or _other_leaf(batch, made(records)[0], row, same):
             continue
         draws = [made([record] * len(records))[1] for record in records]
         if any(each != draws[0] for each in draws):  # the draws of one record move those of the next ones on
@@ -124,10 +124,6 @@ def _other_leaf(batch: Batch, others: Batch, row: int, holds: Callable[[Tensor, 
         if tensors and not holds(leaf[row], twin[row]):
             return f"batch{pytree.keystr(path)}"
     return None
-
-
-def _same_row(one: Tensor, other: Tensor) -> bool:
-    return same(one, other)
 
 
 def _shorter_row(one: Tensor, shorter: Tensor) -> bool:

@@ -13,9 +13,9 @@ from dpfunc._utils.validation import shorten, unique_json
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
-from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf.trainer.files import JOURNAL, count_steps, is_complete, newest
+from dpfunc.hf.trainer.files import JOURNAL, is_complete, newest
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
 
 _JOB_FILE = "job.json"

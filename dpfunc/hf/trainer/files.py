@@ -23,7 +23,7 @@ from dpfunc.checkpoint.format import (
     verify,
     write_json,
 )
-from dpfunc.checkpoint.journal import check_counted, read_steps, whole_ledger
+from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.loading import load
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed.launch import once
@@ -271,11 +271,6 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
             journal,
             steps,
         )
-
-
-def count_steps(journal: Path) -> int:
-    """The number of steps of all runs in a journal; 0 before the first."""
-    return sum(len(taken) for taken in read_steps(journal, missing="empty").values())
 
 
 def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:

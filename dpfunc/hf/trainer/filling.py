@@ -48,24 +48,26 @@ def refuse_filling(
     """
     with cpu_seeds(insecure_key(0)):
         records = read(dataset, spread(len(dataset), _READ))
-        if not can_be_copied(records):
-            return
-        before = cpu_generators()
-        alone = [collated(collate, [record]) for record in records]
-        if before != cpu_generators():
-            return
+    if not can_be_copied(records):
+        return
+    alone = [batch for record in records if (batch := _without_draws(collate, [record])) is not None]
+    if len(alone) < len(records):
+        return
     sizes = [_size(batch) for batch in alone]
-    longest = records[sizes.index(max(sizes))]
+    largest = max(sizes)
+    longest = records[sizes.index(largest)]
     training = model.training
     model.train(False)
     try:
         for index in sorted(range(len(records)), key=sizes.__getitem__):
-            if sizes[index] == max(sizes):
+            if sizes[index] == largest:
                 return
             one = _gradient(loss_fn, params, dict(prepare(alone[index])))
             if _norm(one) > 0:
-                filled = rows(collated(collate, [records[index], longest]), 0, 1)
-                other = _gradient(loss_fn, params, dict(prepare(filled)))
+                both = _without_draws(collate, [records[index], longest])
+                if both is None:
+                    return
+                other = _gradient(loss_fn, params, dict(prepare(rows(both, 0, 1))))
                 break
     finally:
         model.train(training)
@@ -79,6 +81,14 @@ def refuse_filling(
             '(padding="max_length"); or fill them on the other side, or with a mask. See docs/padding.md. Nothing was '
             "spent."
         )
+
+
+def _without_draws(collate: Callable[[list[Any]], Any], records: list[Any]) -> Batch | None:
+    """A batch of copies; None if the collator drew random numbers, which are those of its seed."""
+    with cpu_seeds(insecure_key(0)):
+        before = cpu_generators()
+        batch = collated(collate, records)
+        return batch if before == cpu_generators() else None
 
 
 def _gradient(loss_fn: LossFn, params: Params, batch: Batch) -> dict[str, Tensor]:

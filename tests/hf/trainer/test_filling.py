@@ -129,3 +129,6 @@ def test_gradients_are_compared(masked, dtype):
         check(lambda records: {**padded(records), "weight": weights(records)}, (3, 4, 9, 9))  # of 3 has no gradient
     check(lengths=(9, 9))  # nothing is filled
     check(lambda records: {**padded(records), "noise": torch.rand(len(records))})  # nothing can be compared
+    before = torch.get_rng_state()
+    check(lambda records: {**padded(records), "noise": torch.rand(len(records) - 1).sum().expand(len(records))})
+    assert torch.equal(torch.get_rng_state(), before)  # also where it draws for several records only
