@@ -59,8 +59,8 @@ class PerSampleGrad(Protocol):
         ...
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors that it holds."""
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
         ...
 
 
@@ -90,8 +90,8 @@ class Dense:
         return self.grads_B.shape == (num_samples, *shape)
 
     @property
-    def num_bytes(self) -> int:
-        return self.grads_B.numel() * self.grads_B.element_size()
+    def shape(self) -> tuple[int, ...]:
+        return self.grads_B.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Zeros:
         return self.num_samples == num_samples and self.like.shape == shape
 
     @property
-    def num_bytes(self) -> int:
-        return 0
+    def shape(self) -> tuple[int, ...]:
+        return self.like.shape
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,6 @@ class Outer:
         numbers = self.a_BTp.shape[2] * self.b_BTd.shape[2]
         return same and numbers == math.prod(shape) and self.shape == shape
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both sides, though b is often an activation that autograd keeps as well."""
-        return sum(side.numel() * side.element_size() for side in (self.a_BTp, self.b_BTd))
-
 
 def _products(a_BTp: Tensor) -> Tensor:
     """`a_t . a_u` of all pairs of positions of each sample."""
@@ -290,10 +285,6 @@ class Gather:
         same = self.ids_BT.shape == self.g_BTd.shape[:2] and len(self.ids_BT) == num_samples
         return same and self.shape == shape and shape[0] * self.g_BTd.shape[2] == math.prod(shape)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.ids_BT.numel() * self.ids_BT.element_size() + self.g_BTd.numel() * self.g_BTd.element_size()
-
 
 @dataclass(frozen=True)
 class Tied:
@@ -337,8 +328,8 @@ class Tied:
         return self.gather.fits(num_samples, shape) and self.outer.fits(num_samples, shape)
 
     @property
-    def num_bytes(self) -> int:
-        return self.gather.num_bytes + self.outer.num_bytes
+    def shape(self) -> tuple[int, ...]:
+        return self.gather.shape
 
 
 def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
@@ -427,7 +418,9 @@ def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tenso
 
 
 def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
-    """All gradients, small ones of equal shapes as one.
+    """All gradients, small ones of equal shapes as one; those of large parameters first.
+
+    A sum takes several times its memory while it is made: the largest ones are made while few others are in memory.
 
     >>> [stack.names for stack in _stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
     [('a', 'b')]
@@ -435,7 +428,8 @@ def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
     together: dict[object, list[str]] = {}
     for name, grad in grads.items():
         together.setdefault(_key(grad) or name, []).append(name)
-    return [_stack(names, [grads[name] for name in names]) for names in together.values()]
+    stacks = [_stack(names, [grads[name] for name in names]) for names in together.values()]
+    return sorted(stacks, key=lambda stack: math.prod(stack.joined.shape), reverse=True)
 
 
 def _key(grad: PerSampleGrad) -> object:

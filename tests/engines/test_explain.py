@@ -25,7 +25,7 @@ def test_the_bytes_are_those_of_the_engine():
     grads = engines.bookkeeping()(case.loss_fn, case.params, case.batch).grads
     formed = {use.parameter: use.num_bytes for use in table.uses if use.representation == "formed"}
     assert formed
-    assert all(grads[name].num_bytes == num_bytes for name, num_bytes in formed.items())
+    assert all(grads[name].grads_B.nbytes == num_bytes for name, num_bytes in formed.items())
 
 
 def test_a_budget_changes_the_representation_and_not_the_result():

@@ -33,9 +33,9 @@ from dpfunc.engines.numerics import (
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Rule, Use
 
-# Numbers that may be formed at a time: 4 MiB of float32. torch needs up to three times as much, and small pieces stay
+# Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
-_PIECE = SCRATCH // 4
+_PIECE = SCRATCH // 16
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,14 @@ class ConvolutionArgs:
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
 
-    def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1) -> Tensor:
-        """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
-        weight = x_NC.new_empty(copies * self.shape[0], *self.shape[1:])  # only its shape is read
+    def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
+        """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis.
+
+        Args:
+            memory: as many numbers as the gradient has, in place of the weight, of which torch reads the shape only.
+        """
+        shape = (copies * self.shape[0], *self.shape[1:])
+        weight = x_NC.new_empty(shape) if memory is None else memory.view(shape)
         output_padding = self.output_padding or (0,) * len(self.stride)
         options = (self.stride, self.padding, self.dilation, self.transposed, output_padding, copies * self.groups)
         wanted = [False, True, False]
@@ -126,7 +131,7 @@ class Convolved:
             return self._formed(g_BmP, x_BmC)
         grads_B = g_BmP.new_empty(len(g_BmP), *self.args.shape)
         for rows, (g, x) in zip(torch.split(grads_B, len(pieces[0][0])), pieces, strict=True):
-            rows.copy_(self._formed(g, x))
+            rows.copy_(self._formed(g, x, rows))
         return grads_B
 
     def _pieces(self, g_BmP: Tensor, x_BmC: Tensor, numbers: int) -> list[tuple[Tensor, Tensor]]:
@@ -134,11 +139,11 @@ class Convolved:
         size = max(1, _PIECE // max(1, numbers))
         return list(zip(torch.split(g_BmP, size), torch.split(x_BmC, size), strict=True))
 
-    def _formed(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
+    def _formed(self, g_BmP: Tensor, x_BmC: Tensor, memory: Tensor | None = None) -> Tensor:
         if not len(g_BmP):
             return g_BmP.new_zeros(0, *self.args.shape)
         g_mBP, x_mBC = g_BmP.transpose(0, 1).flatten(1, 2), x_BmC.transpose(0, 1).flatten(1, 2)
-        return torch.unflatten(self.args.weight_grad(g_mBP, x_mBC, len(g_BmP)), 0, (len(g_BmP), -1))
+        return torch.unflatten(self.args.weight_grad(g_mBP, x_mBC, len(g_BmP), memory), 0, (len(g_BmP), -1))
 
     def sq_norms(self) -> Tensor:
         """Squared norms, in pieces that bound the memory."""
@@ -274,8 +279,8 @@ class Convolved:
         return self.args.shape == shape and self.g_BmP.shape[:2] == self.x_BmC.shape[:2]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(side.numel() * side.element_size() for side in (self.g_BmP, self.x_BmC))
+    def shape(self) -> tuple[int, ...]:
+        return self.args.shape
 
 
 def _products(side: Tensor) -> Tensor:
