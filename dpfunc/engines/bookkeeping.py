@@ -165,7 +165,7 @@ def _catch_grads(
     """Catch of a use: its gradients, formed or as factors, now or after the backward pass."""
     with torch._C.DisableTorchFunction():
         later = grad.numel() + sum(tensor.numel() for tensor in saved) <= _SMALL
-        caught.take(use, targets, partial(_apply_rule, use, names, formed, grad, saved), later=later)
+        caught.take(use, targets, partial(_apply_rule, use, names, False, grad, saved), formed=formed, later=later)
     return (None,)
 
 

@@ -9,6 +9,7 @@ groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.numerics import exact
-from dpfunc.engines.per_sample import PerSample, PerSampleGrad, Zeros, add
+from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.uses.gradient_taps import leaf
 from dpfunc.errors import InvalidArgument
@@ -54,7 +55,8 @@ class CaughtGrads:
     forward_done: bool = False
     _unsummed: dict[str, list[str]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
-    _later: list[tuple[Mapping[str, int], Callable[[], Grads]]] = field(default_factory=list)
+    _later: list[tuple[Use, Mapping[str, int], Callable[[], Grads], bool]] = field(default_factory=list)
+    _unformed: list[tuple[int, int]] = field(default_factory=list)
 
     @staticmethod
     def of(group_factors: GroupFactors | None, params: Params) -> CaughtGrads:
@@ -79,10 +81,19 @@ class CaughtGrads:
         for group in [group for group, names in self._unsummed.items() if not self.late.isdisjoint(names)]:
             del self._unsummed[group]
 
-    def take(self, use: Use, targets: Mapping[str, int], compute: Callable[[], Grads], *, later: bool = False) -> None:
+    def take(
+        self,
+        use: Use,
+        targets: Mapping[str, int],
+        compute: Callable[[], Grads],
+        *,
+        formed: bool = False,
+        later: bool = False,
+    ) -> None:
         """Take the gradients of a use, and sum the groups that they complete.
 
         Args:
+            formed: form them: now, or after the backward pass where their factors are smaller, until then.
             later: compute them after the backward pass, with all others: they are small.
 
         Raises:
@@ -95,25 +106,34 @@ class CaughtGrads:
                 raise use.refuse("its backward pass runs more often than its forward pass.")
             self.missing[target] -= 1
         if later and self.group_factors is None:
-            self._later.append((targets, compute))
+            self._later.append((use, targets, compute, formed))
             return
         with unseen(), exact(self.anchor.device), torch.no_grad():
-            self._keep(targets, compute())
+            self._keep(use, targets, compute(), formed)
         if self.group_factors is not None:
             self._sum_complete_groups(self.group_factors, targets.values())
 
     def finish(self) -> dict[int, list[PerSampleGrad]]:
         """Compute the gradients that were left for the end; identity -> the gradients of groups without a sum."""
-        if self._later:
+        if self._later or self._unformed:
             with unseen(), exact(self.anchor.device), torch.no_grad():
-                for targets, compute in self._later:
-                    self._keep(targets, compute())
+                for use, targets, compute, formed in self._later:
+                    self._keep(use, targets, compute(), formed)
+                for target, index in self._unformed:
+                    self.kept[target][index] = Dense(self.kept[target][index].dense())
             self._later.clear()
+            self._unformed.clear()
         return self.kept
 
-    def _keep(self, targets: Mapping[str, int], grads: Grads) -> None:
+    def _keep(self, use: Use, targets: Mapping[str, int], grads: Grads, formed: bool) -> None:
         for argument, target in targets.items():
-            self.kept.setdefault(target, []).append(grads[argument])
+            uses, grad = self.kept.setdefault(target, []), grads[argument]
+            smaller = grad.held < use.num_samples * math.prod(use.shapes[argument])
+            if formed and smaller and self.group_factors is None:
+                self._unformed.append((target, len(uses)))
+            elif formed:
+                grad = Dense(grad.dense())
+            uses.append(grad)
 
     def _sum_complete_groups(self, group_factors: GroupFactors, targets: Iterable[int]) -> None:
         """Sum the groups of these parameters that have all their gradients now."""

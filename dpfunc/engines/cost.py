@@ -31,8 +31,6 @@ _A_NUMBER = 100
 _A_SMALL_PRODUCT = 2
 # Operations during a sample's share of a call from Python.
 _A_CALL = 20_000
-# Smaller factors are kept for so many times the operations.
-_FOR_LESS_MEMORY = 1.1
 # Kept gradients of kernels and tables may be this much larger than their factors, if they are not small anyway.
 _MAX_SIZE_RATIO = 2
 
@@ -83,7 +81,7 @@ class Costs:
         return self.ghost < self.dropped
 
     def choose(self, num_samples: int, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
-        """The representation that takes the fewest operations within a budget; of nearly equal ones, the smaller.
+        """The representation that takes the fewest operations within a budget.
 
         Args:
             num_samples: B. budget: bytes that may be formed; what does not fit is kept as factors, if they are smaller.
@@ -93,10 +91,9 @@ class Costs:
         small = num_samples * self.numbers <= SCRATCH
         formed = self.product + (_A_NUMBER if small or groupwise else _A_FRESH_NUMBER) * self.numbers
         measured = self.product + min(self.dropped, self.ghost)
-        bound = measured if formed_bytes <= factor_bytes else measured / _FOR_LESS_MEMORY
         too_large = formed_bytes > budget and factor_bytes < formed_bytes
         too_large |= self.limited and not small and self.numbers > _MAX_SIZE_RATIO * self.factors
-        if formed <= bound and not too_large:
+        if formed <= measured and not too_large:
             return Choice("formed", num_samples * formed, formed_bytes)
         return Choice("ghost" if self.ghost_pays else "dropped", num_samples * measured, factor_bytes)
 

@@ -63,6 +63,11 @@ class PerSampleGrad(Protocol):
         """Shape of the parameter."""
         ...
 
+    @property
+    def held(self) -> int:
+        """Numbers that it keeps in memory."""
+        ...
+
 
 def _flat(grads_B: Tensor) -> Tensor:  # (B,) is (B, 1): a parameter may be a number
     return grads_B.reshape(len(grads_B), math.prod(grads_B.shape[1:]))
@@ -93,6 +98,10 @@ class Dense:
     def shape(self) -> tuple[int, ...]:
         return self.grads_B.shape[1:]
 
+    @property
+    def held(self) -> int:
+        return self.grads_B.numel()
+
 
 @dataclass(frozen=True)
 class Zeros:
@@ -116,6 +125,10 @@ class Zeros:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.like.shape
+
+    @property
+    def held(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,11 @@ class Outer:
         numbers = self.a_BTp.shape[2] * self.b_BTd.shape[2]
         return same and numbers == math.prod(shape) and self.shape == shape
 
+    @property
+    def held(self) -> int:
+        """Those of both sides, though b is often an activation that autograd keeps as well."""
+        return self.a_BTp.numel() + self.b_BTd.numel()
+
 
 def _products(a_BTp: Tensor) -> Tensor:
     """`a_t . a_u` of all pairs of positions of each sample."""
@@ -285,6 +303,10 @@ class Gather:
         same = self.ids_BT.shape == self.g_BTd.shape[:2] and len(self.ids_BT) == num_samples
         return same and self.shape == shape and shape[0] * self.g_BTd.shape[2] == math.prod(shape)
 
+    @property
+    def held(self) -> int:
+        return self.ids_BT.numel() + self.g_BTd.numel()
+
 
 @dataclass(frozen=True)
 class Tied:
@@ -330,6 +352,10 @@ class Tied:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.gather.shape
+
+    @property
+    def held(self) -> int:
+        return self.gather.held + self.outer.held
 
 
 def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:

@@ -9,14 +9,17 @@ import torch
 from cases import RULES
 from models import CASES, build
 from reference import loop_clipped_sum
-from torch.nn.functional import linear
+from torch.nn.functional import conv1d, linear
 
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.bounds import SLACK, group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
-from dpfunc.engines.caught_grads import GroupwiseSums
+from dpfunc.engines.caught_grads import CaughtGrads, GroupwiseSums
+from dpfunc.engines.cost import Choice
+from dpfunc.engines.rules.convolution import Convolved
+from dpfunc.engines.rules.table import Use
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import GroupFactors
 
@@ -33,6 +36,29 @@ def expected_sums(case, groups, bound, rule="flat"):
 def ones(params, num_samples):
     """Factors of one for all samples; each parameter is a group."""
     return GroupFactors(num_samples, {name: name for name in params}, lambda group, sq_norms: torch.ones(num_samples))
+
+
+@pytest.mark.parametrize(("channels", "cells", "early"), [(128, 60, False), (64, 200, True)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_are_formed_when_it_takes_less_memory(monkeypatch, channels, cells, early, grouped):
+    """After the backward pass where their factors are smaller, until then; at once where a clip group needs them."""
+    order = []
+    form, finish = Convolved.dense, CaughtGrads.finish
+    monkeypatch.setattr(Convolved, "dense", lambda self: order.append("formed") or form(self))
+    monkeypatch.setattr(CaughtGrads, "finish", lambda self: order.append("backward pass ends") or finish(self))
+    monkeypatch.setattr(Use, "choose", lambda use, budget, *, groupwise: Choice("formed", 0, 0))
+    generator = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(channels, channels, 3, generator=generator) / channels for name in "ab"}
+    batch = torch.randn(3, channels, cells, generator=generator)
+    loss_fn = lambda p, x: conv1d(conv1d(x, p["a"]).tanh(), p["b"]).square().sum((1, 2))
+    groups = clipping.PerParameter() if grouped else clipping.AllParameters()
+    rule = clipping.Flat(1.0, groups=groups)
+    got, _ = clipped_grad(loss_fn, params, batch, rule, engine=bookkeeping())
+    formed = ["formed", "formed"]
+    assert order == ([*formed, "backward pass ends"] if early or grouped else ["backward pass ends", *formed])
+    expected, _ = clipped_grad(loss_fn, params, batch, rule, engine=loop())
+    for name in params:
+        torch.testing.assert_close(got.sums[name], expected.sums[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -33,15 +32,6 @@ def test_nothing_is_formed_beyond_the_budget_but_what_is_smaller_than_its_factor
     assert choice.representation != "formed" or choice.num_bytes <= 4 * num_samples * positions * (p + d)
 
 
-@pytest.mark.parametrize(("factors", "representation"), [(24_576, "ghost"), (49_152, "formed")])
-def test_of_nearly_equal_ones_the_smaller_is_kept(factors, representation):
-    """The projections of a ResNeXt: formed, they take 3.6 % fewer operations."""
-    costs = Costs(product=2**22, ghost=3_555_328, numbers=2**15, factors=factors)
-    assert costs.choose(32).representation == representation
-    far = replace(costs, ghost=10 * costs.ghost)
-    assert far.choose(32).representation == "formed"
-
-
 def test_the_ghost_norm_is_for_few_positions():
     chosen = [matrix(positions, 1024, 1024).choose(16) for positions in (1, 64, 4096)]
     assert [choice.representation for choice in chosen] == ["ghost", "ghost", "formed"]
@@ -69,7 +59,7 @@ def test_kernels_with_many_positions_are_formed():
 
 
 def test_bytes_are_those_that_are_kept():
-    costs = Costs(product=1000, ghost=10**9, numbers=6, factors=5)
+    costs = Costs(product=10, ghost=10**9, numbers=6, factors=5)
     assert costs.choose(4).num_bytes == 4 * 4 * 6
     assert costs.choose(4, 4 * 4 * 6 - 1).num_bytes == 4 * 4 * 5
     assert math.isclose(costs.choose(8).operations, 2 * costs.choose(4).operations)

@@ -282,6 +282,10 @@ class Convolved:
     def shape(self) -> tuple[int, ...]:
         return self.args.shape
 
+    @property
+    def held(self) -> int:
+        return self.g_BmP.numel() + self.x_BmC.numel()
+
 
 def _products(side: Tensor) -> Tensor:
     """Products of all positions of a sample with each other, (n, m * T, m * T), from (n, c, m, ...)."""
