@@ -79,6 +79,15 @@ def told(progress: Progress, bar: TaskID, case: str, what: str) -> None:
     progress.update(bar, advance=1, description=f"{case} {what}")
 
 
+def with_memory_of(known: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """The record of a case with its times, and what a run without times measured: memory is the same on any day."""
+    contestants = dict(known["contestants"])
+    for name, found in measured["contestants"].items():
+        if name in contestants and "memory" in found:
+            contestants[name] = {**contestants[name], "memory": found["memory"]}
+    return {**known, "contestants": contestants}
+
+
 @click.command(help=__doc__, context_settings={"show_default": True})
 @click.option(
     "--cases", default="all", callback=check_cases, help="Names with commas; all; or none with an empty text."
@@ -86,7 +95,12 @@ def told(progress: Progress, bar: TaskID, case: str, what: str) -> None:
 @click.option("--layers", is_flag=True, help="The single layers too.")
 @click.option("--engines", default=",".join(NAMES), callback=check_engines, help="Contestants, with commas.")
 @click.option("--microbatch", default="none", callback=check_microbatch, help="none, auto or a number of samples.")
-@click.option("--rounds", default=5, type=click.IntRange(0), help="Timed rounds; 0 measures no time.")
+@click.option(
+    "--rounds",
+    default=5,
+    type=click.IntRange(0),
+    help="Timed rounds; 0 measures no time, and keeps the times of --append.",
+)
 @click.option("--threads", default=1, type=click.IntRange(1), help="Threads of torch.")
 @click.option("--memory/--no-memory", default=True, help="Memory, in a process for each contestant.")
 @click.option(
@@ -127,7 +141,9 @@ def main(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(chosen) * each + len(largest) * len(engines))
         for number, case in enumerate(chosen, 1):
-            results["cases"][case] = run_case(case, engines, settings, partial(told, progress, bar, case))
+            known = results["cases"].get(case)
+            record = run_case(case, engines, settings, partial(told, progress, bar, case))
+            results["cases"][case] = record if rounds or known is None else with_memory_of(known, record)
             progress.update(bar, completed=number * each)
             console.print(report.case_table(case, results["cases"][case]))
             report.write(results, out)

@@ -275,6 +275,24 @@ def test_misspelt_options_are_refused(arguments, message):
     assert message in result.output
 
 
+def test_memory_alone_keeps_the_times_of_the_file(tmp_path):
+    out = tmp_path / "engines.json"
+    common = ["--out", str(out), "--engines", "bookkeeping,vmap", "--quick", "--cases", "w4"]
+    assert CliRunner().invoke(main, [*common, "--rounds", "2"]).exit_code == 0
+    before = json.loads(out.read_text())
+    wrong = json.loads(out.read_text())
+    for contestant in wrong["cases"]["w4"]["contestants"].values():
+        contestant["memory"] = {}
+    out.write_text(json.dumps(wrong))
+    common[3] = "bookkeeping"
+    assert CliRunner().invoke(main, [*common, "--rounds", "0", "--append"]).exit_code == 0
+    after = json.loads(out.read_text())["cases"]["w4"]["contestants"]
+    for name, contestant in before["cases"]["w4"]["contestants"].items():
+        assert after[name]["time"] == contestant["time"]
+        known = contestant["memory"].get("peak_mib") if name != "vmap" else None
+        assert after[name]["memory"].get("peak_mib") == known
+
+
 def test_append_keeps_other_cases_but_mixes_no_sizes(tmp_path):
     out = tmp_path / "engines.json"
     common = ["--engines", "plain", "--rounds", "0", "--no-memory", "--threads", "1", "--out", str(out)]
