@@ -154,10 +154,12 @@ class Journal:
             if run in runs:
                 self._check(run, step, release)
             else:
-                with_own = {**runs, run: {step: Taken(self.plan.adjacency, own, release)}}
+                taken = Taken(self.plan.adjacency, own, release)
                 if not after.journal:  # `load` has compared the ledger of a resumed run
-                    check_counted(self.file, with_own, after.ledger)
-                before = after.ledger.beyond(steps_ledger(with_own.values()))
+                    earlier = self.plan.events(0, step) if after.drawn else ()  # without this journal
+                    with_all = {**runs, run: {step: taken._replace(events=(*earlier, *own))}}
+                    check_counted(self.file, with_all, after.ledger, unwritten=step)
+                before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
                 values["before"] = _as_lists(before.events)
             repeated = step in runs.get(run, {})  # at no cost, whoever wrote since
             if self._known.last != run and not repeated and (run in runs or after.journal):
@@ -176,8 +178,16 @@ class Journal:
             )
 
     def _check(self, run: str, step: int, release: str) -> None:
-        """Check that the file has no other release of this step, whichever process wrote it."""
-        taken = self._known.runs[run].get(step)
+        """Check that the file has the steps before this one, and no other release of it, whichever process wrote it."""
+        known = self._known.runs[run]
+        taken = known.get(step)
+        if taken is None and step != max(known) + 1:
+            raise CheckpointError(
+                f"Expected step {max(known) + 1} of this run next in the journal {self.path}, got step {step}: those "
+                "between were taken without the journal, whose ledger does not count them. Go on as a new run, which "
+                "does: dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger). Nothing was released and "
+                "nothing was spent."
+            )
         if taken is not None and taken.release != release:
             raise CheckpointError(
                 f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
@@ -186,11 +196,14 @@ class Journal:
             )
 
 
-def check_counted(path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger) -> None:
+def check_counted(
+    path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger, *, unwritten: int = 0
+) -> None:
     """Check that the ledger of a run that begins has the steps of all runs in its journal.
 
     Args:
         path: of the journal. runs: what it has, or will have with the first step. ledger: of the run that begins.
+        unwritten: number of steps that it took before its first line there, which count beside those of the others.
 
     Raises:
         LedgerConflict: it lacks steps, or adds up costs of another adjacency.
@@ -201,9 +214,11 @@ def check_counted(path: Path | str, runs: Mapping[str, Mapping[int, Taken]], led
     lacks = ledger.lacks(wanted)
     if lacks or ledger.adjacency != wanted.adjacency:
         found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
+        beside = f", beside {unwritten} of its own that are not there under its key" if unwritten else ""
+        all_of_it = f"journal_ledger(path){'.compose(state.ledger)' if unwritten else ''}"
         raise LedgerConflict(
-            f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}, got {found}. "
-            "Costs on the same records add up: begin with ledger=dpfunc.checkpoint.journal_ledger(path), an argument "
+            f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
+            f"{found}. Costs on the same records add up: begin with ledger=dpfunc.checkpoint.{all_of_it}, an argument "
             "of dp_step.init and of DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path). A run on "
             "other records has a journal, or an output_dir, of its own. Nothing was released and nothing was spent."
         )

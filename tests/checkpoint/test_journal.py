@@ -257,6 +257,37 @@ def test_a_run_counts_those_before_it(tmp_path):
     assert after.ledger.num_steps == 7
 
 
+def test_steps_without_a_journal_do_not_pass_as_those_of_other_runs(tmp_path):
+    """They cost the same: only their number tells them apart."""
+    path = tmp_path / "journal.jsonl"
+    steps(*start(), 5, Journal(path, PLAN))
+    text = path.read_text()
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 5, None)
+    with pytest.raises(LedgerConflict, match=r"beside 5 of its own.* lacks 5.*journal_ledger\(path\)\.compose\(state"):
+        steps(state, values, optimizer, 1, Journal(path, PLAN))
+    assert path.read_text() == text
+    again, _, _ = start(journal_ledger(path).compose(state.ledger))  # what the message says
+    after = steps(again, values, optimizer, 1, Journal(path, PLAN))
+    assert after.ledger == journal_ledger(path)
+    assert after.ledger.num_steps == 11
+
+
+def test_a_run_leaves_no_step_out_of_its_journal(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 1, None)
+    state = steps(state, values, optimizer, 1, Journal(path, PLAN))  # the first line says what was before
+    assert journal_ledger(path).num_steps == 2
+    state = steps(state, values, optimizer, 2, None)
+    with pytest.raises(CheckpointError, match=r"Expected step 2 of this run next .* got step 4.*ledger=state\.ledger"):
+        steps(state, values, optimizer, 1, Journal(path, PLAN))
+    again, _, _ = start(state.ledger)  # what the message says
+    after = steps(again, values, optimizer, 1, Journal(path, PLAN))
+    assert after.ledger == journal_ledger(path)
+    assert after.ledger.num_steps == 5
+
+
 def test_a_second_phase_that_is_begun_again_counts_both(tmp_path):
     """Its journal says what the first phase had spent, of which the costs of its own steps cannot be told apart."""
     first, second = (Journal(tmp_path / f"{name}.jsonl", PLAN) for name in ("first", "second"))
