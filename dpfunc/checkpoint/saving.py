@@ -28,6 +28,7 @@ from dpfunc.checkpoint.format import (
     STATE,
     all_checkpoints,
     check_own,
+    check_path,
     complete_checkpoints,
     data_fingerprint,
     free_name,
@@ -122,6 +123,7 @@ def save(
     """
     if ranks is not None:
         check_sharding()
+    check_path(journal)
     parent = Path(directory)
     tensors: dict[str, Tensor] = {}
 

@@ -207,6 +207,40 @@ def data_loader(
     )
 
 
+def check_readable(dataset: Any, name: str = "dataset") -> int:
+    """Check that records of a data set can be read by index; their number.
+
+    Args:
+        dataset: of the caller. name: of the argument.
+
+    Raises:
+        InvalidArgument: none, a loader, a stream, a dictionary, or no length.
+    """
+    kind = type(dataset).__name__
+    if dataset is None:
+        raise InvalidArgument(f"Expected {name} to be given, got {name}=None.")
+    if isinstance(dataset, DataLoader):
+        raise InvalidArgument(
+            f"Expected {name} to be a data set, got a DataLoader, which draws batches of its own. Pass what it was "
+            "made of (loader.dataset), and its collate_fn."
+        )
+    if isinstance(dataset, Mapping):
+        raise InvalidArgument(
+            f"Expected a data set that {name}[i] gives record i of, got {name} of type {kind} with the names "
+            f"{sorted(map(str, dataset))[:5]}. Take one split of a dictionary of data sets. Of a dictionary of columns "
+            "make a list of records; or, in your own loop, take rows: dpfunc.take(data, indices) for indices in "
+            "plan.batches(state)."
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise InvalidArgument(
+            f"Expected a data set with a length and an index, got {name} of type {kind}, a stream: a plan draws the "
+            "records of a batch by their index, from all of them. Load it without streaming, or read it into a list; "
+            "or, in your own loop, read it in its order, which has another cost: sampling.InOrder, see "
+            "docs/guides/loop.md."
+        )
+    return len(dataset)
+
+
 def check_dataset(dataset: object, dataset_size: int, num_records: int | None = None) -> None:
     """Check that a data set can be read by index, and has the length of the plan.
 
@@ -223,33 +257,16 @@ sampling probability, and so epsilon, is that of 4 records: make the plan with d
 data set that it was made for. If dataset_size is a public bound on their number, say so when the run begins: \
 dp_step.init(params, key, num_records=len(dataset)). Nothing was spent.
     """
-    kind = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise InvalidArgument(
-            "Expected a data set, got a DataLoader, which draws batches of its own. Pass what it was made of "
-            "(loader.dataset), and its collate_fn."
-        )
-    if isinstance(dataset, Mapping):
-        raise InvalidArgument(
-            f"Expected a data set that dataset[i] gives record i of, got dataset of type {kind} with the names "
-            f"{sorted(map(str, dataset))[:5]}. Take one split of a dictionary of data sets. Of a dictionary of tensors "
-            "take rows: dpfunc.take(data, indices) for indices in plan.batches(state)."
-        )
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise InvalidArgument(
-            f"Expected a data set with a length and an index, got dataset of type {kind}, a stream: a plan draws the "
-            "records of a batch by their index, from all of them. Load it without streaming; or read it in its order, "
-            "which has another cost: sampling.InOrder, see docs/guides/loop.md."
-        )
-    if num_records is not None and len(dataset) != num_records:
+    length = check_readable(dataset)
+    if num_records is not None and length != num_records:
         raise InvalidArgument(
             f"Expected len(dataset) to be num_records={num_records}, with which the run began, got len(dataset)="
-            f"{len(dataset)}. Load the data set of the run. Nothing was spent."
+            f"{length}. Load the data set of the run. Nothing was spent."
         )
-    if num_records is None and len(dataset) != dataset_size:
+    if num_records is None and length != dataset_size:
         raise InvalidArgument(
             f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
-            f"{len(dataset)}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
+            f"{length}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
             "plan with dataset_size=len(dataset), or load the data set that it was made for. If dataset_size is a "
             "public bound on their number, say so when the run begins: "
             "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."

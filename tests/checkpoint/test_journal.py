@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from run_cases import DATA, PLAN, start, steps, store
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
-from dpfunc.checkpoint import chain, load
+from dpfunc.checkpoint import chain, load, save
 from dpfunc.checkpoint import journal as journal_module
 from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
@@ -363,8 +364,10 @@ def test_a_folder_without_a_checkpoint_says_what_the_journal_has(tmp_path):
     steps(state, values, optimizer, 2, Journal(path, PLAN))
     with pytest.raises(CheckpointError, match="found none. Start a new run. The journal .* has 2 steps, which count"):
         load(tmp_path / "run", plan=PLAN, params=values, data=DATA, journal=path)
-    with pytest.raises(InvalidArgument, match="Expected the path of a journal.*Of a Journal pass journal.path"):
-        load(tmp_path / "run", plan=PLAN, params=values, data=DATA, journal=Journal(path, PLAN))
+    options = {"plan": PLAN, "params": values, "data": DATA, "journal": Journal(path, PLAN)}
+    for call in (load, partial(save, state=state)):
+        with pytest.raises(InvalidArgument, match="Expected the path of a journal.*Of a Journal pass journal.path"):
+            call(tmp_path / "run", **options)
     with pytest.raises(InvalidArgument, match="Expected ledger to be a dpfunc.Ledger, got ledger of type str. Read a"):
         start(str(path))
 

@@ -154,30 +154,6 @@ def refuse_overrides(trainer: object, ours: type, theirs: type) -> None:
             )
 
 
-def refuse_data(dataset: Any) -> int:
-    """The number of records of a data set that can be drawn from.
-
-    Raises:
-        InvalidArgument: none, without a length, or iterable only.
-    """
-    from torch.utils.data import IterableDataset
-
-    if dataset is None:
-        raise InvalidArgument("Expected train_dataset to be given, got train_dataset=None.")
-    if isinstance(dataset, Mapping):
-        raise InvalidArgument(
-            "Expected a train_dataset that train_dataset[i] gives record i of, got a dictionary with the names "
-            f"{sorted(map(str, dataset))[:5]}. Take one split of a dictionary of data sets; make a list of records "
-            "of a dictionary of columns."
-        )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise InvalidArgument(
-            f"Expected a train_dataset with a length and an index, got {type(dataset).__name__}. Who is in a batch is "
-            "drawn by index, and the sampling probability needs the number of records. Read the stream into a list."
-        )
-    return len(dataset)
-
-
 def refuse_model(model: nn.Module) -> None:
     """Refuse a wrapped model, one that mixes samples in training mode, and trained parameters in float16.
 

@@ -35,7 +35,6 @@ from dpfunc.hf.trainer.checks import (
     changed,
     one_draw_a_step,
     refuse_arguments,
-    refuse_data,
     refuse_data_name,
     refuse_model,
     refuse_optimizer,
@@ -63,7 +62,7 @@ from dpfunc.hf.trainer.run import (
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
-from dpfunc.sampling.loader import Collate, Draws, data_loader
+from dpfunc.sampling.loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
 from dpfunc.types import LossFn, Params
@@ -194,7 +193,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def plan(self) -> Plan:
         """The plan of the run; found once, before training."""
         if self._plan is None:
-            n = self.privacy.public_size(refuse_data(self.train_dataset))
+            n = self.privacy.public_size(check_readable(self.train_dataset, "train_dataset"))
             plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
             self._plan = replace(plan, spent=None)  # a run begins with the ledger below; a resumed one has its own
         return self._plan
@@ -613,6 +612,6 @@ def _recipe_of(
     """The recipe that the arguments ask for, for what is left of the budget."""
     if privacy.dp_recipe is None or privacy.dp_epsilon is None or privacy.dp_delta is None:
         return None
-    size = privacy.public_size(refuse_data(train_dataset))
+    size = privacy.public_size(check_readable(train_dataset, "train_dataset"))
     epsilon = epsilon_left(epsilon=privacy.dp_epsilon, delta=privacy.dp_delta, spent=spent)
     return model_recipe(privacy.dp_recipe, model, dataset_size=size, epsilon=epsilon, delta=privacy.dp_delta)

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainer_cases import (
     PRIVACY,
     Seen,
@@ -489,7 +489,9 @@ def draw_elsewhere(records):
     [
         ({"compute_loss_func": lambda *args, **kwargs: None}, "compute_loss_func"),
         ({"model_init": classifier}, "model_init"),
-        ({"train_dataset": Stream()}, "a length and an index"),
+        ({"train_dataset": Stream()}, "a length and an index, got train_dataset of type Stream"),
+        ({"train_dataset": {"train": DATA}}, r"train_dataset of type dict with the names \['train'\].*one split"),
+        ({"train_dataset": DataLoader(DATA)}, "Expected train_dataset to be a data set, got a DataLoader"),
         ({"train_dataset": None}, "train_dataset to be given"),
         ({"data_collator": draw_elsewhere}, "generator"),
         ({"privacy": {"dp_epsilon": 8.0}}, "privacy to be PrivacyArguments"),
