@@ -116,7 +116,7 @@ def test_what_privacy_officers_read_is_what_runs_write():
     plan = Plan(Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=2, delta=1e-5)
     dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
     with pytest.warns(UserWarning, match="known to everybody"):
-        state = dp_step.init({"w": torch.zeros(2)}, insecure_key(0))
+        state = dp_step.init({"w": torch.zeros(2)}, insecure_key(10_119))
     values = json.loads(make_record(dp_step, state, unit="one row").to_json())
     named = set(re.findall(r"`(\w+)`", row.split("|")[2]))
     assert named - {"secret", "guessable"} == set(values) - {"schema"}  # all of them, and no other
