@@ -164,8 +164,9 @@ def _catch_grads(
 ) -> tuple[None]:
     """Catch of a use: its gradients, formed or as factors, now or after the backward pass."""
     with torch._C.DisableTorchFunction():
-        later = grad.numel() + sum(tensor.numel() for tensor in saved) <= _SMALL
-        caught.take(use, targets, partial(_apply_rule, use, names, False, grad, saved), formed=formed, later=later)
+        tensors, compute = (grad, *saved), partial(_apply_rule, use, names, False, grad, saved)
+        later = sum(tensor.numel() for tensor in tensors) <= _SMALL
+        caught.take(use, targets, compute, tensors, formed=formed, later=later)
     return (None,)
 
 

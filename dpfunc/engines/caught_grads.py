@@ -10,7 +10,7 @@ groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.uses.gradient_taps import leaf
+from dpfunc.engines.uses.unwritten import Unwritten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import GroupFactors, Params
 
@@ -48,15 +49,15 @@ class CaughtGrads:
     anchor: Tensor
     missing: dict[int, int] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
-    kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
+    kept: dict[int, list[Unwritten[PerSampleGrad]]] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Tensor] = field(default_factory=dict)
     forward_done: bool = False
     _unsummed: dict[str, list[str]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
-    _later: list[tuple[Use, Mapping[str, int], Callable[[], Grads], bool]] = field(default_factory=list)
-    _unformed: list[tuple[int, int]] = field(default_factory=list)
+    _later: list[tuple[Unwritten[Callable[[], Grads]], Mapping[str, int], bool]] = field(default_factory=list)
+    _unformed: set[tuple[int, int]] = field(default_factory=set)
 
     @staticmethod
     def of(group_factors: GroupFactors | None, params: Params) -> CaughtGrads:
@@ -86,6 +87,7 @@ class CaughtGrads:
         use: Use,
         targets: Mapping[str, int],
         compute: Callable[[], Grads],
+        tensors: Sequence[Tensor],
         *,
         formed: bool = False,
         later: bool = False,
@@ -93,11 +95,12 @@ class CaughtGrads:
         """Take the gradients of a use, and sum the groups that they complete.
 
         Args:
+            tensors: that they are computed from.
             formed: form them: now, or after the backward pass where their factors are smaller, until then.
             later: compute them after the backward pass, with all others: they are small.
 
         Raises:
-            UnsupportedModel: more gradients than uses.
+            UnsupportedModel: more gradients than uses; a tensor that was kept for a group is written into since.
         """
         if not self.forward_done:  # the loss differentiates inside of itself
             return
@@ -106,7 +109,7 @@ class CaughtGrads:
                 raise use.refuse("its backward pass runs more often than its forward pass.")
             self.missing[target] -= 1
         if later and self.group_factors is None:
-            self._later.append((use, targets, compute, formed))
+            self._later.append((Unwritten.of(use, compute, tensors), targets, formed))
             return
         with unseen(), exact(self.anchor.device), torch.no_grad():
             self._keep(use, targets, compute(), formed)
@@ -114,26 +117,35 @@ class CaughtGrads:
             self._sum_complete_groups(self.group_factors, targets.values())
 
     def finish(self) -> dict[int, list[PerSampleGrad]]:
-        """Compute the gradients that were left for the end; identity -> the gradients of groups without a sum."""
-        if self._later or self._unformed:
-            with unseen(), exact(self.anchor.device), torch.no_grad():
-                for use, targets, compute, formed in self._later:
-                    self._keep(use, targets, compute(), formed)
-                for target, index in self._unformed:
-                    self.kept[target][index] = Dense(self.kept[target][index].dense())
+        """Compute the gradients that were left for the end; identity -> the gradients of groups without a sum.
+
+        Raises:
+            UnsupportedModel: a tensor that they are computed from was written into since its use gave it.
+        """
+        with unseen(), exact(self.anchor.device), torch.no_grad():
+            for compute, targets, formed in self._later:
+                self._keep(compute.use, targets, compute.read()(), formed)
             self._later.clear()
-            self._unformed.clear()
-        return self.kept
+            return {target: self._final(target) for target in tuple(self.kept)}
+
+    def _final(self, target: int) -> list[PerSampleGrad]:
+        """Gradients of all uses; each is formed, if it is, when the factors of those before are released."""
+        uses, grads = self.kept.pop(target), list[PerSampleGrad]()
+        for index in range(len(uses)):
+            grad = uses.pop(0).read()
+            grads.append(Dense(grad.dense()) if (target, index) in self._unformed else grad)
+        return grads
 
     def _keep(self, use: Use, targets: Mapping[str, int], grads: Grads, formed: bool) -> None:
         for argument, target in targets.items():
             uses, grad = self.kept.setdefault(target, []), grads[argument]
-            smaller = grad.held < use.num_samples * math.prod(use.shapes[argument])
+            numbers = sum(tensor.numel() for tensor in grad.tensors)
+            smaller = numbers < use.num_samples * math.prod(use.shapes[argument])
             if formed and smaller and self.group_factors is None:
-                self._unformed.append((target, len(uses)))
+                self._unformed.add((target, len(uses)))
             elif formed:
                 grad = Dense(grad.dense())
-            uses.append(grad)
+            uses.append(Unwritten.of(use, grad, grad.tensors))
 
     def _sum_complete_groups(self, group_factors: GroupFactors, targets: Iterable[int]) -> None:
         """Sum the groups of these parameters that have all their gradients now."""
@@ -153,7 +165,7 @@ class CaughtGrads:
 
     def _gradient(self, group_factors: GroupFactors, name: str) -> PerSampleGrad:
         param = self.params[name]
-        uses = self.kept.pop(id(param), [])
+        uses = [use.read() for use in self.kept.pop(id(param), [])]
         return add(uses) if uses else Zeros(group_factors.num_samples, param.detach())
 
 

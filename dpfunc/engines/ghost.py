@@ -41,6 +41,7 @@ from dpfunc.engines.uses.parameter_source import has_parameter_source, leaves_of
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.engines.uses.tracked import Tracked
 from dpfunc.engines.uses.tracker import Tracker
+from dpfunc.engines.uses.unwritten import Unwritten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key as Key256
 from dpfunc.rng import insecure_key, torch_seed
@@ -63,7 +64,7 @@ class _NormRecorder:
     trace: Trace
     leaves: list[tuple[Tracked, Tensor, SampleAxis]] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
-    kept: dict[int, list[PerSampleGrad]] = field(default_factory=dict)
+    kept: dict[int, list[Unwritten[PerSampleGrad]]] = field(default_factory=dict)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     factors: Mapping[str, Tensor] | None = None
@@ -95,13 +96,13 @@ class _NormRecorder:
             return (None,)
         single = {arg: self.params[target] for arg, target in targets.items() if self._single(target)}
         if self.factors is None:
-            self._take_norms(apply_rule(use, names, grad, saved), targets, single, grad.device)
+            self._take_norms(use, apply_rule(use, names, grad, saved), targets, single, grad.device)
         elif single:
             self._take_sums(apply_rule(use, names, grad, saved), self.factors, single, grad.device)
         return (None,)
 
     def _take_norms(
-        self, grads: Grads, targets: Mapping[str, int], single: Mapping[str, str], device: torch.device
+        self, use: Use, grads: Grads, targets: Mapping[str, int], single: Mapping[str, str], device: torch.device
     ) -> None:
         """Take the norms of parameters that are used once, in the first pass; the gradients of others are kept."""
         with unseen(), exact(device), torch.no_grad():
@@ -109,7 +110,8 @@ class _NormRecorder:
                 if argument in single:
                     self.sq_norms[single[argument]] = grads[argument].sq_norms()
                 else:
-                    self.kept.setdefault(target, []).append(grads[argument])
+                    grad = grads[argument]
+                    self.kept.setdefault(target, []).append(Unwritten.of(use, grad, grad.tensors))
 
     def _take_sums(
         self, grads: Grads, factors: Mapping[str, Tensor], single: Mapping[str, str], device: torch.device
@@ -129,12 +131,18 @@ class _NormRecorder:
             self.counts[id(tracked.tensor)] = self.counts.get(id(tracked.tensor), 0) + 2  # never single
             self.leaves.append((tracked, copies, sample_axis))
 
-    def keep_copies(self, grads: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of private copies, which come first among these."""
+    def finish(self, grads: Sequence[Tensor | None]) -> dict[int, list[PerSampleGrad]]:
+        """The gradients that are kept, with those of private copies, which come first among `grads`.
+
+        Raises:
+            UnsupportedModel: a tensor that they are computed from was written into since its use gave it.
+        """
+        kept = {target: [use.read() for use in uses] for target, uses in self.kept.items()}
         for (tracked, _, sample_axis), grad in zip(self.leaves, grads, strict=False):
             if grad is not None:
                 for target, rep in read_copies(tracked, sample_axis, self.trace, grad).items():
-                    self.kept.setdefault(target, []).append(rep)
+                    kept.setdefault(target, []).append(rep)
+        return kept
 
     def derived(self, sources: Sequence[Tracked]) -> None:
         """Note that parameters are also used through a derived value: the norm of one use is not theirs."""
@@ -271,9 +279,9 @@ def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: Discovery
             total, ones_B = losses_B.sum(), torch.ones_like(losses_B)
             caught = torch.autograd.grad(losses_B, targets, ones_B, allow_unused=True, retain_graph=True)
         refuse_escaped(watched, caught[len(copies) : -1])
-        meter.keep_copies(caught)
-        check_depends(has_parameter_source() or bool(meter.sq_norms or meter.kept))
-        kept = collect(tracker, leaves, meter.kept)
+        uses = meter.finish(caught)
+        check_depends(has_parameter_source() or bool(meter.sq_norms or uses))
+        kept = collect(tracker, leaves, uses)
     rest = {name: grad for name, grad in kept.items() if name not in meter.sq_norms}
     losses_B = arrived(losses_B.detach())
     return Ghost(losses_B, PerSample(losses_B, rest), meter, tracker, scope, [total], seed)

@@ -64,8 +64,8 @@ class PerSampleGrad(Protocol):
         ...
 
     @property
-    def held(self) -> int:
-        """Numbers that it keeps in memory."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that it keeps in memory."""
         ...
 
 
@@ -99,8 +99,8 @@ class Dense:
         return self.grads_B.shape[1:]
 
     @property
-    def held(self) -> int:
-        return self.grads_B.numel()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.grads_B,)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Zeros:
         return self.like.shape
 
     @property
-    def held(self) -> int:
-        return 0
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,9 @@ class Outer:
         return same and numbers == math.prod(shape) and self.shape == shape
 
     @property
-    def held(self) -> int:
-        """Those of both sides, though b is often an activation that autograd keeps as well."""
-        return self.a_BTp.numel() + self.b_BTd.numel()
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Both sides, though b is often an activation that autograd keeps as well."""
+        return self.a_BTp, self.b_BTd
 
 
 def _products(a_BTp: Tensor) -> Tensor:
@@ -304,8 +304,8 @@ class Gather:
         return same and self.shape == shape and shape[0] * self.g_BTd.shape[2] == math.prod(shape)
 
     @property
-    def held(self) -> int:
-        return self.ids_BT.numel() + self.g_BTd.numel()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.ids_BT, self.g_BTd
 
 
 @dataclass(frozen=True)
@@ -354,8 +354,8 @@ class Tied:
         return self.gather.shape
 
     @property
-    def held(self) -> int:
-        return self.gather.held + self.outer.held
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.gather.tensors, *self.outer.tensors)
 
 
 def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:

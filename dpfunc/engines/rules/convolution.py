@@ -283,8 +283,8 @@ class Convolved:
         return self.args.shape
 
     @property
-    def held(self) -> int:
-        return self.g_BmP.numel() + self.x_BmC.numel()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.g_BmP, self.x_BmC
 
 
 def _products(side: Tensor) -> Tensor:
