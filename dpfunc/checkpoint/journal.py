@@ -181,12 +181,22 @@ class Journal:
         """Check that the file has the steps before this one, and no other release of it, whichever process wrote it."""
         known = self._known.runs[run]
         taken = known.get(step)
-        if taken is None and step != max(known) + 1:
+        after = max(known) + 1
+        if taken is None and step > after:
             raise CheckpointError(
-                f"Expected step {max(known) + 1} of this run next in the journal {self.path}, got step {step}: those "
-                "between were taken without the journal, whose ledger does not count them. Go on as a new run, which "
-                "does: dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger). Nothing was released and "
-                "nothing was spent."
+                f"Expected step {after} of this run next in the journal {self.path}, got step {step}: steps {after} to "
+                f"{step - 1} were taken without the journal, whose ledger does not count them. Go on as a new run that "
+                "counts both, dp_step.init(params, dpfunc.secure_key(), ledger=ledger) with ledger = "
+                "dpfunc.checkpoint.journal_ledger(path).compose("
+                f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). Nothing was released and nothing was "
+                "spent."
+            )
+        if taken is None and step < after:
+            raise CheckpointError(
+                f"Expected step {after} of this run next in the journal {self.path}, got step {step}, which the run "
+                "took before its first line there: whether it would be repeated with the same values cannot be known. "
+                "Resume the run from its newest checkpoint, dpfunc.load(..., journal=path); or begin a new one with "
+                "ledger=dpfunc.checkpoint.journal_ledger(path). Nothing was released and nothing was spent."
             )
         if taken is not None and taken.release != release:
             raise CheckpointError(
@@ -215,12 +225,20 @@ def check_counted(
     if lacks or ledger.adjacency != wanted.adjacency:
         found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
         beside = f", beside {unwritten} of its own that are not there under its key" if unwritten else ""
-        all_of_it = f"journal_ledger(path){'.compose(state.ledger)' if unwritten else ''}"
+        begin = (
+            f"begin with ledger=dpfunc.checkpoint.journal_ledger(path){'.compose(state.ledger)' if unwritten else ''}"
+        )
+        advice = (
+            "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., "
+            f"journal=path): a sum counts them twice. If not, {begin}"
+            if unwritten
+            else f"Costs on the same records add up: {begin}, an argument of dp_step.init and of DPTrainer; or go on "
+            "with the earlier run, dpfunc.load(..., journal=path)"
+        )
         raise LedgerConflict(
             f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
-            f"{found}. Costs on the same records add up: begin with ledger=dpfunc.checkpoint.{all_of_it}, an argument "
-            "of dp_step.init and of DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path). A run on "
-            "other records has a journal, or an output_dir, of its own. Nothing was released and nothing was spent."
+            f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. Nothing was "
+            "released and nothing was spent."
         )
 
 

@@ -162,7 +162,7 @@ def resume(
     _own_journal(history)
     state = state_from_dict(history.values, plan, history.steps)
     if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
-        _explained(history, state.ledger)
+        _explained(history, state, plan)
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
     newest = history.layout_of(state.charged)
@@ -200,14 +200,17 @@ def _own_journal(history: History) -> None:
         )
 
 
-def _explained(history: History, ledger: Ledger) -> None:
+def _explained(history: History, state: StepState, plan: Plan) -> None:
     """Check that runs that began after this one in its journal belong to its lineage. Earlier runs are allowed."""
     taken = history.taken or {}
     family, runs = {history.run, *history.relatives()}, list(taken)
     began = next((number for number, run in enumerate(runs) if run in family), len(runs))
     strangers = [run for run in runs[began:] if run not in family]
-    if runs and began == len(runs):  # saved before its first step: those of before are in its ledger
-        strangers = runs if ledger.lacks(whole_ledger(taken.values())) else []
+    if runs and began == len(
+        runs
+    ):  # saved before its first step there: those of before are in its ledger, with its own
+        own = Taken(plan.adjacency, plan.events(0, state.charged) if state.drawn else (), "")
+        strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
     if strangers:
         raise CheckpointError(
             f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "

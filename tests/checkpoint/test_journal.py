@@ -274,6 +274,21 @@ def test_steps_without_a_journal_do_not_pass_as_those_of_other_runs(tmp_path):
     assert after.ledger.num_steps == 11
 
 
+def test_nor_when_the_run_goes_on_with_a_new_key_and_is_loaded_with_the_journal(tmp_path):
+    path, folder = tmp_path / "journal.jsonl", tmp_path / "run"
+    steps(*start(), 3, Journal(path, PLAN))
+    state, values, optimizer = start()
+    store(folder, steps(state, values, optimizer, 3, None), values, optimizer)
+    options = {"plan": PLAN, "params": values, "data": DATA}
+    fresh = load(folder, journal=None, without_journal="new_key", **options).state
+    store(folder, fresh, values, optimizer)
+    with pytest.raises(CheckpointError, match="what it cost is not in this ledger"):
+        load(folder, journal=path, **options)
+    own = tmp_path / "own.jsonl"  # a journal of its own has nothing of others
+    again = load(folder, journal=None, without_journal="new_key", later_runs="ignore", **options).state
+    assert steps(again, values, optimizer, 1, Journal(own, PLAN)).ledger == journal_ledger(own) == PLAN.ledger(4)
+
+
 def test_a_run_leaves_no_step_out_of_its_journal(tmp_path):
     path = tmp_path / "journal.jsonl"
     state, values, optimizer = start()
@@ -281,12 +296,24 @@ def test_a_run_leaves_no_step_out_of_its_journal(tmp_path):
     state = steps(state, values, optimizer, 1, Journal(path, PLAN))  # the first line says what was before
     assert journal_ledger(path).num_steps == 2
     state = steps(state, values, optimizer, 2, None)
-    with pytest.raises(CheckpointError, match=r"Expected step 2 of this run next .* got step 4.*ledger=state\.ledger"):
+    steps(*start(journal_ledger(path)), 1, Journal(path, PLAN))  # another run, whose step costs as much as one of them
+    with pytest.raises(CheckpointError, match=r"step 2 of this run next .* got step 4.*plan\.events\(2, 4\)"):
         steps(state, values, optimizer, 1, Journal(path, PLAN))
-    again, _, _ = start(state.ledger)  # what the message says
+    again, _, _ = start(
+        journal_ledger(path).compose(Ledger(PLAN.events(2, 4), PLAN.adjacency))
+    )  # what the message says
     after = steps(again, values, optimizer, 1, Journal(path, PLAN))
     assert after.ledger == journal_ledger(path)
-    assert after.ledger.num_steps == 5
+    assert after.ledger.num_steps == 6
+
+
+def test_a_step_from_before_the_journal_is_not_repeated_into_it(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    first, values, optimizer = start()
+    state = steps(first, values, optimizer, 1, None)
+    steps(state, values, optimizer, 2, Journal(path, PLAN))
+    with pytest.raises(CheckpointError, match=r"Expected step 3 of this run next .* got step 0, which the run took"):
+        steps(replay(first), values, optimizer, 1, Journal(path, PLAN))
 
 
 def test_a_second_phase_that_is_begun_again_counts_both(tmp_path):
