@@ -268,16 +268,17 @@ class Bookkeeping:
         """Per-sample gradients by one forward and one backward pass."""
         num_samples = batch_size(batch)
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-        compiling = torch.compiler.is_compiling()
-        caught = None if compiling else CaughtGrads.of(self._group_factors, leaves)
-        recorder = FactorRecorder(self.memory_budget, sample_axes.trace, caught)
-        tracker = Tracker(leaves, num_samples, sample_axes, recorder)
-        if compiling:  # dynamo differentiates outside of the mode; it cannot trace checkpointing
+        if torch.compiler.is_compiling():  # dynamo differentiates outside of the mode; it cannot trace checkpointing
+            recorder = FactorRecorder(self.memory_budget, sample_axes.trace)
+            tracker = Tracker(leaves, num_samples, sample_axes, recorder)
             with torch.enable_grad(), tracker:
                 losses_B = loss_fn(leaves, batch)
             with torch.enable_grad():
                 return _backward(tracker, recorder, leaves, losses_B)
-        trace = recorder.trace or Trace(num_samples)
+        trace = sample_axes.trace or Trace(num_samples)
+        caught = CaughtGrads.of(self._group_factors, leaves, trace)
+        recorder = FactorRecorder(self.memory_budget, sample_axes.trace, caught)
+        tracker = Tracker(leaves, num_samples, sample_axes, recorder)
         with following(trace, batch), parameters_unchanged(params), torch.enable_grad(), backward_inside(), tracker:
             losses_B = loss_fn(leaves, batch)
             check_differentiable(losses_B, num_samples)

@@ -21,6 +21,7 @@ from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.rules.table import Grads, Use
+from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.gradient_taps import leaf
 from dpfunc.engines.uses.unwritten import Unwritten
 from dpfunc.errors import InvalidArgument
@@ -36,7 +37,7 @@ class CaughtGrads:
 
     Args:
         group_factors: factors of a group; None if no group is summed before the end. params: leaves by name. anchor: a
-            leaf that makes autograd run the backward of every use.
+            leaf that makes autograd run the backward of every use. trace: of the pass.
         missing: uses without a gradient so far, by the identity of the parameter. late: names of parameters some of
             whose gradients are known only after the backward pass.
         kept: identity -> gradients of groups that are not summed so far. sums, sq_norms, factors: of the summed
@@ -47,6 +48,7 @@ class CaughtGrads:
     group_factors: GroupFactors | None
     params: Params
     anchor: Tensor
+    trace: Trace
     missing: dict[int, int] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     kept: dict[int, list[Unwritten[PerSampleGrad]]] = field(default_factory=dict)
@@ -60,10 +62,10 @@ class CaughtGrads:
     _unformed: set[tuple[int, int]] = field(default_factory=set)
 
     @staticmethod
-    def of(group_factors: GroupFactors | None, params: Params) -> CaughtGrads:
+    def of(group_factors: GroupFactors | None, params: Params, trace: Trace) -> CaughtGrads:
         """Nothing so far: no group of these parameters is summed."""
         first = next(iter(params.values()))
-        caught = CaughtGrads(group_factors, params, leaf((), first.dtype, first.device))
+        caught = CaughtGrads(group_factors, params, leaf((), first.dtype, first.device), trace)
         if group_factors is not None:
             for name, param in params.items():
                 caught._unsummed.setdefault(group_factors.group_of[name], []).append(name)
@@ -109,7 +111,7 @@ class CaughtGrads:
                 raise use.refuse("its backward pass runs more often than its forward pass.")
             self.missing[target] -= 1
         if later and self.group_factors is None:
-            self._later.append((Unwritten.of(use, compute, tensors), targets, formed))
+            self._later.append((Unwritten.of(use, compute, tensors, self.trace), targets, formed))
             return
         with unseen(), exact(self.anchor.device), torch.no_grad():
             self._keep(use, targets, compute(), formed)
@@ -145,7 +147,7 @@ class CaughtGrads:
                 self._unformed.add((target, len(uses)))
             elif formed:
                 grad = Dense(grad.dense())
-            uses.append(Unwritten.of(use, grad, grad.tensors))
+            uses.append(Unwritten.of(use, grad, grad.tensors, self.trace))
 
     def _sum_complete_groups(self, group_factors: GroupFactors, targets: Iterable[int]) -> None:
         """Sum the groups of these parameters that have all their gradients now."""

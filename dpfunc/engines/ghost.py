@@ -111,7 +111,7 @@ class _NormRecorder:
                     self.sq_norms[single[argument]] = grads[argument].sq_norms()
                 else:
                     grad = grads[argument]
-                    self.kept.setdefault(target, []).append(Unwritten.of(use, grad, grad.tensors))
+                    self.kept.setdefault(target, []).append(Unwritten.of(use, grad, grad.tensors, self.trace))
 
     def _take_sums(
         self, grads: Grads, factors: Mapping[str, Tensor], single: Mapping[str, str], device: torch.device

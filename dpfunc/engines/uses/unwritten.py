@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from dpfunc.engines.rules.table import Use
+from dpfunc.engines.tracing.trace import Trace
 from dpfunc.engines.uses.tracked import version
 
 T = TypeVar("T")
@@ -19,18 +21,20 @@ class Unwritten(Generic[T]):
     """What a backward pass gives for one use, kept by reference: a later part of it may write into the same memory.
 
     Such a write, by a hook or a backward function of the user's own, comes after the check that the gradient has the
-    rows of its use, and may mix samples.
+    rows of its use, and may mix samples. torch counts writes, and the trace sees those that it does not count
+    (`tensor.data`), where they change what is known about the rows.
     """
 
     use: Use
     _value: T
     _tensors: Sequence[Tensor] = field(repr=False)
-    _versions: tuple[int, ...] = field(repr=False)
+    _trace: Trace = field(repr=False)
+    _known: tuple[object, ...] = field(repr=False)
 
     @staticmethod
-    def of(use: Use, value: T, tensors: Sequence[Tensor]) -> Unwritten[T]:
-        """A value that is read from these tensors, as they are now."""
-        return Unwritten(use, value, tensors, tuple(version(tensor) for tensor in tensors))
+    def of(use: Use, value: T, tensors: Sequence[Tensor], trace: Trace) -> Unwritten[T]:
+        """A value that is read from these tensors, as they are now in the backward pass that this trace follows."""
+        return Unwritten(use, value, tensors, trace, _known(tensors, trace))
 
     def read(self) -> T:
         """The value.
@@ -38,9 +42,15 @@ class Unwritten(Generic[T]):
         Raises:
             UnsupportedModel: a tensor was written into since.
         """
-        if self._versions != tuple(version(tensor) for tensor in self._tensors):
+        if self._known != _known(self._tensors, self._trace):
             raise self.use.refuse(
                 "a later part of the backward pass writes into its gradient or its input, as a hook or a backward "
                 "function of your own does that computes in place. Let it return a new tensor."
             )
         return self._value
+
+
+def _known(tensors: Sequence[Tensor], trace: Trace) -> tuple[object, ...]:
+    """How often each tensor was written into, and what the trace knows about its memory."""
+    with torch._C.DisableTorchFunction():
+        return tuple((version(tensor), trace.entry_of(tensor)) for tensor in tensors)

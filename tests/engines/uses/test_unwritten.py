@@ -29,6 +29,16 @@ class MixedInPlace(torch.autograd.Function):
         return result
 
 
+class MixedUncounted(MixedInPlace):
+    """The same by `tensor.data`, whose writes torch does not count."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        result = grad.clone()
+        grad.data.add_(grad.sum(0))
+        return result
+
+
 def same(x: Tensor, weight: Tensor) -> Tensor:
     """A convolution whose result has the size of its input."""
     return conv1d(x, weight, padding=1)
@@ -38,6 +48,11 @@ def mixed(p, x):
     """`conv1d` and `MixedInPlace` get the same gradient; the convolution, which comes later, gets it first."""
     h = same(x, p["b"])
     return (MixedInPlace.apply(h) + same(h.tanh(), p["a"])).square().sum((1, 2))
+
+
+def mixed_uncounted(p, x):
+    h = same(x, p["b"])
+    return (MixedUncounted.apply(h) + same(h.tanh(), p["a"])).square().sum((1, 2))
 
 
 def tied(p, x):
@@ -67,7 +82,7 @@ def inputs(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("loss_fn", [mixed, hooked])
+@pytest.mark.parametrize("loss_fn", [mixed, mixed_uncounted, hooked])
 def test_a_gradient_that_is_written_into_is_refused(loss_fn, size):
     with pytest.raises(UnsupportedModel, match=r"conv1d of parameter 'a'.*writes into its gradient"):
         bookkeeping()(loss_fn, *inputs(size))
