@@ -196,7 +196,9 @@ class Journal:
                 f"Expected step {after} of this run next in the journal {self.path}, got step {step}, which the run "
                 "took before its first line there: whether it would be repeated with the same values cannot be known. "
                 "Resume the run from its newest checkpoint, dpfunc.load(..., journal=path); or begin a new one with "
-                "ledger=dpfunc.checkpoint.journal_ledger(path). Nothing was released and nothing was spent."
+                "ledger=dpfunc.checkpoint.journal_ledger(path), to which .compose(dpfunc.Ledger(plan.events(a, b), "
+                "plan.adjacency)) adds steps a to b - 1 where later ones were taken without the journal. Nothing was "
+                "released and nothing was spent."
             )
         if taken is not None and taken.release != release:
             raise CheckpointError(

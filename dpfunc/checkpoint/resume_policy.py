@@ -194,9 +194,17 @@ def _own_journal(history: History) -> None:
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
     last = int(history.values["charged"]) - 1
     if history.taken is not None and last >= (born[0] if born else 0) and last not in history.steps:
+        counting = [note.run for note in history.notes if note.counted.get(history.run, 0) > last]
+        later = [run for run in history.taken if run in counting]
+        advice = (
+            f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
+            "saved parameters that counts both, dp_step.init(params, dpfunc.secure_key(), "
+            "ledger=dpfunc.checkpoint.journal_ledger(path))"
+            if later
+            else "It is the journal of another run, or incomplete: pass the right one"
+        )
         raise CheckpointError(
-            f"Expected the journal to have step {last} of this run, which the checkpoint has. It is the journal of "
-            "another run, or incomplete: pass the right one."
+            f"Expected the journal to have step {last} of this run, which the checkpoint has. {advice}."
         )
 
 
@@ -206,9 +214,7 @@ def _explained(history: History, state: StepState, plan: Plan) -> None:
     family, runs = {history.run, *history.relatives()}, list(taken)
     began = next((number for number, run in enumerate(runs) if run in family), len(runs))
     strangers = [run for run in runs[began:] if run not in family]
-    if runs and began == len(
-        runs
-    ):  # saved before its first step there: those of before are in its ledger, with its own
+    if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
         own = Taken(plan.adjacency, plan.events(0, state.charged) if state.drawn else (), "")
         strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
     if strangers:
@@ -225,9 +231,11 @@ def _continued_once(history: History) -> None:
     if before:
         raise CheckpointError(
             f"Expected a checkpoint from which no run has gone on without a journal, got one from which {len(before)} "
-            f"did ({shorten(before)}), and left no checkpoint. What they released is in no ledger. If they took no "
-            'step, or you count their steps, pass later_runs="ignore". A journal would count them: '
-            "make_dp_step(..., journal=Journal(path, plan))."
+            f"did ({shorten(before)}), and left no checkpoint. What they released is in no ledger, but that of a "
+            "journal if they had one: then begin a new run from the saved parameters that counts it, "
+            "dp_step.init(params, dpfunc.secure_key(), ledger=dpfunc.checkpoint.journal_ledger(path)). If they took no "
+            'step, or you count their steps, pass later_runs="ignore". '
+            "Next time give the steps a journal: make_dp_step(..., journal=Journal(path, plan))."
         )
 
 

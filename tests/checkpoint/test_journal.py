@@ -289,6 +289,26 @@ def test_nor_when_the_run_goes_on_with_a_new_key_and_is_loaded_with_the_journal(
     assert steps(again, values, optimizer, 1, Journal(own, PLAN)).ledger == journal_ledger(own) == PLAN.ledger(4)
 
 
+def test_a_journal_of_a_run_that_went_on_says_how_to_count_both(tmp_path):
+    """The run that continued the checkpoint, with a new key and a journal, ended before it saved anything."""
+    path, folder = tmp_path / "journal.jsonl", tmp_path / "run"
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 3, None)
+    store(folder, state, values, optimizer)
+    options = {"plan": PLAN, "params": values, "data": DATA}
+    fresh = load(folder, journal=None, without_journal="new_key", **options).state
+    steps(fresh, values, optimizer, 2, Journal(path, PLAN))
+    with pytest.raises(CheckpointError, match=r"counts all of it: begin a new run .*journal_ledger\(path\)\)"):
+        load(folder, journal=path, **options)
+    with pytest.raises(CheckpointError, match=r"journal if they had one: .*journal_ledger\(path\)\)"):
+        load(folder, journal=None, without_journal="new_key", **options)
+    again, _, _ = start(journal_ledger(path))  # what both messages say
+    assert steps(again, values, optimizer, 1, Journal(path, PLAN)).ledger == PLAN.ledger(6)
+    store(folder, steps(state, values, optimizer, 1, None), values, optimizer)  # which that run does not count
+    with pytest.raises(CheckpointError, match="the journal of another run, or incomplete"):
+        load(folder, journal=path, **options)
+
+
 def test_a_run_leaves_no_step_out_of_its_journal(tmp_path):
     path = tmp_path / "journal.jsonl"
     state, values, optimizer = start()
@@ -299,9 +319,8 @@ def test_a_run_leaves_no_step_out_of_its_journal(tmp_path):
     steps(*start(journal_ledger(path)), 1, Journal(path, PLAN))  # another run, whose step costs as much as one of them
     with pytest.raises(CheckpointError, match=r"step 2 of this run next .* got step 4.*plan\.events\(2, 4\)"):
         steps(state, values, optimizer, 1, Journal(path, PLAN))
-    again, _, _ = start(
-        journal_ledger(path).compose(Ledger(PLAN.events(2, 4), PLAN.adjacency))
-    )  # what the message says
+    without = Ledger(PLAN.events(2, 4), PLAN.adjacency)
+    again, _, _ = start(journal_ledger(path).compose(without))  # what the message says
     after = steps(again, values, optimizer, 1, Journal(path, PLAN))
     assert after.ledger == journal_ledger(path)
     assert after.ledger.num_steps == 6
