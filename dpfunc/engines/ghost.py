@@ -29,7 +29,7 @@ from dpfunc.engines.guards.loss import (
 from dpfunc.engines.guards.modes import unfollowed, unseen
 from dpfunc.engines.guards.scope import Scope, backward_inside
 from dpfunc.engines.loop import loop
-from dpfunc.engines.numerics import exact
+from dpfunc.engines.numerics import TOLERATED, exact
 from dpfunc.engines.per_sample import PerSample, PerSampleGrad
 from dpfunc.engines.rules.table import Grads, Use
 from dpfunc.engines.tracing.discovery_cache import DiscoveryCache
@@ -98,7 +98,7 @@ class _NormRecorder:
         if self.factors is None:
             self._take_norms(use, apply_rule(use, names, grad, saved), targets, single, grad.device)
         elif single:
-            self._take_sums(apply_rule(use, names, grad, saved), self.factors, single, grad.device)
+            self._take_sums(use, apply_rule(use, names, grad, saved), self.factors, single, grad.device)
         return (None,)
 
     def _take_norms(
@@ -114,10 +114,22 @@ class _NormRecorder:
                     self.kept.setdefault(target, []).append(Unwritten.of(use, grad, grad.tensors, self.trace))
 
     def _take_sums(
-        self, grads: Grads, factors: Mapping[str, Tensor], single: Mapping[str, str], device: torch.device
+        self, use: Use, grads: Grads, factors: Mapping[str, Tensor], single: Mapping[str, str], device: torch.device
     ) -> None:
-        """Take the weighted sums of parameters that are used once, in the second pass."""
+        """Take the weighted sums of parameters that are used once, in the second pass.
+
+        Raises:
+            UnsupportedModel: a norm is another one than that by which the factors were made.
+        """
         with unseen(), exact(device), torch.no_grad():
+            if not self.trace.settled:  # code of the user's, in a hook or a checkpoint, may run otherwise this time
+                for argument, name in single.items():
+                    if not _same_norms(grads[argument].sq_norms(), self.sq_norms[name]):
+                        raise use.refuse(
+                            "its gradients differ between the two backward passes of this engine, so they would not be "
+                            "clipped. A hook, a checkpointed function or a backward function of your own depends on "
+                            "more than its inputs (a counter, random numbers of Python or NumPy: draw them by torch)."
+                        )
             totals = {name: grads[argument].weighted_sum(factors[name]) for argument, name in single.items()}
         with unfollowed(), torch.no_grad():  # may communicate
             self.sums.update({name: reduced(name, total) for name, total in totals.items()})
@@ -183,6 +195,9 @@ class Ghost:
                 "The sums of a ghost engine can be taken once: the second backward pass uses the activations up. Use "
                 'engine="bookkeeping".'
             )
+        sum_kept = partial(self.kept.weighted_sum, {name: factors[name] for name in self.kept.grads})
+        # Code of the user's may write into what the first pass has left. Without any, it takes less memory at the end.
+        early = {} if self._trace.settled else sum_kept()
         if self._meter.sq_norms:
             self._meter.weigh(factors)
             known = len(self._trace.doubts)
@@ -190,7 +205,7 @@ class Ghost:
             with followed, torch.enable_grad(), torch_seed(self._seed), self._scope.again(), self._tracker:
                 torch.autograd.grad(self._graph.pop(), (self._meter.anchor,), allow_unused=True)
             refuse_unproven(self._trace.doubts[known:])  # a hook may act differently the second time
-        sums = {**self.kept.weighted_sum({name: factors[name] for name in self.kept.grads}), **self._meter.sums}
+        sums = {**(early or sum_kept()), **self._meter.sums}
         return {name: sums[name] for name in self._tracker.params}
 
 
@@ -235,10 +250,12 @@ def ghost(unproven: Literal["audit", "refuse"] = "refuse") -> GhostEngine:
 
     Raises:
         InvalidArgument: the loss has a wrong shape, or no gradient.
-        UnsupportedModel: an operation without a rule, or samples that influence each other.
+        UnsupportedModel: an operation without a rule, or samples that influence each other; two backward passes that
+            differ.
 
     Guarantees:
-        equals a loop over single samples (tests/engines/test_parity.py).
+        equals a loop over single samples (tests/engines/test_parity.py); what is summed has the norms it is clipped by
+        (tests/engines/test_ghost.py::test_a_second_pass_that_differs_is_refused).
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> per_sample = ghost()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -246,6 +263,11 @@ def ghost(unproven: Literal["audit", "refuse"] = "refuse") -> GhostEngine:
     tensor([25.,  1.])
     """
     return GhostEngine(one_of("unproven", unproven, ("audit", "refuse")))
+
+
+def _same_norms(again_B: Tensor, known_B: Tensor) -> bool:
+    """True if squared norms differ by no more than clip rules allow for."""
+    return torch.allclose(again_B, known_B, rtol=TOLERATED, atol=0.0, equal_nan=True)
 
 
 def _measure(loss_fn: LossFn, params: Params, batch: Batch, discovery: DiscoveryRecorder) -> Ghost:
