@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unwritten(Generic[T]):
-    """What a backward pass gives for one use, kept by reference: a later part of it may write into the same memory.
+    """A value of one use, kept by reference in a backward pass: a later part of it may write into the same memory.
 
     Such a write, by a hook or a backward function of the user's own, comes after the check that the gradient has the
     rows of its use, and may mix samples. torch counts writes, and the trace sees those that it does not count
@@ -51,6 +51,6 @@ class Unwritten(Generic[T]):
 
 
 def _known(tensors: Sequence[Tensor], trace: Trace) -> tuple[object, ...]:
-    """How often each tensor was written into, and what the trace knows about its memory."""
+    """Number of writes into each tensor, and what the trace knows about its memory."""
     with torch._C.DisableTorchFunction():
         return tuple((version(tensor), trace.entry_of(tensor)) for tensor in tensors)
