@@ -60,15 +60,15 @@ class StepState(NamedTuple):
         return f"StepState({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
-def step_events(plan: Plan, state: StepState, step: int) -> tuple[Event, ...]:
-    """Events that a step of a run costs. A batch that was not drawn claims no amplification by sampling.
+def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Event, ...]:
+    """Events that steps of a run cost. A batch that was not drawn claims no amplification by sampling.
 
     Args:
-        plan: of the run. state: any of the run. step: number of the step.
+        plan: of the run. state: any of the run. start, stop: numbers of the first step, and of the one after the last.
     """
     if state.drawn:
-        return plan.events(step, step + 1)
-    return (Event(1.0, schedule_at(plan.noise_multiplier, step), 1),)
+        return plan.events(start, stop)
+    return tuple(Event(1.0, schedule_at(plan.noise_multiplier, step), 1) for step in range(start, stop))
 
 
 def plan_digest(plan: Plan) -> str:

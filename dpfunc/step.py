@@ -281,7 +281,7 @@ class DPStep:
             )
         state = self.init(params, secure_key())._replace(limit=1, drawn=False)
         plan = self.plan
-        charged = state.ledger.compose(Ledger(step_events(plan, state, 0), plan.adjacency))
+        charged = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
         cost = charged.epsilon(plan.delta, plan.accountant).epsilon
         if plan.epsilon is not None and cost > plan.epsilon:
             raise BudgetExhausted(
@@ -309,7 +309,7 @@ class DPStep:
         if step <= state.charged:  # a resumed run repeats it bit for bit: it is in the ledger already
             left = tuple(item for item in state.released if item[0] >= step)
             return state._replace(step=step, noise_state=noise_state, released=left)
-        cost = Ledger(step_events(self.plan, state, state.step), self.plan.adjacency)
+        cost = Ledger(step_events(self.plan, state, state.step, state.step + 1), self.plan.adjacency)
         return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
 
     def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:

@@ -143,7 +143,7 @@ class Journal:
         from dpfunc.state import step_events
 
         step = after.step - 1
-        own = step_events(self.plan, after, step)
+        own = step_events(self.plan, after, step, after.step)
         run, release = fingerprint(after.key), dict(after.released).get(step, "")
         values = {
             "run": run, "step": step, "adjacency": self.plan.adjacency, "events": _as_lists(own), "release": release
@@ -156,9 +156,8 @@ class Journal:
             else:
                 taken = Taken(self.plan.adjacency, own, release)
                 if not after.journal:  # `load` has compared the ledger of a resumed run
-                    earlier = self.plan.events(0, step) if after.drawn else ()  # without this journal
-                    with_all = {**runs, run: {step: taken._replace(events=(*earlier, *own))}}
-                    check_counted(self.file, with_all, after.ledger, unwritten=step)
+                    all_own = taken._replace(events=step_events(self.plan, after, 0, after.step))
+                    check_counted(self.file, {**runs, run: {step: all_own}}, after.ledger, unjournalled=step)
                 before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
                 values["before"] = _as_lists(before.events)
             repeated = step in runs.get(run, {})  # at no cost, whoever wrote since
@@ -180,9 +179,16 @@ class Journal:
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has the steps before this one, and no other release of it, whichever process wrote it."""
         known = self._known.runs[run]
-        taken = known.get(step)
+        if step in known:
+            if known[step].release != release:
+                raise CheckpointError(
+                    f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
+                    "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or "
+                    "take a new key from dpfunc.secure_key(). Nothing was released."
+                )
+            return
         after = max(known) + 1
-        if taken is None and step > after:
+        if step > after:
             raise CheckpointError(
                 f"Expected step {after} of this run next in the journal {self.path}, got step {step}: steps {after} to "
                 f"{step - 1} were taken without the journal, whose ledger does not count them. Go on as a new run that "
@@ -191,7 +197,7 @@ class Journal:
                 f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). Nothing was released and nothing was "
                 "spent."
             )
-        if taken is None and step < after:
+        if step < after:
             raise CheckpointError(
                 f"Expected step {after} of this run next in the journal {self.path}, got step {step}, which the run "
                 "took before its first line there: whether it would be repeated with the same values cannot be known. "
@@ -200,22 +206,16 @@ class Journal:
                 "plan.adjacency)) adds steps a to b - 1 where later ones were taken without the journal. Nothing was "
                 "released and nothing was spent."
             )
-        if taken is not None and taken.release != release:
-            raise CheckpointError(
-                f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
-                "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or take a "
-                "new key from dpfunc.secure_key(). Nothing was released."
-            )
 
 
 def check_counted(
-    path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger, *, unwritten: int = 0
+    path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger, *, unjournalled: int = 0
 ) -> None:
     """Check that the ledger of a run that begins has the steps of all runs in its journal.
 
     Args:
         path: of the journal. runs: what it has, or will have with the first step. ledger: of the run that begins.
-        unwritten: number of steps that it took before its first line there, which count beside those of the others.
+        unjournalled: number of steps that it took before its first line there, which count beside those of the others.
 
     Raises:
         LedgerConflict: it lacks steps, or adds up costs of another adjacency.
@@ -226,17 +226,18 @@ def check_counted(
     lacks = ledger.lacks(wanted)
     if lacks or ledger.adjacency != wanted.adjacency:
         found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
-        beside = f", beside {unwritten} of its own that are not there under its key" if unwritten else ""
-        begin = (
-            f"begin with ledger=dpfunc.checkpoint.journal_ledger(path){'.compose(state.ledger)' if unwritten else ''}"
-        )
+        beside = ""
         advice = (
-            "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., "
-            f"journal=path): a sum counts them twice. If not, {begin}"
-            if unwritten
-            else f"Costs on the same records add up: {begin}, an argument of dp_step.init and of DPTrainer; or go on "
-            "with the earlier run, dpfunc.load(..., journal=path)"
+            "Costs on the same records add up: begin with ledger=dpfunc.checkpoint.journal_ledger(path), an argument "
+            "of dp_step.init and of DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path)"
         )
+        if unjournalled:
+            beside = f", beside {unjournalled} of its own that are not there under its key"
+            advice = (
+                "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., "
+                "journal=path): a sum counts them twice. If not, begin with "
+                "ledger=dpfunc.checkpoint.journal_ledger(path).compose(state.ledger)"
+            )
         raise LedgerConflict(
             f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
             f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. Nothing was "

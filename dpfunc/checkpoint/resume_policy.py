@@ -21,7 +21,7 @@ from dpfunc.checkpoint.run_layout import DIGESTS
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
-from dpfunc.state import StepState
+from dpfunc.state import StepState, step_events
 from dpfunc.types import Event
 
 NOTES = "resumed.jsonl"
@@ -196,14 +196,14 @@ def _own_journal(history: History) -> None:
     if history.taken is not None and last >= (born[0] if born else 0) and last not in history.steps:
         raise CheckpointError(
             f"Expected the journal to have step {last} of this run, which the checkpoint has. "
-            f"{_other_journal(history.taken, history, last)}."
+            f"{_other_journal(history, last)}."
         )
 
 
-def _other_journal(taken: _Runs, history: History, last: int) -> str:
+def _other_journal(history: History, last: int) -> str:
     """Advice where a journal lacks the last step of a checkpoint."""
     counting = [note.run for note in history.notes if note.counted.get(history.run, 0) > last]
-    later = [run for run in taken if run in counting]
+    later = [run for run in history.taken or {} if run in counting]
     if not later:
         return "It is the journal of another run, or incomplete: pass the right one"
     return (
@@ -220,7 +220,7 @@ def _explained(history: History, state: StepState, plan: Plan) -> None:
     began = next((number for number, run in enumerate(runs) if run in family), len(runs))
     strangers = [run for run in runs[began:] if run not in family]
     if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
-        own = Taken(plan.adjacency, plan.events(0, state.charged) if state.drawn else (), "")
+        own = Taken(plan.adjacency, step_events(plan, state, 0, state.charged), "")
         strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
     if strangers:
         raise CheckpointError(

@@ -122,14 +122,14 @@ class _NormRecorder:
             UnsupportedModel: a norm is another one than that by which the factors were made.
         """
         with unseen(), exact(device), torch.no_grad():
-            if not self.trace.settled:  # code of the user's, in a hook or a checkpoint, may run otherwise this time
-                for argument, name in single.items():
-                    if not _same_norms(grads[argument].sq_norms(), self.sq_norms[name]):
-                        raise use.refuse(
-                            "its gradients differ between the two backward passes of this engine, so they would not be "
-                            "clipped. A hook, a checkpointed function or a backward function of your own depends on "
-                            "more than its inputs (a counter, random numbers of Python or NumPy: draw them by torch)."
-                        )
+            # Code of the user's, in a hook or a checkpoint, may run otherwise this time.
+            again = {} if self.trace.settled else {name: grads[arg].sq_norms() for arg, name in single.items()}
+            if not all(_same_norms(norms_B, self.sq_norms[name]) for name, norms_B in again.items()):
+                raise use.refuse(
+                    "its gradients differ between the two backward passes of this engine, so they would not be "
+                    "clipped. A hook, a checkpointed function or a backward function of your own depends on more than "
+                    "its inputs (a counter, random numbers of Python or NumPy: draw them by torch)."
+                )
             totals = {name: grads[argument].weighted_sum(factors[name]) for argument, name in single.items()}
         with unfollowed(), torch.no_grad():  # may communicate
             self.sums.update({name: reduced(name, total) for name, total in totals.items()})
