@@ -1,0 +1,117 @@
+"""The two levels of a row, and all that torch keeps private of them.
+
+Level 1 is vmap: a row is a batch of one. Level 2 is grad: the loss gets parameters of it, and the forward and the
+backward pass run inside both. Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by
+name in a version of torch that is different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._C._functorch import get_single_level_autograd_function_allowed as _single_level_allowed
+from torch._C._functorch import set_single_level_autograd_function_allowed as _allow_single_level
+from torch._functorch import vmap as _vmap
+from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
+from torch.autograd.graph import _engine_run_backward
+
+Below = torch._C._DisableFuncTorch
+"""Context in which plain tensors are computed below both levels."""
+
+@dataclass(frozen=True)
+class Levels:
+    """The open levels of one pass over some rows.
+
+    Args:
+        rows: number of each. vmap, grad: their numbers in torch's stack.
+    """
+
+    rows: int
+    vmap: int
+    grad: int
+
+    def row(self, values_B: Tensor) -> Tensor:
+        """The tensor of one row, from those of all rows on axis 0."""
+        batched: Tensor = functorch._wrap_for_grad(functorch._add_batch_dim(values_B, 0, self.vmap), self.grad)
+        return batched
+
+    def leaf(self, value: Tensor) -> Tensor:
+        """A parameter that is differentiated; the same for all rows."""
+        made: Tensor = _create_differentiable(functorch._wrap_for_grad(value, self.grad))
+        return made
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A tensor that is the same for all rows."""
+        made: Tensor = functorch._wrap_for_grad(value, self.grad)
+        return made
+
+    def on_top(self) -> bool:
+        """True outside of transforms that the loss itself runs."""
+        return bool(functorch.maybe_current_level() == self.grad)
+
+
+@contextmanager
+def levels(num_rows: int) -> Iterator[Levels]:
+    """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
+    _vmap.lazy_load_decompositions()
+    # no_grad: frozen parameters may require gradients, and would keep a graph below both levels
+    with (
+        torch.no_grad(),
+        _vmap.vmap_increment_nesting(num_rows, "error") as vmap,
+        grad_increment_nesting() as grad,
+        torch.enable_grad(),
+    ):
+        yield Levels(num_rows, vmap, grad)
+
+
+def inside(value: Any) -> Any:
+    """The tensor without the levels of gradients."""
+    while isinstance(value, Tensor) and functorch.is_gradtrackingtensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def is_row(value: Any) -> TypeGuard[Tensor]:
+    """True for a tensor of one row, false for one that is the same for all rows."""
+    return isinstance(value, Tensor) and functorch.is_batchedtensor(inside(value))
+
+
+def of_rows(value: Tensor) -> Tensor | None:
+    """The plain tensors of all rows on axis 0, (B, ...); None for a tensor that is the same for all rows."""
+    value = inside(value)
+    if not functorch.is_batchedtensor(value):
+        return None
+    plain, axis = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
+    if functorch.is_functorch_wrapped_tensor(plain):
+        return None  # of a vmap that the loss runs
+    with Below():
+        return plain.movedim(axis, 0) if axis else plain
+
+
+def is_gone(value: Tensor) -> bool:
+    """True for a tensor of an earlier call, which torch would take for one of this call."""
+    return bool(functorch.is_dead_tensor_wrapper(value))
+
+
+def apply_node(node: type[torch.autograd.Function], *args: Any) -> Any:
+    """Apply a function as a node of the level of gradients alone: a tenth of the time of torch's own way."""
+    before = _single_level_allowed()
+    _allow_single_level(True)
+    try:
+        return super(torch.autograd.Function, node).apply(*args)
+    finally:
+        _allow_single_level(before)
+
+
+def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of a loss. `torch.autograd.grad` would switch modes off, and lose what is computed again inside."""
+    found: Sequence[Tensor | None] = _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found

@@ -1,0 +1,242 @@
+"""Numbers that Python reads, and shapes that follow from values: answered where all rows agree, else rows are grouped.
+
+A read is answered if all rows agree bit for bit: then each row alone would go the same way. Where they do not, the pass
+ends, and each group of rows that agree runs by itself, down to single rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc.engines.levels import Below, Levels, inside, is_row, of_rows
+
+
+class Stop(BaseException):
+    """End of a pass. No Exception, so that code of the loss that catches all of them does not catch it."""
+
+
+class Diverged(Stop):
+    """Rows do not agree on what Python reads.
+
+    Args:
+        groups: the rows of each group, by their place in the pass. read: name of the function.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], read: str) -> None:
+        super().__init__(read)
+        self.groups, self.read = groups, read
+
+
+class Alone(Stop):
+    """Rows that this engine cannot take: each is to be computed alone."""
+
+
+class NoRules(Stop):
+    """A backward pass inside of the loss: the pass is to be repeated without rules and islands."""
+
+
+class Reader(Protocol):
+    """One pass over rows, as reads see it."""
+
+    levels: Levels
+
+    def stop(self, stop: Stop) -> Any:
+        """End the pass, also where code of the loss catches the exception."""
+        ...
+
+
+def agreed(reader: Reader, keys: Sequence[Hashable], read: str) -> None:
+    """End the pass where rows have different keys."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        groups.setdefault(key, []).append(row)
+    if len(groups) > 1:
+        reader.stop(Diverged(list(groups.values()), read))
+
+
+def bits(values_B: Tensor) -> list[bytes]:
+    """The bits of each row."""
+    flat = values_B.detach().reshape(len(values_B), -1).contiguous().cpu()
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    return [row.tobytes() for row in flat.view(torch.uint8).numpy()] if flat.numel() else [b""] * len(values_B)
+
+
+def read(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The answer to a read, if all rows agree on the tensors that are read."""
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for place, value in enumerate(flat):
+        if isinstance(value, Tensor):
+            values_B = of_rows(value)
+            if values_B is None:
+                flat[place] = inside(value)
+            else:
+                agreed(reader, bits(values_B), func.__name__)
+                with Below():
+                    flat[place] = values_B[0].detach()
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    with Below():
+        return func(*args, **kwargs)
+
+
+def by_row(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A function of whole numbers or masks, row by row below both levels; its results have no gradient.
+
+    Rows whose results have different shapes are grouped.
+    """
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    plain = [(inside(value), of_rows(value)) if isinstance(value, Tensor) else (value, None) for value in flat]
+    found = []
+    with Below(), torch.no_grad():
+        for row in range(reader.levels.rows):
+            own = [value if values_B is None else values_B[row] for value, values_B in plain]
+            a, k = pytree.tree_unflatten(own, spec)
+            found.append(func(*a, **k))
+    results = [pytree.tree_flatten(result) for result in found]
+    spec = results[0][1]
+    joined = []
+    for values in zip(*(leaves for leaves, _ in results), strict=True):
+        if isinstance(values[0], Tensor):
+            agreed(reader, [tuple(value.shape) for value in values], func.__name__)
+            with Below():
+                stacked = torch.stack(values)
+            joined.append(reader.levels.row(stacked))
+        else:
+            agreed(reader, values, func.__name__)
+            joined.append(values[0])
+    return pytree.tree_unflatten(joined, spec)
+
+
+def _masks(index: Any) -> list[Any]:
+    return [part for part in (index if isinstance(index, tuple) else (index,))]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) and value.ndim > 0
+
+
+def positions(reader: Reader, index: Any) -> tuple[Any, ...]:
+    """An index with the positions that are set in place of each mask."""
+    found: list[Any] = []
+    for part in _masks(index):
+        if _is_mask(part):
+            where = by_row(reader, Tensor.nonzero, (part,), {}) if is_row(part) else part.nonzero()
+            found += where.unbind(1)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def getitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Select by a mask of each row."""
+    if not any(_is_mask(part) for part in _masks(args[1])) or not any(is_row(value) for value in (args[0], *_masks(args[1]))):
+        return NotImplemented
+    return args[0][positions(reader, args[1])]
+
+
+def setitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Write where a mask of each row is set."""
+    target, index, value = args
+    parts = _masks(index)
+    if not any(_is_mask(part) and is_row(part) for part in parts):
+        return NotImplemented
+    if len(parts) == 1 and is_row(target) and (not isinstance(value, Tensor) or value.ndim == 0):
+        mask = parts[0].bool()
+        mask = mask.reshape(*mask.shape, *(1 for _ in range(target.ndim - mask.ndim)))
+        fill = value.to(target.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=target.dtype, device=target.device)
+        target.copy_(torch.where(mask, fill, target))
+        return None
+    target[positions(reader, index)] = value
+    return None
+
+
+def masked_scatter(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`masked_scatter` as a gather, which has a batching rule and a gradient."""
+    names = ("input", "mask", "source")
+    bound = dict(zip(names, args, strict=False), **kwargs)
+    target, mask, source = (bound[name] for name in names)
+    if not any(map(is_row, (target, mask, source))):
+        return NotImplemented
+    taken = mask.expand_as(target).flatten()
+    place = (taken.cumsum(0) - 1).clamp(0, source.numel() - 1)
+    out = torch.where(taken, source.flatten().gather(0, place), target.flatten()).view(target.shape)
+    return target.copy_(out) if func is Tensor.masked_scatter_ else out
+
+
+def masked_select(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Select by a mask, with a gradient."""
+    bound = dict(zip(("input", "mask"), args, strict=False), **kwargs)
+    if not any(map(is_row, bound.values())):
+        return NotImplemented
+    value, mask = torch.broadcast_tensors(bound["input"], bound["mask"])
+    return value[positions(reader, mask)]
+
+
+def where(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`torch.where(mask)` alone is `nonzero`."""
+    if len(args) != 1 or kwargs or not is_row(args[0]):
+        return NotImplemented
+    return tuple(by_row(reader, Tensor.nonzero, args, {}).unbind(1))
+
+
+def repeat_interleave(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Repeats that are numbers of a row: the positions are found first, and then selected, with a gradient."""
+    names = ("repeats",) if (len(args) == 1 and "repeats" not in kwargs) else ("input", "repeats", "dim")
+    bound = dict(zip(names, args, strict=False), **{n: v for n, v in kwargs.items() if n != "output_size"})
+    repeats = bound.get("repeats")
+    if not is_row(repeats):
+        return NotImplemented
+    if "input" not in bound:
+        return by_row(reader, func, args, kwargs)
+    value, dim = bound["input"], bound.get("dim")
+    value, dim = (value.flatten(), 0) if dim is None else (value, dim)
+    if repeats.numel() == 1:
+        repeats = repeats.expand(value.shape[dim])
+    return value.index_select(dim, by_row(reader, torch.repeat_interleave, (repeats,), {}))
+
+
+def _whole_numbers(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
+        return NotImplemented
+    return by_row(reader, func, args, kwargs)
+
+
+def _read(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return read(reader, func, args, kwargs) if any(map(is_row, pytree.tree_leaves((args, kwargs)))) else NotImplemented
+
+
+def _named(*names: str) -> list[Any]:
+    owners = (torch, Tensor, torch._VF, torch.functional)
+    return [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
+
+
+Handler = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+READS: dict[Any, Handler] = {
+    **dict.fromkeys(
+        (
+            *(getattr(Tensor, f"__{name}__") for name in ("bool", "int", "float", "index", "complex", "format", "repr")),
+            *_named("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__contains__"),
+            torch._C._VariableFunctions.is_nonzero,
+        ),
+        _read,
+    ),
+    **dict.fromkeys(
+        _named(
+            "nonzero", "argwhere", "unique", "unique_consecutive", "_unique2", "_return_counts", "_return_inverse",
+            "_return_output", "_unique_impl", "_unique_consecutive_impl", "bincount", "histc", "unique_dim", "isin",
+        ),
+        _whole_numbers,
+    ),
+    **dict.fromkeys(_named("masked_select"), masked_select),
+    **dict.fromkeys(_named("masked_scatter", "masked_scatter_"), masked_scatter),
+    **dict.fromkeys(_named("repeat_interleave"), repeat_interleave),
+    torch.where: where,
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: setitem,
+}  # fmt: skip
