@@ -7,5 +7,6 @@ from dpfunc.engines.ghost import ghost
 from dpfunc.engines.loop import loop
 from dpfunc.engines.register import register_rule
 from dpfunc.engines.vmap import vmap
+from dpfunc.engines.vmap_grad import vmap_grad
 
-__all__ = ["auto", "bookkeeping", "explain", "ghost", "loop", "register_rule", "vmap"]
+__all__ = ["auto", "bookkeeping", "explain", "ghost", "loop", "register_rule", "vmap", "vmap_grad"]

@@ -57,6 +57,17 @@ class Levels:
 
 
 @contextmanager
+def _requires_grad_allowed() -> Iterator[None]:
+    """Inside, the loss may ask for gradients of its inputs by `requires_grad_`."""
+    before = functorch.get_inplace_requires_grad_allowed()
+    functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        yield
+    finally:
+        functorch.set_inplace_requires_grad_allowed(before)
+
+
+@contextmanager
 def levels(num_rows: int) -> Iterator[Levels]:
     """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
     _vmap.lazy_load_decompositions()
@@ -66,6 +77,7 @@ def levels(num_rows: int) -> Iterator[Levels]:
         _vmap.vmap_increment_nesting(num_rows, "error") as vmap,
         grad_increment_nesting() as grad,
         torch.enable_grad(),
+        _requires_grad_allowed(),
     ):
         yield Levels(num_rows, vmap, grad)
 
@@ -95,8 +107,8 @@ def of_rows(value: Tensor) -> Tensor | None:
 
 
 def is_gone(value: Tensor) -> bool:
-    """True for a tensor of an earlier call, which torch would take for one of this call."""
-    return bool(functorch.is_dead_tensor_wrapper(value))
+    """True for a tensor of rows of an earlier call, which torch would take for one of this call."""
+    return bool(functorch.is_dead_tensor_wrapper(value)) and is_row(value)
 
 
 def apply_node(node: type[torch.autograd.Function], *args: Any) -> Any:

@@ -49,9 +49,14 @@ class Reader(Protocol):
         """End the pass, also where code of the loss catches the exception."""
         ...
 
+    def reading(self, read: str) -> None:
+        """Note what the loss keeps, before Python learns anything of the rows."""
+        ...
+
 
 def agreed(reader: Reader, keys: Sequence[Hashable], read: str) -> None:
     """End the pass where rows have different keys."""
+    reader.reading(read)
     groups: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
         groups.setdefault(key, []).append(row)
@@ -61,10 +66,11 @@ def agreed(reader: Reader, keys: Sequence[Hashable], read: str) -> None:
 
 def bits(values_B: Tensor) -> list[bytes]:
     """The bits of each row."""
-    flat = values_B.detach().reshape(len(values_B), -1).contiguous().cpu()
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    return [row.tobytes() for row in flat.view(torch.uint8).numpy()] if flat.numel() else [b""] * len(values_B)
+    with Below():
+        if not values_B.numel():
+            return [b""] * len(values_B)
+        flat = values_B.detach().reshape(len(values_B), -1).contiguous().cpu().view(torch.uint8)
+        return [row.tobytes() for row in flat.numpy()]
 
 
 def read(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

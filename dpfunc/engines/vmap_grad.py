@@ -16,11 +16,13 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.batches import batch_size
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
+from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.islands import FORMS, NATIVE, native, operation
 from dpfunc.engines.levels import Below, Levels, inside, is_gone, is_row, levels, of_rows, run_backward
@@ -46,6 +48,8 @@ _FACTORIES = frozenset(
     if hasattr(owner, name)
 )  # fmt: skip
 _NESTED = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]  # a descriptor
+_HOOKING = frozenset((_GRAD_FN, Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
 _OURS = ("aten", "prims", "prim", "profiler")
 
 
@@ -65,8 +69,17 @@ class Settings:
 class RowPass(TorchFunctionMode):
     """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
 
-    def __init__(self, over: Levels, params: Params, settings: Settings, draws: OwnDraws, uses: dict[object, Use]) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        over: Levels,
+        params: Params,
+        settings: Settings,
+        draws: OwnDraws,
+        uses: dict[object, Use],
+    ) -> None:
         super().__init__()
+        self.loss_fn, self.kept, self.first_read = loss_fn, 0, ""
         self.levels, self.settings, self.draws, self.uses = over, settings, draws, uses
         self.budget = DEFAULT_BUDGET
         self.credited: dict[str, list[PerSampleGrad]] = {}
@@ -85,6 +98,16 @@ class RowPass(TorchFunctionMode):
         """End the pass, also where code of the loss catches the exception."""
         self.stopped = self.stopped or stop
         raise stop
+
+    def reading(self, read: str) -> None:
+        """Note what the loss keeps, before Python learns anything of the rows."""
+        if not self.first_read:
+            self.kept, self.first_read = python_state(self.loss_fn), read
+
+    def check_kept(self) -> None:
+        """Refuse a loss that has changed what it keeps since it began to read numbers of rows."""
+        if self.first_read:
+            refuse_kept(self.loss_fn, self.kept, self.first_read)
 
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""
@@ -122,7 +145,7 @@ class RowPass(TorchFunctionMode):
                 return self._opened(func, args, kwargs)
             return func(*args, **kwargs)
         except Exception as error:
-            if self.stopped is None:
+            if self.stopped is None and not isinstance(error, _StopRecomputationError):
                 self.stopped = Alone(f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
             raise
 
@@ -159,6 +182,12 @@ class RowPass(TorchFunctionMode):
         """A backward pass inside of the loss."""
         if self.settings.rules and not self.in_backward:
             self.stop(NoRules("the loss has a backward pass of its own"))
+        return NotImplemented
+
+    def hooked(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A hook on a parameter, or a node that is given away: hooks get gradients that a rule would not form."""
+        if self.settings.rules and (func is _GRAD_FN or self.plain(args[0]) is not None):
+            self.stop(NoRules("the loss has a hook on a parameter or a node"))
         return NotImplemented
 
     def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -214,6 +243,7 @@ def _requires_grad(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mappin
 Handler = Callable[[RowPass, Any, Sequence[Any], Mapping[str, Any]], Any]
 _HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(_NESTED, RowPass.nested),
+    **dict.fromkeys(_HOOKING, RowPass.hooked),
     **dict.fromkeys(_FACTORIES, RowPass.made),
     **dict.fromkeys(NATIVE, _native),
     **dict.fromkeys(RANDOM, RowPass.random),
@@ -237,7 +267,7 @@ def _one_pass(
     num_rows = len(positions)
     params = {name: param.detach() for name, param in params.items()}
     with levels(num_rows) as over:
-        mode = RowPass(over, params, settings, OwnDraws(positions), uses)
+        mode = RowPass(loss_fn, over, params, settings, OwnDraws(positions), uses)
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), batch)
         try:
@@ -252,6 +282,7 @@ def _one_pass(
                 mode.in_backward = True
                 found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
         except Stop:
+            mode.check_kept()
             raise
         except (InvalidArgument, UnsupportedModel):
             if isinstance(mode.stopped, (Diverged, NoRules)):
@@ -261,6 +292,7 @@ def _one_pass(
             if mode.stopped is not None:
                 raise mode.stopped from None
             raise
+        mode.check_kept()
         if mode.stopped is not None:
             raise mode.stopped
         rest = {name: _all_rows(grad, num_rows) for name, grad in zip(params, found, strict=True) if grad is not None}
@@ -369,7 +401,9 @@ class VmapGrad:
             except Diverged:
                 self._settings[loss_fn] = tried
                 raise
-            except RuntimeError as error:
+            except (UnsupportedModel, InvalidArgument):
+                raise
+            except Exception as error:
                 reason = (str(error).splitlines() or ["-"])[0]
                 continue
             self._settings[loss_fn] = tried
@@ -378,7 +412,14 @@ class VmapGrad:
 
     def _by_loop(self, loss_fn: LossFn, params: Params, batch: Batch, reason: str) -> PerSample:
         self._alone[loss_fn] = reason
-        return loop()(loss_fn, params, batch)
+        try:
+            return loop()(loss_fn, params, batch)
+        except (UnsupportedModel, InvalidArgument):
+            raise
+        except Exception as error:
+            raise UnsupportedModel(
+                f"The loss of a row alone cannot be computed: {type(error).__name__}: {error} (Before: {reason}.)"
+            ) from error
 
     def reason(self, loss_fn: LossFn) -> str:
         """Reason why rows of a loss were computed one after the other; empty if none was."""
