@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from dpfunc.engines.levels import Below, Levels, apply_node, inside, of_rows
+from dpfunc.engines.levels import Below, Levels, apply_node, below_both, inside, of_rows
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import Dense, PerSampleGrad
 from dpfunc.engines.rules import RULES
+from dpfunc.engines.rules.composite import without_dispatch
+from dpfunc.engines.rules.gates import gates
+from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.rules.table import Rule, Use
 from dpfunc.engines.uses.sample_axis import SampleAxis
 
@@ -343,75 +347,80 @@ class _Source(torch.autograd.Function):
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)
+_Results = tuple[Tensor, ...]
 
 
 @dataclass
 class _Kernel:
-    """A native operation and its graph, below both levels."""
+    """Native operations and their graph, below both levels.
+
+    Args:
+        call: of the tensors of all rows, (B, ...); gives those of its results. wanted: inputs that need a gradient.
+    """
 
     owner: Pass
-    call: Callable[..., Tensor] | None
+    call: Callable[..., _Results]
     wanted: Sequence[bool]
     starts: Sequence[Any] = ()
-    end: Any = None
-    shape: torch.Size = field(default_factory=torch.Size)
+    ends: Sequence[Any] = ()
+    shapes: Sequence[torch.Size] = ()
 
-    def build(self, values: Sequence[Tensor]) -> Tensor:
-        """The result with its graph, which is held by its edges, not by its values."""
-        assert_call = self.call
+    def build(self, values: Sequence[Tensor]) -> _Results:
+        """The results with their graph, which is held by its edges, not by its values."""
         given = [
             apply_node(_Source, _ANCHOR, value.detach()) if wanted else value.detach()
             for value, wanted in zip(values, self.wanted, strict=True)
         ]
-        out: Tensor = assert_call(*given)  # type: ignore[misc]  # released after the backward pass only
-        self.starts = [get_gradient_edge(t) if wanted else None for t, wanted in zip(given, self.wanted, strict=True)]
-        self.end, self.shape = get_gradient_edge(out), out.shape
-        return out.detach()
+        found = self.call(*given)
+        self.starts = [get_gradient_edge(value) if value.requires_grad else None for value in given]
+        self.ends = [get_gradient_edge(value) if value.requires_grad else None for value in found]
+        self.shapes = [value.shape for value in found]
+        return tuple(value.detach() for value in found)
+
+    def back(self, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Gradients of the inputs; those that go to rules are credited on the way. The graph is released."""
+        starts = [edge for edge in self.starts if edge is not None]
+        pairs = [(end, grad) for end, grad in zip(self.ends, grads, strict=True) if end is not None]
+        ends, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ends, [*starts, _ANCHOR], given, allow_unused=True))
+        wanted = [None if edge is None else next(found) for edge in self.starts]
+        self.starts = self.ends = ()
+        del self.call  # circles would keep memory until they are collected
+        return wanted
 
 
 class _Native(torch.autograd.Function):
     """The node around a native graph."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: _Kernel, *inputs: Tensor) -> Tensor:  # type: ignore[override]  # fixed arguments
+    def forward(ctx: Any, kernel: _Kernel, anchor: Tensor, *inputs: Tensor) -> Any:  # type: ignore[override]  # fixed arguments
         ctx.kernel = kernel
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
         ctx.again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        values = [_batch(value) for value in inputs]
-        with Below():
-            if ctx.again:
-                ctx.save_for_backward(*inputs)
-                with _NO_GRAD():
-                    out = kernel.call(*values)  # type: ignore[misc]  # released after the backward pass only
-                    kernel.shape = out.shape
-            else:
-                out = kernel.build(values)
-            out = out.unsqueeze(1)
-        return kernel.owner.levels.row(out)
+        values = [of_rows(value) for value in inputs]
+        if ctx.again:
+            ctx.save_for_backward(*inputs)
+        with below_both(), torch.set_grad_enabled(not ctx.again):
+            found = kernel.build(values)  # type: ignore[arg-type]  # rows
+        made = tuple(kernel.owner.levels.row(value) for value in found)
+        return made if len(made) > 1 else made[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # one result
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         kernel: _Kernel = ctx.kernel
         kernel.owner.backward_node()
-        grad_B = of_rows(grad)
-        values = [_batch(value) for value in ctx.saved_tensors] if ctx.again else ()
-        with Below():
+        values = [of_rows(value) for value in ctx.saved_tensors] if ctx.again else []
+        grads_B = [of_rows(grad) for grad in grads]
+        with below_both():
             if ctx.again:
                 with torch.enable_grad():
-                    kernel.build(values)
-            grad_B = inside(grad).expand(kernel.shape) if grad_B is None else grad_B[:, 0]
-            starts = [edge for edge in kernel.starts if edge is not None]
-            found = iter(torch.autograd.grad([kernel.end], starts, [grad_B]))
-            grads = [None if edge is None else next(found).unsqueeze(1) for edge in kernel.starts]
-        kernel.call = kernel.starts = kernel.end = None  # type: ignore[assignment]  # circles keep memory until they are collected
-        return None, *[None if value is None else kernel.owner.levels.row(value) for value in grads]
-
-
-def _batch(value: Tensor) -> Tensor:
-    """(B, ...) of rows that are batches of one."""
-    values_B = of_rows(value)
-    with Below():
-        return values_B[:, 0]  # type: ignore[index]  # a row, by `native`
+                    kernel.build(values)  # type: ignore[arg-type]  # rows
+            given = [
+                inside(grad).expand(shape) if grad_B is None else grad_B
+                for grad, grad_B, shape in zip(grads, grads_B, kernel.shapes, strict=True)
+            ]
+            found = kernel.back(given)
+        return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
 
 
 NATIVE = frozenset((F.scaled_dot_product_attention, F.max_pool2d, torch.max_pool2d, F.rms_norm, F.gelu, F.silu))
@@ -440,10 +449,121 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
         return NotImplemented
     names = tuple(kwargs)
 
-    def call(*given: Tensor) -> Tensor:
+    def call(*given: Tensor) -> _Results:
         filled = list(values)
         for place, value in zip(places, given, strict=True):
-            filled[place] = value
-        return func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))  # type: ignore[no-any-return]
+            filled[place] = value[:, 0]
+        found: Tensor = func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))
+        return (found.unsqueeze(1),)
 
-    return apply_node(_Native, _Kernel(owner, call, wanted), *inputs)
+    return apply_node(_Native, _Kernel(owner, call, wanted), owner.anchor, *inputs)
+
+
+class _Tap(torch.autograd.Function):
+    """A value below both levels, whose gradient goes to the rule of the operation that gave it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, credit: Callable[[Tensor], None]) -> Tensor:  # type: ignore[override]  # fixed arguments
+        ctx.credit = credit
+        ctx.mark_dirty(value)  # no view: steps of a layer are written into
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # one result
+        ctx.credit(grad)
+        return grad, None, None
+
+
+class _Taps(TorchFunctionMode):
+    """Below both levels, the operations of a composite on parameters go to their rules.
+
+    Args:
+        names: id of a plain parameter -> its name. axis: of the rows, in what the operations give.
+    """
+
+    def __init__(self, owner: Pass, names: Mapping[int, str], axis: int) -> None:
+        super().__init__()
+        self.owner, self.names, self.axis = owner, names, axis
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        bound = {} if rule is None else rule.bind(args, kwargs)
+        wanted = {name: value for name, value in bound.items() if id(value) in self.names}
+        if rule is None or not wanted:
+            return func(*args, **kwargs)
+        out: Tensor = F.linear(*args, **kwargs) if func is F.linear else _plain_gates(*args, **kwargs)
+        use = Use(
+            rule,
+            func.__name__,
+            self.owner.levels.rows,
+            {name: self.names[id(value)] for name, value in wanted.items()},
+            {name: value.shape for name, value in wanted.items()},
+            SampleAxis(self.axis),
+            {name: None if isinstance(value, Tensor) else value for name, value in bound.items()},
+            out.shape,
+        )
+        needed = {n: bound[n].detach() for name in wanted for n in rule.needs[name]}
+
+        def credit(grad: Tensor) -> None:
+            with torch.no_grad(), exact(grad.device):
+                found = rule.grads(use, grad, **{**use.options, **needed})
+                formed = use.choose(self.owner.budget).representation == "formed"
+                for argument, name in use.wanted.items():
+                    made = Dense(found[argument].dense()) if formed else found[argument]
+                    self.owner.credited.setdefault(name, []).append(made)
+
+        return apply_node(_Tap, out, _ANCHOR, credit)
+
+
+_plain_gates = without_dispatch(gates)
+
+
+def recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A recurrent layer over time: torch's own kernel and its derivatives below both levels, its gates by their rule.
+
+    A row is a batch of one, on the axis of the batch. NotImplemented for packed rows.
+    """
+    names = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
+    bound = dict(zip(names, args, strict=False), **kwargs)
+    given = bound["input"]
+    packed = isinstance(bound.get("params"), bool) or "batch_sizes" in bound
+    if packed or not owner.levels.on_top() or not torch.is_grad_enabled() or not isinstance(given, Tensor):
+        return NotImplemented
+    axis = 0 if bound["batch_first"] else 1
+    given_B = of_rows(given)
+    if given_B is None or given.ndim != 3 or given.shape[axis] != 1 or (bound["train"] and bound["dropout"]):
+        return NotImplemented
+    plain: list[Tensor] = []
+    credited: dict[int, str] = {}
+    for value in bound["params"]:
+        known = owner.plain(value)
+        if known is None and (value.requires_grad or of_rows(value) is not None):
+            return NotImplemented
+        plain.append(inside(value) if known is None else known[1].detach())
+        if known is not None:
+            credited[id(plain[-1])] = known[0]
+    single = isinstance(bound["hx"], Tensor)
+    states = [bound["hx"]] if single else list(bound["hx"])
+    if any(state.ndim != 3 for state in states):
+        return NotImplemented
+    with Below():
+        rows = owner.levels.rows
+        own = [inside(state).unsqueeze(0).expand(rows, *state.shape) if of_rows(state) is None else None for state in states]
+    states = [state if value is None else owner.levels.row(value) for state, value in zip(states, own, strict=True)]
+    options = {name: bound[name] for name in names[3:]}
+
+    def call(x_B: Tensor, *states_B: Tensor) -> _Results:
+        x = x_B.squeeze(1 + axis)  # (B, T, d)
+        first = [state_B.squeeze(2).transpose(0, 1).contiguous() for state_B in states_B]  # (L, B, H)
+        with _Taps(owner, credited, 1):
+            out, *lasts = RECURRENT[func](
+                x if axis == 0 else x.transpose(0, 1), first[0] if single else first, plain, **options
+            )
+        out = out if axis == 0 else out.transpose(0, 1)
+        return (out.unsqueeze(1 + axis), *(last.transpose(0, 1).unsqueeze(2) for last in lasts))
+
+    wanted = [value.requires_grad for value in (given, *states)]
+    return apply_node(_Native, _Kernel(owner, call, wanted), owner.anchor, given, *states)

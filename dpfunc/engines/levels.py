@@ -18,6 +18,7 @@ from torch._C import _functorch as functorch
 from torch._C._functorch import get_single_level_autograd_function_allowed as _single_level_allowed
 from torch._C._functorch import set_single_level_autograd_function_allowed as _allow_single_level
 from torch._functorch import vmap as _vmap
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _without_level
 from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
 from torch.autograd.graph import _engine_run_backward
 
@@ -54,6 +55,13 @@ class Levels:
     def on_top(self) -> bool:
         """True outside of transforms that the loss itself runs."""
         return bool(functorch.maybe_current_level() == self.grad)
+
+
+@contextmanager
+def below_both() -> Iterator[None]:
+    """Inside, plain tensors are computed as if no level were open: custom functions too, which `Below` does not cover."""
+    with _without_level(), _without_level():
+        yield
 
 
 @contextmanager

@@ -22,14 +22,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc.batches import batch_size
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
-from dpfunc.engines.guards.python_state import python_state, refuse_kept
+from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.islands import FORMS, NATIVE, native, operation
+from dpfunc.engines.islands import FORMS, NATIVE, native, operation, recurrent
 from dpfunc.engines.levels import Below, Levels, inside, is_gone, is_row, levels, of_rows, run_backward
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.reads import READS, Alone, Diverged, NoRules, Stop
 from dpfunc.engines.rules.composite import COMPOSITES, without_dispatch
+from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.rules.table import Use
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
@@ -231,6 +232,10 @@ def _native(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return native(mode, func, args, kwargs) if mode.settings.rules else NotImplemented
 
 
+def _recurrent(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return recurrent(mode, func, args, kwargs) if mode.settings.rules else NotImplemented
+
+
 def _attention(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     found = mode.random(func, args, kwargs)
     return _native(mode, func, args, kwargs) if found is NotImplemented else found
@@ -250,6 +255,7 @@ _HANDLERS: dict[Any, Handler] = {
     **READS,
     **dict.fromkeys(COMPOSITES, RowPass.composite),
     **dict.fromkeys(FORMS, _operation),
+    **dict.fromkeys(RECURRENT, _recurrent),
     torch.nn.functional.scaled_dot_product_attention: _attention,
     torch._functorch.autograd_function.custom_function_call: RowPass.function,
     Tensor.requires_grad_: _requires_grad,
@@ -362,6 +368,8 @@ class VmapGrad:
         num_rows = batch_size(batch)
         if not num_rows:
             return loop()(loss_fn, params, batch)
+        if was_kept(loss_fn):
+            refuse_kept(loss_fn, 0, "")
         seed = torch.default_generator.get_state()
         todo, done, passes = [list(range(num_rows))], list[tuple[list[int], PerSample]](), 0
         with parameters_unchanged(params):
