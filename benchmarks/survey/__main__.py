@@ -26,6 +26,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep what --out has of other cases; its page holds both")
     parser.add_argument("--missing", action="store_true", help="only cases that --out does not have; with --append")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--engine", default="auto", choices=["auto", "vmap_grad"], help="engine to survey")
+    parser.add_argument("--every", type=int, default=1, help="only every so many of the cases")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -34,10 +36,11 @@ def main() -> None:
     options = arguments()
     cases = tables.cases()
     if options.worker:
-        return answer(cases, options.limit)
+        return answer(cases, options.limit, options.engine)
     rows = saved(options.out) if options.append else {}
     rows = {name: row for name, row in rows.items() if name in cases}
     wanted = [case for name, case in cases.items() if re.search(options.only, name)]
+    wanted = wanted[:: options.every]
     if options.missing:
         wanted = [case for case in wanted if case.name not in rows or "left_out" in rows[case.name]]
     if options.list:
@@ -63,7 +66,7 @@ def main() -> None:
             if len(rows) % SAVE_EVERY == 0:
                 keep()
 
-        run(wanted, options.workers, options.limit, found)
+        run(wanted, options.workers, options.limit, found, options.engine)
     keep()
 
 

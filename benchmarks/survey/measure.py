@@ -51,7 +51,7 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measure(case: Case, limit: int = 60) -> dict[str, Any]:
+def measure(case: Case, limit: int = 60, engine: str = "auto") -> dict[str, Any]:
     """A line of the table. With "left_out" it is none: the model cannot be built here, or does not run by itself."""
     row: dict[str, Any] = {
         "case": case.name, "field": case.field, "family": case.family, "model": "", "trained": case.trained,
@@ -72,7 +72,7 @@ def measure(case: Case, limit: int = 60) -> dict[str, Any]:
             blamed = "left_out"
             row["plain_ms"] = milliseconds(plain_step(case, subject, forward, params))
             blamed = "error"
-            row.update(private(subject, forward, params, row["plain_ms"]))
+            row.update(private(subject, forward, params, row["plain_ms"], engine))
     except OutOfTime:
         row[blamed] = f"took more than {limit} s"
     except Exception as error:  # noqa: BLE001  (any error of a model or of an engine is a finding)
@@ -170,9 +170,11 @@ def functions(case: Case, subject: Subject, targets: Sequence[str]) -> tuple[For
     return functionalize(subject.module)
 
 
-def private(subject: Subject, forward: Forward, params: Mapping[str, Tensor], plain_ms: float) -> dict[str, Any]:
-    """What the engine `auto` does with it."""
-    loss_fn, engine = subject.loss(forward), engines.auto()
+def private(
+    subject: Subject, forward: Forward, params: Mapping[str, Tensor], plain_ms: float, name: str
+) -> dict[str, Any]:
+    """What an engine does with it: `auto`, or another that says how it computed a step."""
+    loss_fn, engine = subject.loss(forward), getattr(engines, name)()
     start = time.perf_counter()
     take_step(engine, loss_fn, params, subject.batch)
     first_ms = 1e3 * (time.perf_counter() - start)

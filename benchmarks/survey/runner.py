@@ -23,11 +23,12 @@ Row = dict[str, Any]
 class Worker:
     """A process that measures. One that does not answer in time, or dies, is replaced by a new one."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.process = limit, None
+    def __init__(self, limit: int, engine: str) -> None:
+        self.limit, self.engine, self.process = limit, engine, None
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "benchmarks.survey", "--worker", "--limit", str(self.limit)]
+        command += ["--engine", self.engine]
         return subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -58,7 +59,9 @@ class Worker:
             self.process.kill()
 
 
-def run(cases: Sequence[Case], workers: int, limit: int, found: Callable[[Row], object]) -> None:
+def run(
+    cases: Sequence[Case], workers: int, limit: int, found: Callable[[Row], object], engine: str = "auto"
+) -> None:
     """Measure all; `found` is called with each row, from one thread at a time."""
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in cases:
@@ -66,7 +69,7 @@ def run(cases: Sequence[Case], workers: int, limit: int, found: Callable[[Row], 
     one_at_a_time = threading.Lock()
 
     def work() -> None:
-        worker = Worker(limit)
+        worker = Worker(limit, engine)
         try:
             while not waiting.empty():
                 row = worker.measure(waiting.get())
@@ -82,7 +85,7 @@ def run(cases: Sequence[Case], workers: int, limit: int, found: Callable[[Row], 
         thread.join()
 
 
-def answer(cases: Mapping[str, Case], limit: int) -> None:
+def answer(cases: Mapping[str, Case], limit: int, engine: str) -> None:
     """The worker's side: names come in, rows go out."""
     import torch
 
@@ -90,4 +93,4 @@ def answer(cases: Mapping[str, Case], limit: int) -> None:
 
     torch.set_num_threads(1)
     for line in sys.stdin:
-        print(MARK + json.dumps(measure(cases[line.strip()], limit)), flush=True)
+        print(MARK + json.dumps(measure(cases[line.strip()], limit, engine)), flush=True)

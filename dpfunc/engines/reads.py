@@ -69,7 +69,8 @@ def bits(values_B: Tensor) -> list[bytes]:
     with Below():
         if not values_B.numel():
             return [b""] * len(values_B)
-        flat = values_B.detach().reshape(len(values_B), -1).contiguous().cpu().view(torch.uint8)
+        flat = values_B.detach().reshape(len(values_B), -1).clone(memory_format=torch.contiguous_format).cpu()
+        flat = flat.view(torch.uint8)
         return [row.tobytes() for row in flat.numpy()]
 
 

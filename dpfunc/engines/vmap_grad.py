@@ -7,6 +7,7 @@ grad. A mode of torch functions, active during the call only, gives operations o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc.batches import batch_size
+from dpfunc.engines.auto import Decision
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
 from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
@@ -34,6 +36,8 @@ from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.rules.table import Use
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
+
+_log = logging.getLogger("dpfunc")
 
 DEFAULT_BUDGET = 2**30
 # Passes over one batch after which rows that still do not agree are computed alone.
@@ -361,7 +365,7 @@ class VmapGrad:
     _uses: MutableMapping[LossFn, dict[object, Use]] = field(
         default_factory=WeakIdKeyDictionary, repr=False, compare=False
     )
-    _alone: MutableMapping[LossFn, str] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients of all rows, in one pass where they go the same way."""
@@ -371,7 +375,8 @@ class VmapGrad:
         if was_kept(loss_fn):
             refuse_kept(loss_fn, 0, "")
         seed = torch.default_generator.get_state()
-        todo, done, passes = [list(range(num_rows))], list[tuple[list[int], PerSample]](), 0
+        todo, done, passes, read = [list(range(num_rows))], list[tuple[list[int], PerSample]](), 0, ""
+        before = self._decisions.pop(loss_fn, None)
         with parameters_unchanged(params):
             while todo:
                 rows = todo.pop()
@@ -382,15 +387,32 @@ class VmapGrad:
                 try:
                     result = self._try(loss_fn, params, chosen, rows)
                 except Diverged as stop:
+                    read = stop.read
                     if passes + len(todo) + len(stop.groups) > _MAX_PASSES:
                         done.append((rows, self._by_loop(loss_fn, params, chosen, stop.read)))
                     else:
                         todo += [[rows[place] for place in group] for group in stop.groups]
                     continue
                 done.append((rows, result))
+        if loss_fn not in self._decisions:
+            told = f"{len(done)} groups of rows, which do not agree on what Python reads ({read})"
+            self._decide(loss_fn, "groups" if read else "vmap_grad", told if read else "one pass over all rows")
+        self._tell(before, self._decisions[loss_fn])
         if len(done) == 1:
             return done[0][1]
         return Grouped([(torch.tensor(rows), part) for rows, part in done])
+
+    def _decide(self, loss_fn: LossFn, engine: str, reason: str) -> None:
+        self._decisions[loss_fn] = Decision(engine, reason)
+
+    def _tell(self, before: Decision | None, now: Decision) -> None:
+        if before is None or before.engine != now.engine:
+            level = logging.WARNING if now.engine == "loop" else logging.INFO
+            _log.log(level, "engine %s: %s", now.engine, now.reason)
+
+    def decision(self, loss_fn: LossFn) -> Decision | None:
+        """How the last step of a loss function was computed, and why; None before its first batch."""
+        return self._decisions.get(loss_fn)
 
     def _try(self, loss_fn: LossFn, params: Params, batch: Batch, rows: list[int]) -> PerSample:
         """Gradients of these rows by one pass, or by the loop where no settings compute them."""
@@ -419,7 +441,7 @@ class VmapGrad:
         return self._by_loop(loss_fn, params, batch, reason)
 
     def _by_loop(self, loss_fn: LossFn, params: Params, batch: Batch, reason: str) -> PerSample:
-        self._alone[loss_fn] = reason
+        self._decide(loss_fn, "loop", f"rows alone, since {reason}")
         try:
             return loop()(loss_fn, params, batch)
         except (UnsupportedModel, InvalidArgument):
@@ -428,10 +450,6 @@ class VmapGrad:
             raise UnsupportedModel(
                 f"The loss of a row alone cannot be computed: {type(error).__name__}: {error} (Before: {reason}.)"
             ) from error
-
-    def reason(self, loss_fn: LossFn) -> str:
-        """Reason why rows of a loss were computed one after the other; empty if none was."""
-        return self._alone.get(loss_fn, "")
 
 
 def _from(first: Settings) -> list[Settings]:

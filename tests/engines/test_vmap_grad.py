@@ -1,0 +1,422 @@
+"""The engine vmap(grad(loss)): reads by agreement, draws of each row, what a loss keeps, hooks and inner gradients."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from reference import loop_gradients
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import dpfunc
+from dpfunc.engines import vmap_grad
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.rng import insecure_key, torch_seed
+
+W = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
+X = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0], [4.0, 0.0, -1.0], [0.5, 0.5, 0.5]], dtype=torch.float64)
+
+
+def off(loss_fn, params, batch, engine=None):
+    """The largest difference of norms and sums from rows alone, relative to the largest gradient."""
+    found = (engine or vmap_grad())(loss_fn, params, batch)
+    truth = loop_gradients(loss_fn, params, batch)
+    sums, norms = found.weighted_sum(dict.fromkeys(params, torch.ones(len(truth), dtype=torch.float64))), found.sq_norms()
+    worst, largest = 0.0, 1e-12
+    for name in params:
+        rows = torch.stack([grads[name] for _, grads in truth]).double()
+        largest = max(largest, float(rows.flatten(1).norm(dim=1).max()))
+        worst = max(worst, float((norms[name].double().sqrt() - rows.flatten(1).norm(dim=1)).abs().max()))
+        worst = max(worst, float((sums[name].double() - rows.sum(0)).norm()))
+    return worst / largest
+
+
+def engine_of(loss_fn, params, batch):
+    engine = vmap_grad()
+    assert off(loss_fn, params, batch, engine) < 1e-10
+    return engine.decision(loss_fn).engine
+
+
+def squares(p, x):
+    return (p["w"] * x).square().sum(1)
+
+
+# How rows go, by what Python reads of them.
+
+READS = {
+    "nothing": (squares, "vmap_grad"),
+    "what all rows agree on": (lambda p, x: squares(p, x) if (x < 100).all() else squares(p, 2 * x), "vmap_grad"),
+    "a sign": (lambda p, x: squares(p, x) if x[0, 0] > 0 else squares(p, 3 * x), "groups"),
+    "a number of each row": (lambda p, x: squares(p, x) * x.sum().item(), "groups"),
+    "a list": (lambda p, x: squares(p, x) * sum(x.tolist()[0]), "groups"),
+    "numpy": (lambda p, x: squares(p, x) * float(x.numpy().max()), "groups"),
+    "a text": (lambda p, x: squares(p, x) * len(f"{x[0, 0].item():.3f}"), "groups"),
+    "a comparison": (lambda p, x: squares(p, x) * (2.0 if torch.equal(x, x.abs()) else 1.0), "groups"),
+    "shapes that agree": (lambda p, x: (p["w"] * x)[x.abs() > -1].square().sum()[None], "vmap_grad"),
+    "shapes that follow from values": (lambda p, x: (p["w"] * x)[x > 0.7].square().sum()[None], "groups"),
+    "positions": (lambda p, x: (p["w"] * x).flatten()[(x > 0.7).nonzero()[:, 1]].sum()[None], "groups"),
+    "different whole numbers": (lambda p, x: squares(p, x) * len(x.round().long().unique()), "groups"),
+    "a bare except": (None, "groups"),
+}
+
+
+def _swallowing(p, x):
+    try:
+        positive = bool(x[0, 0] > 0)
+    except:  # noqa: E722  (code of users that catches everything)
+        positive = True
+    return squares(p, x) if positive else squares(p, 3 * x)
+
+
+READS["a bare except"] = (_swallowing, "groups")
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_group_the_rows(name):
+    loss_fn, expected = READS[name]
+    assert engine_of(loss_fn, W, X) == expected
+
+
+def test_rows_with_equal_numbers_stay_together():
+    """Three groups for six rows, in the order of the batch."""
+    x = torch.tensor([[1.0], [2.0], [1.0], [3.0], [2.0], [1.0]], dtype=torch.float64).expand(6, 3).contiguous()
+    engine = vmap_grad()
+
+    def loss_fn(p, b):
+        return squares(p, b) * b[0, 0].item()
+
+    assert off(loss_fn, W, x, engine) < 1e-12
+    assert engine.decision(loss_fn).reason.startswith("3 groups")
+
+
+# Writes, masks and selections of a row's own.
+
+OWN = {
+    "a mask is filled": lambda p, x: torch.where(x > 0, p["w"] * x, 0.0).sum(1),
+    "written where a mask is set": lambda p, x: _with(p["w"] * x, lambda h: h.__setitem__(h > 0, 0.0)),
+    "written into zeros": lambda p, x: _with(torch.zeros(1, 4, dtype=x.dtype), lambda h: h[:, 1:].copy_(p["w"] * x)),
+    "written into an empty tensor": lambda p, x: _with(x.new_empty(1, 3), lambda h: h.copy_(p["w"] * x)),
+    "scattered by a mask": lambda p, x: (p["w"] * x).masked_scatter(x > 0.2, (2 * p["w"] * x).flatten()).sum(1),
+    "selected by a mask": lambda p, x: torch.masked_select(p["w"] * x, x > -10).sum()[None],
+    "repeated": lambda p, x: (p["w"] * x).flatten().repeat_interleave(torch.tensor([1, 2, 1])).sum()[None],
+    "repeated by its own numbers": lambda p, x: (p["w"] * x).flatten().repeat_interleave((x > 0.7).long().flatten()).sum()[None],
+    "in place": lambda p, x: (p["w"] * x).mul_(2).add_(1).square().sum(1),
+    "a function of torch that is written in Python": lambda p, x: F.multi_head_attention_forward(
+        x[None], x[None], x[None], 3, 1, torch.outer(torch.ones(9, dtype=x.dtype), p["w"]), torch.zeros(9, dtype=x.dtype),
+        None, None, False, 0.0, torch.eye(3, dtype=x.dtype), None)[0].sum((0, 2)),
+}  # fmt: skip
+
+
+def _with(h, write):
+    h = h.clone()
+    write(h)
+    return h.square().sum(1)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_a_row_does_with_its_own_memory(name):
+    assert engine_of(OWN[name], W, X) in ("vmap_grad", "groups")
+
+
+# Gradients and hooks inside of the loss.
+
+
+def penalty(p, x):
+    """A gradient with respect to the input, in the loss."""
+    x = x.clone().requires_grad_()
+    out = F.linear(x, p["w"][None]).tanh().sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    return grad.square().sum()[None] + out
+
+
+def functional_penalty(p, x):
+    grad = torch.func.grad(lambda row: F.linear(row, p["w"][None]).tanh().sum())(x)
+    return grad.square().sum()[None]
+
+
+def hooked(p, x):
+    """A hook that scales by the largest number that it sees: that of one row."""
+    h = F.linear(x, torch.diag(p["w"])) + 0
+    h.register_hook(lambda grad: grad * grad.abs().max())
+    return h.square().sum(1)
+
+
+def hooked_parameter(p, x):
+    p["w"].register_hook(lambda grad: grad * grad.abs().max())
+    return F.linear(x, p["w"][None]).square().sum(1)
+
+
+def hooked_node(p, x):
+    h = F.linear(x, p["w"][None])
+    h.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else 2 * g for g in inputs))
+    return h.square().sum(1)
+
+
+def checkpointed(p, x):
+    h = checkpoint(lambda v: F.linear(v, torch.diag(p["w"])).tanh(), x, use_reentrant=False)
+    return checkpoint(lambda v: F.linear(v, p["w"][None]).square().sum(1), h, use_reentrant=False)
+
+
+def mapped(p, x):
+    return torch.func.vmap(lambda row: (p["w"] * row).square().sum())(x)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [penalty, functional_penalty, hooked, hooked_parameter, checkpointed, mapped], ids=lambda f: f.__name__
+)
+def test_gradients_and_hooks_inside_of_the_loss(loss_fn):
+    assert engine_of(loss_fn, W, X) == "vmap_grad"
+
+
+def test_hooks_on_nodes_see_what_a_row_alone_has():
+    assert off(hooked_node, W, X) < 1e-10
+
+
+class OwnRule(torch.autograd.Function):
+    """Its rule for vmap mixes the rows."""
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return (x * 2 + x.sum(0, keepdim=True)), 0
+
+
+def test_a_rule_for_vmap_of_a_custom_function_is_not_trusted():
+    assert engine_of(lambda p, x: OwnRule.apply(p["w"] * x).square().sum(1), W, X) == "loop"
+
+
+# Random numbers.
+
+
+def law_of(loss_fn, rows, steps, probability):
+    """z-score of how often the losses of a batch are 1."""
+    engine, hits = vmap_grad(), 0.0
+    for step in range(steps):
+        with torch_seed(insecure_key(step)):
+            hits += float(engine(loss_fn, W, X[:1].expand(rows, 3)).losses_B.sum())
+    count = rows * steps
+    return (hits / count - probability) / math.sqrt(probability * (1 - probability) / count)
+
+
+def by_python(p, x):
+    """A branch that is taken with probability .3."""
+    return (p["w"] * 0).sum()[None] + (1.0 if torch.rand([]) < 0.3 else 0.0)
+
+
+def by_mask(p, x):
+    return (p["w"] * 0).sum()[None] + F.dropout(torch.ones(1), 0.7) * 0.3
+
+
+DRAWS = 1200
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "rows"), [(by_python, 1), (by_python, 2), (by_python, 4), (by_python, 8), (by_mask, 4)],
+    ids=["branch-1", "branch-2", "branch-4", "branch-8", "dropout-4"],
+)  # fmt: skip
+def test_the_law_of_a_row_does_not_depend_on_the_others(loss_fn, rows):
+    """Probability .3 within 4 sigma. One draw for all rows of a group, as torch gives it, would be .21, .17, .14."""
+    assert abs(law_of(loss_fn, rows, DRAWS // rows, 0.3)) < 4
+    assert abs(law_of(loss_fn, rows, DRAWS // rows, 0.21)) > 4
+
+
+def drawn(p, x):
+    noise = torch.randn(3, dtype=x.dtype) + F.dropout(torch.ones(3, dtype=x.dtype), 0.5)
+    return (p["w"] * (x + noise)).square().sum(1)
+
+
+def drawn_in_groups(p, x):
+    first = torch.randn(3, dtype=x.dtype)
+    more = torch.randn(3, dtype=x.dtype) if x[0, 0] > 0 else torch.rand(3, dtype=x.dtype)
+    return (p["w"] * (x + first + more)).square().sum(1)
+
+
+@pytest.mark.parametrize("loss_fn", [drawn, drawn_in_groups])
+def test_rows_keep_their_draws_in_any_group(loss_fn):
+    """The first row draws the same beside others of any kind; rows of one batch draw different numbers."""
+    engine = vmap_grad()
+
+    def losses(x):
+        with torch_seed(insecure_key(3)):
+            return engine(loss_fn, W, x).losses_B
+
+    together = losses(X)
+    assert torch.allclose(losses(X[:1]), together[:1], rtol=1e-12)
+    assert torch.allclose(losses(torch.cat([X[:1], X[:1], X[1:2]]))[0], together[0], rtol=1e-12)
+    same = losses(X[:1].expand(3, 3))
+    assert len(set(same.tolist())) == 3
+
+
+def test_a_seed_in_the_loss_gives_each_row_what_it_draws_alone():
+    def loss_fn(p, x):
+        torch.manual_seed(0)
+        return (p["w"] * (x + torch.randn(3, dtype=x.dtype))).square().sum(1)
+
+    losses = vmap_grad()(loss_fn, W, X[:1].expand(3, 3)).losses_B
+    assert len(set(losses.tolist())) == 1
+
+
+def test_checkpoints_draw_again_what_they_drew():
+    def loss_fn(p, x):
+        drop = lambda v: F.dropout(F.linear(v, torch.diag(p["w"])), 0.5).tanh()
+        return checkpoint(drop, x, use_reentrant=False).square().sum(1) if again else drop(x).square().sum(1)
+
+    found = []
+    for again in (False, True):
+        with torch_seed(insecure_key(5)):
+            found.append(vmap_grad()(loss_fn, W, X).sq_norms()["w"])
+    assert torch.equal(*found)
+
+
+# What a loss keeps.
+
+
+def test_a_tensor_of_an_earlier_call_is_refused_when_it_is_used():
+    kept = []
+
+    def loss_fn(p, x):
+        h = p["w"] * x
+        loss = h.square().sum(1) + sum(old.sum() for old in kept[-1:])
+        kept.append(h.detach())
+        return loss
+
+    engine = vmap_grad()
+    engine(loss_fn, W, X)
+    with pytest.raises(UnsupportedModel, match="kept from an earlier call"):
+        engine(loss_fn, W, X)
+
+
+def test_a_tensor_that_is_kept_and_never_used_is_fine():
+    kept = []
+
+    def loss_fn(p, x):
+        kept.append(p["w"] * x)
+        return kept[-1].square().sum(1)
+
+    engine = vmap_grad()
+    for _ in range(3):
+        assert off(loss_fn, W, X, engine) < 1e-12
+
+
+def test_a_constant_that_is_made_once_is_fine():
+    made = {}
+
+    def loss_fn(p, x):
+        scale = made.setdefault("scale", torch.arange(3, dtype=x.dtype))
+        return (p["w"] * x * scale).square().sum(1)
+
+    engine = vmap_grad()
+    for _ in range(3):
+        found = engine(loss_fn, W, X)
+        assert torch.allclose(found.losses_B, (W["w"] * X * torch.arange(3.0)).square().sum(1))
+
+
+def test_a_latch_that_is_idle_at_first_is_refused():
+    seen = {}
+
+    def loss_fn(p, x):
+        if (x.abs() > 20).any():
+            seen["over"] = True
+        return squares(p, x) * (2.0 if seen else 1.0)
+
+    engine = vmap_grad()
+    assert off(loss_fn, W, X, engine) < 1e-12
+    with pytest.raises(UnsupportedModel, match="what it keeps"):
+        engine(loss_fn, W, torch.cat([X, 30 + X[:1]]))
+    with pytest.raises(UnsupportedModel, match="what it keeps"):
+        engine(loss_fn, W, X)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["buffer", "closure"])
+def test_statistics_that_torch_writes_without_saying_so_are_not_released(own):
+    norm = nn.BatchNorm1d(3).double()
+
+    def loss_fn(p, x):
+        return F.batch_norm(p["w"] * x, norm.running_mean, norm.running_var, training=True).square().sum(1) if own else norm(p["w"] * x).sum(1)
+
+    with pytest.raises((UnsupportedModel, InvalidArgument)):
+        vmap_grad()(loss_fn, W, X)
+
+
+def test_another_loss_of_the_same_code_starts_anew():
+    """Whatever was learnt of a loss holds for that one."""
+    engine = vmap_grad()
+    first, second = (partial(lambda scale, p, x: squares(p, scale * x), scale) for scale in (1.0, 2.0))
+    assert off(first, W, X, engine) < 1e-12
+    assert off(second, W, X, engine) < 1e-12
+
+
+# Errors.
+
+
+def test_the_error_of_a_loss_is_told_with_its_cause():
+    def loss_fn(p, x):
+        raise KeyError("missing column")
+
+    with pytest.raises(UnsupportedModel, match="missing column") as caught:
+        vmap_grad()(loss_fn, W, X)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda p, x: squares(p, x).sum(), "shape"),
+        (lambda p, x: squares({"w": p["w"].detach()}, x), "depend on params"),
+        (lambda p, x: None, "tensor"),
+    ],
+)
+def test_losses_of_a_wrong_form_are_refused(loss_fn, message):
+    with pytest.raises(InvalidArgument, match=message):
+        vmap_grad()(loss_fn, W, X)
+
+
+def test_parameters_are_not_written():
+    def loss_fn(p, x):
+        p["w"].mul_(2)
+        return squares(p, x)
+
+    with pytest.raises(UnsupportedModel):
+        vmap_grad()(loss_fn, W, X)
+    assert W["w"].tolist() == [1.0, -2.0, 0.5]
+
+
+def test_gradient_checkpointing_of_transformers_is_exact():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=50
+    )
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(0))
+    forward, params = dpfunc.functionalize(model)
+    found = []
+    for again in (False, True):
+        if again:
+            name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing_enable"
+            getattr(model, name)()
+
+        def loss_fn(p, ids):
+            logits = forward(p, input_ids=ids, use_cache=False).logits
+            return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").sum(1)
+
+        engine = vmap_grad()
+        found.append(engine(loss_fn, params, ids).sq_norms())
+        assert engine.decision(loss_fn).engine == "vmap_grad"
+    for name, norms_B in found[0].items():
+        assert torch.equal(norms_B, found[1][name]), name
