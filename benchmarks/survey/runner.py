@@ -59,9 +59,7 @@ class Worker:
             self.process.kill()
 
 
-def run(
-    cases: Sequence[Case], workers: int, limit: int, found: Callable[[Row], object], engine: str = "auto"
-) -> None:
+def run(cases: Sequence[Case], workers: int, limit: int, found: Callable[[Row], object], engine: str = "auto") -> None:
     """Measure all; `found` is called with each row, from one thread at a time."""
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in cases:

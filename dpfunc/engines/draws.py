@@ -87,8 +87,11 @@ def draw_into(
 ) -> Tensor:
     """Fill a tensor of the loss with random numbers, in place."""
     target = args[0]
-    fresh = drawn(levels, draws, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs)
-    return target.copy_(fresh)
+    fresh = drawn(
+        levels, draws, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs
+    )
+    filled: Tensor = target.copy_(fresh)
+    return filled
 
 
 def _noise(levels: Levels, draws: OwnDraws, input: Tensor, p: float, feature: bool) -> Tensor:
@@ -106,7 +109,15 @@ def _noise(levels: Levels, draws: OwnDraws, input: Tensor, p: float, feature: bo
 
 
 def dropout(
-    levels: Levels, draws: OwnDraws, input: Tensor, p: float, training: bool, *, feature: bool, alpha: bool, inplace: bool
+    levels: Levels,
+    draws: OwnDraws,
+    input: Tensor,
+    p: float,
+    training: bool,
+    *,
+    feature: bool,
+    alpha: bool,
+    inplace: bool,
 ) -> Tensor:
     """Dropout of one row: the same numbers and rounding as torch's own on that row alone."""
     if p == 0 or not training or not input.numel():

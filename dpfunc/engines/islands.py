@@ -78,7 +78,8 @@ def _linear(bound: _Bound) -> tuple[Tensor, Any]:
 
 
 def _linear_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    return grad @ bound["weight"].to(grad.dtype)
+    found: Tensor = grad @ bound["weight"].to(grad.dtype)
+    return found
 
 
 def _matmul(bound: _Bound) -> tuple[Tensor, Any]:
@@ -86,7 +87,8 @@ def _matmul(bound: _Bound) -> tuple[Tensor, Any]:
 
 
 def _matmul_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    return grad @ bound["other"].to(grad.dtype).T
+    found: Tensor = grad @ bound["other"].to(grad.dtype).T
+    return found
 
 
 def _addmm(bound: _Bound) -> tuple[Tensor, Any]:
@@ -95,7 +97,8 @@ def _addmm(bound: _Bound) -> tuple[Tensor, Any]:
 
 
 def _addmm_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    return grad @ bound["mat2"].to(grad.dtype).T
+    found: Tensor = grad @ bound["mat2"].to(grad.dtype).T
+    return found
 
 
 def _convolution(bound: _Bound, run: Callable[..., Tensor]) -> tuple[Tensor, Any]:
@@ -275,7 +278,7 @@ class _Credited(torch.autograd.Function):
     """The node of an operation with a rule, or with a gradient in closed form."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, given: Tensor) -> Tensor:  # type: ignore[override]  # fixed arguments
+    def forward(ctx: Any, call: _Call, anchor: Tensor, given: Tensor) -> Tensor:
         ctx.call = call
         ctx.kept = call.keeps_input
         if ctx.kept:
@@ -286,7 +289,7 @@ class _Credited(torch.autograd.Function):
         return call.owner.levels.row(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # one result
+    def backward(ctx: Any, grad: Tensor) -> Any:
         call: _Call = ctx.call
         owner = call.owner
         owner.backward_node()
@@ -338,11 +341,11 @@ class _Source(torch.autograd.Function):
     """The start of a native graph that does not hold its value: a leaf would keep the input of each layer alive."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]  # fixed arguments
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # one result
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return None, None
 
 
@@ -393,7 +396,7 @@ class _Native(torch.autograd.Function):
     """The node around a native graph."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: _Kernel, anchor: Tensor, *inputs: Tensor) -> Any:  # type: ignore[override]  # fixed arguments
+    def forward(ctx: Any, kernel: _Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
         ctx.kernel = kernel
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
         ctx.again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -463,13 +466,13 @@ class _Tap(torch.autograd.Function):
     """A value below both levels, whose gradient goes to the rule of the operation that gave it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, credit: Callable[[Tensor], None]) -> Tensor:  # type: ignore[override]  # fixed arguments
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, credit: Callable[[Tensor], None]) -> Tensor:
         ctx.credit = credit
         ctx.mark_dirty(value)  # no view: steps of a layer are written into
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # one result
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.credit(grad)
         return grad, None, None
 
@@ -551,7 +554,10 @@ def recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         return NotImplemented
     with Below():
         rows = owner.levels.rows
-        own = [inside(state).unsqueeze(0).expand(rows, *state.shape) if of_rows(state) is None else None for state in states]
+        own = [
+            inside(state).unsqueeze(0).expand(rows, *state.shape) if of_rows(state) is None else None
+            for state in states
+        ]
     states = [state if value is None else owner.levels.row(value) for state, value in zip(states, own, strict=True)]
     options = {name: bound[name] for name in names[3:]}
 

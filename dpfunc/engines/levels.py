@@ -17,13 +17,14 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._C._functorch import get_single_level_autograd_function_allowed as _single_level_allowed
 from torch._C._functorch import set_single_level_autograd_function_allowed as _allow_single_level
-from torch._functorch import vmap as _vmap
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _without_level
 from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _without_level
+from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # type: ignore[attr-defined]  # private
 from torch.autograd.graph import _engine_run_backward
 
 Below = torch._C._DisableFuncTorch
 """Context in which plain tensors are computed below both levels."""
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -59,7 +60,7 @@ class Levels:
 
 @contextmanager
 def below_both() -> Iterator[None]:
-    """Inside, plain tensors are computed as if no level were open: custom functions too, which `Below` does not cover."""
+    """Inside, no level is open: custom functions run as well, which `Below` does not cover."""
     with _without_level(), _without_level():
         yield
 
@@ -78,11 +79,11 @@ def _requires_grad_allowed() -> Iterator[None]:
 @contextmanager
 def levels(num_rows: int) -> Iterator[Levels]:
     """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
-    _vmap.lazy_load_decompositions()
+    lazy_load_decompositions()
     # no_grad: frozen parameters may require gradients, and would keep a graph below both levels
     with (
         torch.no_grad(),
-        _vmap.vmap_increment_nesting(num_rows, "error") as vmap,
+        vmap_increment_nesting(num_rows, "error") as vmap,
         grad_increment_nesting() as grad,
         torch.enable_grad(),
         _requires_grad_allowed(),
@@ -116,7 +117,7 @@ def of_rows(value: Tensor) -> Tensor | None:
 
 def is_gone(value: Tensor) -> bool:
     """True for a tensor of rows of an earlier call, which torch would take for one of this call."""
-    return bool(functorch.is_dead_tensor_wrapper(value)) and is_row(value)
+    return bool(functorch.is_dead_tensor_wrapper(value)) and is_row(value)  # type: ignore[attr-defined]  # no stub
 
 
 def apply_node(node: type[torch.autograd.Function], *args: Any) -> Any:
@@ -124,7 +125,7 @@ def apply_node(node: type[torch.autograd.Function], *args: Any) -> Any:
     before = _single_level_allowed()
     _allow_single_level(True)
     try:
-        return super(torch.autograd.Function, node).apply(*args)
+        return super(torch.autograd.Function, node).apply(*args)  # type: ignore[misc]  # of C
     finally:
         _allow_single_level(before)
 

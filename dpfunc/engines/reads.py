@@ -120,7 +120,7 @@ def by_row(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs
 
 
 def _masks(index: Any) -> list[Any]:
-    return [part for part in (index if isinstance(index, tuple) else (index,))]
+    return list(index) if isinstance(index, tuple) else [index]
 
 
 def _is_mask(value: Any) -> bool:
@@ -141,7 +141,9 @@ def positions(reader: Reader, index: Any) -> tuple[Any, ...]:
 
 def getitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Select by a mask of each row."""
-    if not any(_is_mask(part) for part in _masks(args[1])) or not any(is_row(value) for value in (args[0], *_masks(args[1]))):
+    if not any(_is_mask(part) for part in _masks(args[1])) or not any(
+        is_row(value) for value in (args[0], *_masks(args[1]))
+    ):
         return NotImplemented
     return args[0][positions(reader, args[1])]
 
@@ -155,7 +157,11 @@ def setitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwarg
     if len(parts) == 1 and is_row(target) and (not isinstance(value, Tensor) or value.ndim == 0):
         mask = parts[0].bool()
         mask = mask.reshape(*mask.shape, *(1 for _ in range(target.ndim - mask.ndim)))
-        fill = value.to(target.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=target.dtype, device=target.device)
+        fill = (
+            value.to(target.dtype)
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=target.dtype, device=target.device)
+        )
         target.copy_(torch.where(mask, fill, target))
         return None
     target[positions(reader, index)] = value
@@ -227,7 +233,7 @@ Handler = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], 
 READS: dict[Any, Handler] = {
     **dict.fromkeys(
         (
-            *(getattr(Tensor, f"__{name}__") for name in ("bool", "int", "float", "index", "complex", "format", "repr")),
+            *_named("__bool__", "__int__", "__float__", "__index__", "__complex__", "__format__", "__repr__"),
             *_named("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__contains__"),
             torch._C._VariableFunctions.is_nonzero,
         ),

@@ -53,7 +53,7 @@ _FACTORIES = frozenset(
     if hasattr(owner, name)
 )  # fmt: skip
 _NESTED = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]  # a descriptor
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _HOOKING = frozenset((_GRAD_FN, Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
 _OURS = ("aten", "prims", "prim", "profiler")
 
@@ -321,7 +321,8 @@ def _all_rows(value: Tensor, num_rows: int) -> Tensor:
     if values_B is None:
         plain = inside(value)
         with Below():
-            return plain.expand(num_rows, *plain.shape)
+            same: Tensor = plain.expand(num_rows, *plain.shape)
+            return same
     return values_B
 
 
@@ -433,7 +434,7 @@ class VmapGrad:
                 raise
             except (UnsupportedModel, InvalidArgument):
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (whatever a loss raises is raised again by rows alone)
                 reason = (str(error).splitlines() or ["-"])[0]
                 continue
             self._settings[loss_fn] = tried

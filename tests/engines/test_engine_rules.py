@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LENGTH = 3
 # (seed, batch sizes): 1 is no batch, 2 and 3 are small batches, 3 is also the length.
 RUNS = ((0, (1, 2, 3, 5)), (1, (3,)))
-FAST = ("bookkeeping", "ghost")
+FAST = ("bookkeeping", "ghost", "vmap_grad")
 
 layers = pytest.mark.parametrize("name", LAYERS)
 

@@ -26,7 +26,8 @@ W = torch.tensor([1.0, -1.0])
 def test_a_row_is_wrapped_twice_and_comes_back_whole():
     with levels(3) as over:
         row = over.row(X)
-        assert is_row(row) and row.shape == (2,)
+        assert is_row(row)
+        assert row.shape == (2,)
         assert of_rows(row) is X
         assert torch.equal(of_rows(row * 2), X * 2)
 
@@ -41,14 +42,16 @@ def test_an_axis_that_an_operation_has_moved_comes_back_first():
 def test_constants_are_not_rows():
     with levels(3) as over:
         for value in (over.constant(W), over.leaf(W), torch.ones(2), W):
-            assert not is_row(value) and of_rows(value) is None
+            assert not is_row(value)
+            assert of_rows(value) is None
             assert not torch._C._functorch.is_functorch_wrapped_tensor(inside(value))
 
 
 def test_only_leaves_need_gradients():
     with levels(3) as over:
         assert over.leaf(W).requires_grad
-        assert not over.row(X).requires_grad and not over.constant(W).requires_grad
+        assert not over.row(X).requires_grad
+        assert not over.constant(W).requires_grad
         assert (over.row(X) * over.leaf(W)).requires_grad
 
 
@@ -81,10 +84,12 @@ def test_tensors_of_rows_are_gone_after_the_call():
     with levels(3) as over:
         row, constant = over.row(X) * 2, over.constant(W) * 2
         assert not is_gone(row)
-    assert is_gone(row) and not is_gone(constant)
+    assert is_gone(row)
+    assert not is_gone(constant)
     with levels(3):
         assert is_gone(row), "also while other levels of the same number are open"
-        assert not is_gone(constant) and not is_gone(X)
+        assert not is_gone(constant)
+        assert not is_gone(X)
 
 
 def test_numbers_of_torch_that_nobody_answers_are_errors():
@@ -154,7 +159,8 @@ def test_transforms_of_the_loss_are_seen():
     seen = []
     with levels(3) as over:
         torch.func.grad(lambda v: (seen.append(over.on_top()), v.sum())[1])(over.row(X))
-        assert seen == [False] and over.on_top()
+        assert seen == [False]
+        assert over.on_top()
 
 
 def test_a_custom_function_is_seen_by_a_mode():
@@ -184,7 +190,7 @@ def test_a_custom_function_is_seen_by_a_mode():
 
     with levels(3) as over, Mode():
         Own.apply(over.row(X))
-    assert seen and seen[0].vmap is not torch.autograd.Function.vmap
+    assert seen[0].vmap is not torch.autograd.Function.vmap
 
 
 def test_frozen_parameters_keep_no_graph_below():

@@ -12,7 +12,7 @@ from dpfunc import clipping
 from dpfunc import engines as engines_module
 from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.clipping.bounds import SLACK
-from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap
+from dpfunc.engines import auto, bookkeeping, ghost, loop, vmap, vmap_grad
 from dpfunc.errors import UnsupportedModel
 
 ENGINES = {
@@ -22,6 +22,8 @@ ENGINES = {
     "bookkeeping": bookkeeping(),
     "ghost": ghost(),
     "auto": auto(),
+    "vmap_grad": vmap_grad(),
+    "vmap_grad without rules": vmap_grad(rules=False),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

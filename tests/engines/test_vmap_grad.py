@@ -25,7 +25,10 @@ def off(loss_fn, params, batch, engine=None):
     """The largest difference of norms and sums from rows alone, relative to the largest gradient."""
     found = (engine or vmap_grad())(loss_fn, params, batch)
     truth = loop_gradients(loss_fn, params, batch)
-    sums, norms = found.weighted_sum(dict.fromkeys(params, torch.ones(len(truth), dtype=torch.float64))), found.sq_norms()
+    sums, norms = (
+        found.weighted_sum(dict.fromkeys(params, torch.ones(len(truth), dtype=torch.float64))),
+        found.sq_norms(),
+    )
     worst, largest = 0.0, 1e-12
     for name in params:
         rows = torch.stack([grads[name] for _, grads in truth]).double()
@@ -272,12 +275,12 @@ def test_a_seed_in_the_loss_gives_each_row_what_it_draws_alone():
 
 
 def test_checkpoints_draw_again_what_they_drew():
-    def loss_fn(p, x):
-        drop = lambda v: F.dropout(F.linear(v, torch.diag(p["w"])), 0.5).tanh()
-        return checkpoint(drop, x, use_reentrant=False).square().sum(1) if again else drop(x).square().sum(1)
-
     found = []
-    for again in (False, True):
+    for run in (lambda part, v: part(v), partial(checkpoint, use_reentrant=False)):
+
+        def loss_fn(p, x, run=run):
+            return run(lambda v: F.dropout(F.linear(v, torch.diag(p["w"])), 0.5).tanh(), x).square().sum(1)
+
         with torch_seed(insecure_key(5)):
             found.append(vmap_grad()(loss_fn, W, X).sq_norms()["w"])
     assert torch.equal(*found)
@@ -347,7 +350,11 @@ def test_statistics_that_torch_writes_without_saying_so_are_not_released(own):
     norm = nn.BatchNorm1d(3).double()
 
     def loss_fn(p, x):
-        return F.batch_norm(p["w"] * x, norm.running_mean, norm.running_var, training=True).square().sum(1) if own else norm(p["w"] * x).sum(1)
+        return (
+            F.batch_norm(p["w"] * x, norm.running_mean, norm.running_var, training=True).square().sum(1)
+            if own
+            else norm(p["w"] * x).sum(1)
+        )
 
     with pytest.raises((UnsupportedModel, InvalidArgument)):
         vmap_grad()(loss_fn, W, X)
@@ -400,7 +407,12 @@ def test_gradient_checkpointing_of_transformers_is_exact():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=50
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=50,
     )
     model = LlamaForCausalLM(config).train()
     ids = torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -408,7 +420,11 @@ def test_gradient_checkpointing_of_transformers_is_exact():
     found = []
     for again in (False, True):
         if again:
-            name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing_enable"
+            name = (
+                "activation_checkpointing_enable"
+                if hasattr(model, "activation_checkpointing_enable")
+                else "gradient_checkpointing_enable"
+            )
             getattr(model, name)()
 
         def loss_fn(p, ids):

@@ -17,7 +17,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 from isolation.cases import Loss
 
-ENGINES = ("auto", "bookkeeping", "ghost", "vmap", "loop")
+ENGINES = ("auto", "bookkeeping", "ghost", "vmap", "loop", "vmap_grad")
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 SEED = 10**6
 ORDINARY = (
