@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc._utils.words import WORDS
@@ -152,15 +151,13 @@ def named(made: Made) -> Made:
     if isinstance(made, type):
         type.__setattr__(made, "__init__", named(vars(made)["__init__"]))
         return made
-    plain, refuse = cast(FunctionType, made), _refuse_unknown
 
+    @functools.wraps(made)
     def _call(*args: Any, **options: Any) -> Any:
-        refuse(plain, options)
-        return plain(*args, **options)
+        _refuse_unknown(made, options)
+        return made(*args, **options)
 
-    # With the globals of the function, by which doctest knows that it is of that module.
-    call = FunctionType(_call.__code__, plain.__globals__, plain.__name__, None, _call.__closure__)
-    return cast(Made, functools.wraps(plain)(call))
+    return cast(Made, _call)
 
 
 def _refuse_unknown(function: Callable[..., Any], options: Iterable[str]) -> None:
