@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, wrong_type
+from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.distributed.data import check_same_data
@@ -46,6 +46,7 @@ class Position(Protocol):
     def num_records(self) -> int | None: ...
 
 
+@named
 @dataclass(frozen=True)
 class Plan:
     """Sampling, clipping, noise, steps and delta, which together fix epsilon. A plan can be published.
@@ -153,6 +154,7 @@ class Plan:
             )
 
     @classmethod
+    @named
     def for_budget(
         cls,
         *,
@@ -253,13 +255,14 @@ class Plan:
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         return own_records(self.sampler, state.key, step, state.num_records, *place)
 
+    @named
     def loader(
         self,
         dataset: Any,
         state: Position,
         ranks: Ranks | None = None,
         *,
-        collate_fn: Callable[[list[Any]], Batch] = default_collate,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
@@ -272,7 +275,7 @@ class Plan:
             dataset: `len(dataset)` records, `dataset[i]` or `dataset.__getitems__(indices)` reads them.
             state: of the run, also a resumed one; the first batch is that of its step.
             ranks: of the run; the loader then gives the records of this process, and all processes must call it.
-            collate_fn: list of records -> pytree of tensors with one row a record.
+            collate_fn: list of records -> pytree of tensors with one row a record. None: torch's `default_collate`.
             num_workers, pin_memory, prefetch_factor, multiprocessing_context: as in `torch.utils.data.DataLoader`.
             data_name: with ranks, a name of the data set (a version, a hash) that is compared instead of its records.
 
@@ -305,14 +308,15 @@ class Plan:
         >>> state.step
         3
         """
+        collate = default_collate if collate_fn is None else collate_fn
 
         def described() -> str:
             check_dataset(dataset, self.sampler.dataset_size, state.num_records)
-            check_collate(collate_fn)
+            check_collate(collate)
             integer("num_workers", num_workers)
             if ranks is None:
                 return ""
-            return data_name or batches_name(dataset, collate_fn)
+            return data_name or batches_name(dataset, collate)
 
         check_same_data(described, ranks)
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
@@ -320,7 +324,7 @@ class Plan:
         return data_loader(
             dataset,
             Draws(self.sampler, state.key, steps, max(state.limit - state.step, 0), *place, state.num_records),
-            Collate(collate_fn),
+            Collate(collate),
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,

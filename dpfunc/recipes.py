@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, probability, records
+from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, probability, records
 from dpfunc.accounting import calibrate_noise
 from dpfunc.clipping import Automatic
 from dpfunc.plan import Plan
@@ -182,6 +182,7 @@ class Recipe:
         )
 
 
+@named
 def recipe(
     strategy: Strategy,
     *,

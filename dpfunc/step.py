@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.unchanged import Calls
-from dpfunc._utils.validation import fail, integer, one_of, wrong_type
+from dpfunc._utils.validation import fail, integer, named, one_of, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
@@ -318,6 +318,7 @@ class DPStep:
         return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
 
 
+@named
 def make_dp_step(
     loss_fn: LossFn,
     plan: Plan,

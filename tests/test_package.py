@@ -115,6 +115,17 @@ def test_the_package_page_has_no_relative_links(built):
     assert all(link.startswith("https://example.org/dpfunc/v1/") for link in links)
 
 
+def test_the_first_screen_says_how_to_install(built):
+    """From a clone or the wheel that was built here; each extra that a page names is one of the package."""
+    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:25])
+    assert re.search(r'^    pip install "\.\[hf\]"', first, re.MULTILINE)
+    assert f'pip install "{built[1].name}[hf]"' in first
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    extras = re.findall(r"(?:dpfunc|\.|\.whl)\[(\w+)\]['\"`]", "".join(page.read_text() for page in pages))
+    assert len(extras) >= 7
+    assert {*extras} <= PROJECT["optional-dependencies"].keys()
+
+
 def test_links_of_the_readme_lead_somewhere():
     """The page turns them into addresses or names of files, which must be there."""
     for link in LINKS.findall((ROOT / "README.md").read_text()):

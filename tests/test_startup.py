@@ -9,6 +9,7 @@ import ast
 import importlib
 import json
 import pkgutil
+import re
 import sys
 from pathlib import Path
 
@@ -125,15 +126,20 @@ def typed_names():
     }
 
 
+def homes():
+    """Name -> module of dpfunc, as the package itself says it."""
+    return {name: home for home, names in dpfunc._HOMES.items() for name in names.split()}
+
+
 def test_the_lists_of_public_names_agree():
     typed = typed_names()
     assert sorted(typed) == sorted(dpfunc.__all__)
-    assert {name: home for name, home in typed.items() if home} == dpfunc._HOMES
+    assert {name: home for name, home in typed.items() if home} == homes()
 
 
 def test_public_names_are_what_they_are_at_home():
     for name in dpfunc.__all__:
-        home, found = dpfunc._HOMES.get(name), getattr(dpfunc, name)
+        home, found = homes().get(name), getattr(dpfunc, name)
         value = getattr(importlib.import_module(f"dpfunc.{home}"), name) if home else sys.modules[f"dpfunc.{name}"]
         assert found is value, name
         assert name in dir(dpfunc)
@@ -141,16 +147,34 @@ def test_public_names_are_what_they_are_at_home():
 
 def test_no_name_is_a_module_as_well():
     """Importing the module would replace the function."""
-    assert not {info.name for info in pkgutil.iter_modules([str(ROOT)])} & set(dpfunc._HOMES)
+    assert not {info.name for info in pkgutil.iter_modules([str(ROOT)])} & set(homes())
 
 
 def test_modules_are_attributes():
     assert python("import dpfunc; print(dpfunc.state.replay.__name__, dpfunc.checkpoint.save.__name__)")
 
 
+def test_modules_that_the_pages_name_are_attributes():
+    """Without an import of their own: `dpfunc.sampling.users`. Not those of the commands (`python -m dpfunc.cli.main`)."""
+    pages = [*(ROOT.parent / "docs").rglob("*.md"), *(ROOT.parent / "examples").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"\bdpfunc((?:\.[a-z_]+){2,})\b", page.read_text())}
+    modules = sorted(name for name in named if (ROOT / f"{name[1:].replace('.', '/')}.py").exists())
+    assert ".sampling.users" in modules
+    needed = [f"dpfunc{name}" for name in modules if not name.startswith((".cli.", ".train."))]
+    assert python(f"import dpfunc; print([eval(name) and name for name in {needed}])").strip() == str(needed)
+
+
+def test_an_unknown_name_imports_nothing():
+    """The error says where it is by the text of the files."""
+    code = (
+        "import sys, dpfunc; print(hasattr(dpfunc, 'Flat'), hasattr(dpfunc, 'DPTrainer'), {*sys.modules} & {'torch'})"
+    )
+    assert python(code).split() == ["False", "False", "set()"]
+
+
 @pytest.mark.parametrize("name", ["nothing", "_nothing", "a.b", "", "__wrapped__"])
 def test_other_names_are_no_attributes(name):
-    with pytest.raises(AttributeError, match="module 'dpfunc' has no attribute"):
+    with pytest.raises(AttributeError, match=f"module 'dpfunc' has no attribute {name!r}$"):
         getattr(dpfunc, name)
     assert not hasattr(dpfunc, name)
 

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
+
+from dpfunc._utils.words import WORDS
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """Make the `__getattr__` of a package.
 
     Args:
-        package: its `__name__`. homes: public name -> the module in the package that defines it. Other names are
-            modules of the package.
+        package: its `__name__`. homes: module in the package -> its public names, with spaces between. Other names
+            are modules of the package.
 
     >>> import dpfunc
-    >>> lazy("dpfunc", {"Ledger": "accounting"})("Ledger") is dpfunc.accounting.Ledger
+    >>> lazy("dpfunc", {"accounting": "Ledger epsilon"})("Ledger") is dpfunc.accounting.Ledger
     True
     """
+    modules = {name: module for module, names in homes.items() for name in names.split()}
 
     def attribute(name: str) -> object:
-        if name in homes:
-            value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        if name in modules:
+            value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
         elif name.isidentifier() and not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             value = importlib.import_module(f"{package}.{name}")
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_elsewhere(package, name)}")
         vars(sys.modules[package])[name] = value
         return value
 
     return attribute
+
+
+def _elsewhere(package: str, name: str) -> str:
+    """Where a name is that the package does not have, by the text of its files: nothing is imported for an error."""
+    if not name.isidentifier() or name.startswith("_"):
+        return ""
+    root = Path(str(sys.modules[package].__file__)).parent
+    public = re.compile(rf'(?m)^__all__ = \[[^]]*"{name}"|^(class|def) {name}\b')
+    files = sorted([*root.glob("*.py"), *root.glob("*/__init__.py")])
+    homes = [path.relative_to(root).parts[0] for path in files if public.search(path.read_text("utf-8"))]
+    here = " or ".join(f"{package}.{home.removesuffix('.py')}.{name}" for home in homes) or WORDS.get(name)
+    return f". Here: {here}." if here else ""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
+from dpfunc._utils.words import WORDS
 from dpfunc.errors import InvalidArgument
 
 _LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64; float64 has each of these integers
 Name = TypeVar("Name", bound=str)
+Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 def fail(domain: str, name: str, value: object, hint: str = "") -> InvalidArgument:
@@ -25,50 +29,36 @@ def wrong_type(domain: str, name: str, value: object, hint: str = "") -> Invalid
     return InvalidArgument(f"Expected {domain}, got {name} of type {type(value).__name__}.{f' {hint}' if hint else ''}")
 
 
-def real(name: str, value: object, domain: str, hint: str = "") -> float:
-    """A finite real number that is not a bool (numpy scalars are welcome)."""
+def real(
+    name: str, value: object, domain: str, hint: str = "", inside: Callable[[float], bool] = math.isfinite
+) -> float:
+    """A finite real number inside its domain that is not a bool (numpy scalars are welcome)."""
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise fail(domain, name, value, hint or f"Pass a number, not {type(value).__name__}.")
     number = float(cast(SupportsFloat, value))
-    if not math.isfinite(number):
+    if not (math.isfinite(number) and inside(number)):
         raise fail(domain, name, value, hint)
     return number
 
 
 def positive(name: str, value: object, hint: str = "") -> float:
     """A real number with 0 < value < inf."""
-    domain = f"0 < {name} < inf"
-    number = real(name, value, domain, hint)
-    if number <= 0:
-        raise fail(domain, name, value, hint)
-    return number
+    return real(name, value, f"0 < {name} < inf", hint, lambda number: number > 0)
 
 
 def non_negative(name: str, value: object, hint: str = "") -> float:
     """A real number with 0 <= value < inf."""
-    domain = f"0 <= {name} < inf"
-    number = real(name, value, domain, hint)
-    if number < 0:
-        raise fail(domain, name, value, hint)
-    return number
+    return real(name, value, f"0 <= {name} < inf", hint, lambda number: number >= 0)
 
 
 def probability(name: str, value: object, hint: str = "") -> float:
     """A real number with 0 < value <= 1."""
-    domain = f"0 < {name} <= 1"
-    number = real(name, value, domain, hint)
-    if not 0 < number <= 1:
-        raise fail(domain, name, value, hint)
-    return number
+    return real(name, value, f"0 < {name} <= 1", hint, lambda number: 0 < number <= 1)
 
 
 def open_unit(name: str, value: object, hint: str = "") -> float:
     """A real number with 0 < value < 1, as delta is."""
-    domain = f"0 < {name} < 1"
-    number = real(name, value, domain, hint)
-    if not 0 < number < 1:
-        raise fail(domain, name, value, hint)
-    return number
+    return real(name, value, f"0 < {name} < 1", hint, lambda number: 0 < number < 1)
 
 
 def integer(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
@@ -151,6 +141,34 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     close += [option for option in names if option.endswith(f"_{name}")]
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names)}."
+
+
+def named(made: Made) -> Made:
+    """Decorator: the TypeError of an unknown keyword says what it is called here. For classes, above `@dataclass`.
+
+    Signature, docstring and doctests stay: tests/_utils/test_words.py::test_signature_and_doctests_stay.
+    """
+    if isinstance(made, type):
+        type.__setattr__(made, "__init__", named(vars(made)["__init__"]))
+        return made
+
+    @functools.wraps(made)
+    def _call(*args: Any, **options: Any) -> Any:
+        _refuse_unknown(made, options)
+        return made(*args, **options)
+
+    return cast(Made, _call)
+
+
+def _refuse_unknown(function: Callable[..., Any], options: Iterable[str]) -> None:
+    known = inspect.signature(function).parameters
+    for name in options:
+        if name not in known:
+            word = name.removeprefix("target_").removeprefix("per_sample_")
+            here = next((option for option in (word, f"dp_{word}") if option in known), WORDS.get(word))
+            where = function.__qualname__.removesuffix(".__init__")
+            hint = f"Here it is {here}." if here else suggestion(name, known)
+            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}. {hint}")
 
 
 def unique_json(text: str | bytes) -> Any:

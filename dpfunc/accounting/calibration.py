@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dpfunc._utils.validation import fail, integer, open_unit, positive, probability
+from dpfunc._utils.validation import fail, integer, named, open_unit, positive, probability
 from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, merge_gaussians
 from dpfunc.accounting.fewer_kinds import fewer_kinds
 from dpfunc.accounting.ledger import Ledger
@@ -121,6 +121,7 @@ def rough_epsilon(ledger: Ledger, delta: float) -> float:
     return rdp_epsilon(events, ledger.adjacency, delta, few=True)
 
 
+@named
 def calibrate_noise(
     *,
     epsilon: float,

@@ -13,11 +13,5 @@ if TYPE_CHECKING:
 __all__ = ["Journal", "journal_ledger", "load", "make_record", "save"]
 
 if not TYPE_CHECKING:
-    _PLACES = {
-        "Journal": "journal",
-        "journal_ledger": "journal",
-        "load": "loading",
-        "make_record": "record",
-        "save": "saving",
-    }
-    __getattr__ = lazy(__name__, _PLACES)
+    _HOMES = {"journal": "Journal journal_ledger", "loading": "load", "record": "make_record", "saving": "save"}
+    __getattr__ = lazy(__name__, _HOMES)

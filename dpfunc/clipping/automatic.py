@@ -8,12 +8,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dpfunc._utils.validation import non_negative, positive
+from dpfunc._utils.validation import named, non_negative, positive
 from dpfunc.clipping.bounds import check_clip_norm
 from dpfunc.clipping.groups import ALL
 from dpfunc.types import Groups
 
 
+@named
 @dataclass(frozen=True)
 class Automatic:
     """Normalise every gradient: `factor = C / (norm + gamma)`.

@@ -9,11 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dpfunc._utils.validation import named
 from dpfunc.clipping.bounds import check_clip_norm
 from dpfunc.clipping.groups import ALL
 from dpfunc.types import Groups
 
 
+@named
 @dataclass(frozen=True)
 class Flat:
     """Scale a gradient down to norm C, and leave it alone inside the ball: `factor = min(1, C / norm)`.

@@ -12,7 +12,5 @@ if TYPE_CHECKING:
 __all__ = ["DPTrainer", "PrivacyArguments", "make_loss_fn"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(
-        __name__,
-        {"DPTrainer": "trainer.trainer", "PrivacyArguments": "trainer.arguments", "make_loss_fn": "tasks"},
-    )
+    _HOMES = {"trainer.trainer": "DPTrainer", "trainer.arguments": "PrivacyArguments", "tasks": "make_loss_fn"}
+    __getattr__ = lazy(__name__, _HOMES)

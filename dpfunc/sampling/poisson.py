@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import integer, probability, records, sampling_prob_of
+from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, generator_of
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
@@ -21,6 +21,7 @@ _CHUNK = 2**16  # gaps in memory at once; no influence on the result
 _SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
 
 
+@named
 @dataclass(frozen=True)
 class Poisson:
     """Each record is in the batch with probability q, independently of all others; a batch may be empty.

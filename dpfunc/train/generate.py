@@ -169,16 +169,8 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
         return ({"prompt": prompt or ""},)
     path = Path(file)
     if path.suffix == ".txt":
-        try:
-            lines = path.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"Expected a readable file of prompts, got {str(file)!r}: {error}.") from error
-        found: tuple[Mapping[str, str], ...] = tuple({"prompt": line} for line in lines if line)
-    else:
-        found = tuple(_fields(path))
-    if not found:
-        raise fail("at least one prompt", "prompts", str(file))
-    return found
+        return tuple({"prompt": row["text"]} for row in read_table(path, ["text"], deduplicate=False).rows)
+    return tuple(_fields(path))
 
 
 def _fields(path: Path) -> Iterator[Mapping[str, str]]:

@@ -98,7 +98,10 @@ def load_processing(job: Job) -> Any:
 
 def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
     if tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None):
-        raise InvalidArgument(f"Expected an end-of-text token in the tokenizer of {path!r}, which has none.")
+        raise InvalidArgument(
+            f"Expected an end-of-text token in the tokenizer of {path!r}, which has none. Name one of its tokens, by "
+            "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."
+        )
     if job.task == "token_classification" and not tokenizer.is_fast:
         raise InvalidArgument(
             f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "

@@ -37,10 +37,11 @@ def read_table(
     unit: str | None = None,
     lists: Sequence[str] = (),
 ) -> Table:
-    """The columns that a job needs, of a .jsonl or .csv file.
+    """The columns that a job needs, of a .jsonl, .csv or .txt file.
 
     Args:
-        path: .jsonl with one object a line, or .csv with a header; UTF-8.
+        path: .jsonl with one object a line, .csv with a header, or .txt with a record a line, whose column is
+            `text`; UTF-8. Empty lines of a .jsonl or .txt are no records.
         columns: what each row must have; other columns are not read.
         deduplicate: leave out rows that equal an earlier one in all these columns. A row more or less changes the
             result by at most one row, so neighbouring tables stay neighbours.
@@ -78,9 +79,9 @@ def read_table(
 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
-    if path.suffix not in (".jsonl", ".csv"):
+    if path.suffix not in (".jsonl", ".csv", ".txt"):
         raise InvalidArgument(
-            f"Expected a .jsonl or .csv file, got {str(path)!r}. Write an object a line, or a header and commas."
+            f"Expected a .jsonl, .csv or .txt file, got {str(path)!r}. Write a line for each object, row or text."
         )
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -126,6 +127,8 @@ def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path
 
 def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
     """The values in a line. The line is private, and messages do not show it."""
+    if path.suffix == ".txt":
+        return {"text": line.rstrip("\r\n")}
     twice = ""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

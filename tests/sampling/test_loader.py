@@ -252,6 +252,13 @@ class StreamOfKnownLength(Stream):
         return N
 
 
+def test_no_collate_function_is_the_one_of_torch():
+    """As in a DataLoader of torch, whose default is None."""
+    plan, records = plan_of(), [(torch.full((2,), float(i)), i) for i in range(N)]
+    pairs = zip(plan.loader(records, at(0)), plan.loader(records, at(0), collate_fn=None), strict=True)
+    assert all(torch.equal(left, right) for one, other in pairs for left, right in zip(one, other, strict=True))
+
+
 def text_collate(records):
     return {"text": [str(record) for record in records]}
 

@@ -196,7 +196,7 @@ BAD = {
     "temperature": (["--num", 1, "--temperature", 0], 1, "0 < temperature < inf"),
     "top_p": (["--num", 1, "--top-p", 1.5], 1, "0 < top_p <= 1"),
     "two prompts": (["--num", 1, "--prompt", "a", "--prompts", "job.yaml"], 1, "--prompt or --prompts, got both"),
-    "no table": (["--num", 1, "--prompts", "job.yaml"], 1, "Expected a .jsonl or .csv file"),
+    "no table": (["--num", 1, "--prompts", "job.yaml"], 1, "Expected a .jsonl, .csv or .txt file"),
     "misspelt": (["--num", 1, "--temprature", 1], 2, "No such option"),
 }
 
@@ -257,7 +257,7 @@ def test_prompts_from_files(tmp_path):
     with pytest.raises(InvalidArgument, match="no field epsilon with a prompt"):
         read_prompts(None, tmp_path / "p.jsonl")
     (tmp_path / "p.txt").write_text("\n")
-    with pytest.raises(InvalidArgument, match="at least one prompt"):
+    with pytest.raises(InvalidArgument, match="Expected records in '.*p.txt', got none"):
         read_prompts(None, tmp_path / "p.txt")
 
 

@@ -38,6 +38,17 @@ def test_files_of_other_systems_are_the_same_table(tmp_path):
                 assert list(read_table(tmp_path / name, ["text", "label"]).rows) == rows
 
 
+def test_a_text_file_has_a_record_a_line(tmp_path):
+    """As the readers of texts of other libraries take it: the column is `text`; an empty line is no record."""
+    path = tmp_path / "t.txt"
+    for end in ("\n", "\r\n", "\r"):
+        for begin in (b"", b"\xef\xbb\xbf"):
+            path.write_bytes(begin + end.join(["one, two ", "", "  ", '{"text": 1}', "one, two ", "\u2028x"]).encode())
+            found = read_table(path, ["text"])
+            assert [row["text"] for row in found.rows] == ["one, two ", '{"text": 1}', "\u2028x"]
+            assert (found.numbers, found.duplicates) == ((1, 4, 6), 1)
+
+
 def test_columns_that_are_not_read_may_be_there_twice(tmp_path):
     (tmp_path / "t.csv").write_text("more,text,more,\nb,a,c,,\n")
     (tmp_path / "t.jsonl").write_text('{"more": 1, "text": "a", "more": 2}')
@@ -84,7 +95,9 @@ def test_the_split_has_the_share_it_should():
 
 
 BAD = {
-    "another format": ("t.parquet", "", "Expected a .jsonl or .csv file"),
+    "another format": ("t.parquet", "", "Expected a .jsonl, .csv or .txt file"),
+    "no text in a text file": ("t.txt", "\n \n", "Expected records in '.*t.txt', got none"),
+    "a text file in another encoding": ("t.txt", b"my secret \xff\n", "Expected a table in UTF-8"),
     "broken JSON": ("t.jsonl", '{"text": "my secret"', "Expected one JSON object a line"),
     "a list": ("t.jsonl", '["my secret"]', "Expected an object with names in row 1"),
     "no column": (
@@ -137,6 +150,15 @@ def test_bad_tables_are_refused_without_showing_them(tmp_path, name):
     (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidArgument, match=message) as caught:
         read_table(tmp_path / file, ["text"])
+    assert "secret" not in str(caught.value)
+
+
+def test_a_text_file_has_no_other_column(tmp_path):
+    (tmp_path / "t.txt").write_text("my secret\n")
+    with pytest.raises(
+        InvalidArgument, match="column 'label' in row 1 of t.txt, got none. None of its 1 columns"
+    ) as caught:
+        read_table(tmp_path / "t.txt", ["text", "label"])
     assert "secret" not in str(caught.value)
 
 

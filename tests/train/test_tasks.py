@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,7 @@ TABLES = {  # task -> the rows of its table
     "text_regression": lambda row, i: {"text": row["text"], "label": 1.0 if row["label"] == "sport" else -0.5},
     "text_classification": lambda row, i: {**row, "other": f"the market {i}"},
     "seq2seq": lambda row, i: row,
+    "causal_lm": lambda row, i: row,
 }  # fmt: skip
 
 
@@ -92,6 +94,38 @@ def test_a_run_of_each_task(place, task):
     assert names <= measured.keys()
     if task == "text_regression":
         assert measured["eval_loss"] == pytest.approx(measured["eval_rmse"] ** 2, rel=1e-3)
+
+
+def test_a_table_of_texts_alone(place):
+    """The records of a .txt are those of a .jsonl with one object a line."""
+    place("causal_lm", "llama")
+    table = rows(60)
+    Path("mails.txt").write_text("".join(f"{row['text']}\n\n" for row in table))
+    write("texts.jsonl", [{"text": row["text"]} for row in table])
+    flags = ["--prompt_template", "null", "--data.train"]
+    assert prepared(*flags, "mails.txt")[2].train == prepared(*flags, "texts.jsonl")[2].train
+    result = train(*flags, "mails.txt", "--steps", 1, "--batch_size", 8)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_tokenizer_without_an_end_token_gets_one(place):
+    """The advice of the error is followed, word for word."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    place("causal_lm", "llama")
+    PreTrainedTokenizerFast(tokenizer_file="tiny/tokenizer.json", unk_token="<unk>").save_pretrained("endless")
+    advice = re.escape(
+        "Expected an end-of-text token in the tokenizer of 'endless', which has none. Name one of its tokens, by "
+        "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."
+    )
+    with pytest.raises(InvalidArgument, match=advice):
+        prepared("--model.tokenizer", "endless")
+    tokenizer = AutoTokenizer.from_pretrained("endless")
+    tokenizer.eos_token = "</s>"
+    tokenizer.save_pretrained("ending")
+    _, processing, records = prepared("--model.tokenizer", "ending")
+    assert {record["input_ids"][-1] for record in records.train} == {processing.eos_token_id} == {2}
+    assert processing.pad_token == "</s>"
 
 
 SHAPES = {"token_classification": "bert", "text_regression": "gpt2", "seq2seq": "t5"}

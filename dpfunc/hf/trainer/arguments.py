@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
-from dpfunc._utils.validation import boolean, fail, integer, one_of, open_unit, positive, probability, suggestion
+from dpfunc._utils.validation import boolean, fail, integer, named, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Automatic, Flat
@@ -42,6 +42,7 @@ def _option(default: object, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+@named
 @dataclass(frozen=True)
 class PrivacyArguments:
     """Privacy settings of a training script. `HfArgumentParser` makes flags of it, e.g. `--dp_epsilon 8`.

@@ -11,12 +11,5 @@ if TYPE_CHECKING:
 __all__ = ["image_text_collator", "image_text_loss", "prepare", "strategy"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(
-        __name__,
-        {
-            "image_text_collator": "images",
-            "image_text_loss": "strategies",
-            "prepare": "strategies",
-            "strategy": "strategies",
-        },
-    )
+    _HOMES = {"images": "image_text_collator", "strategies": "image_text_loss prepare strategy"}
+    __getattr__ = lazy(__name__, _HOMES)

@@ -213,7 +213,8 @@ def image_text_collator(
     if pad_to_multiple_of is not None:
         integer("pad_to_multiple_of", pad_to_multiple_of, minimum=1)
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
-        raise InvalidArgument("Expected a tokenizer with a padding token and an end token. Set tokenizer.pad_token.")
+        advice = "Name two of its tokens: tokenizer.pad_token = '...', tokenizer.eos_token = '...'."
+        raise InvalidArgument(f"Expected a tokenizer with a padding token and an end token. {advice}")
     if image_size is not None:
         image_size = _checked_size(image_size)
     image = one_image(processor, image_size) if max_images else OneImage((), {}, False, ())

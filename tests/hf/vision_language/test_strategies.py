@@ -331,6 +331,16 @@ def test_L7_keys_shapes_and_labels(processor):
     assert first == ["<s>", "USER:", *["<image>"] * 4, "what", "ASSISTANT:", "red", "</s>"]
 
 
+def test_L7_a_tokenizer_without_an_end_token_gets_one():
+    """As the message says."""
+    own = tiny_processor()
+    end, own.tokenizer.eos_token = own.tokenizer.eos_token, None
+    with pytest.raises(InvalidArgument, match=r"an end token. Name two of its tokens: .*tokenizer.eos_token = '...'"):
+        image_text_collator(own, max_length=16)
+    own.tokenizer.eos_token = end
+    assert image_text_collator(own, max_length=16)
+
+
 def test_L7_prompts_as_they_are(processor, tmp_path):
     """Without the template the prompt holds the image tokens itself; images may be paths."""
     draw("red", "circle", 24, 0).save(tmp_path / "a.png")
