@@ -9,6 +9,7 @@ Axis letters: B rows, m images of one row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ _Bound = dict[str, Any]
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
 _LARGE = 1 << 16
-_NO_GRAD = torch.no_grad
+_EXACT = nullcontext()
 
 
 class Pass(Protocol):
@@ -43,6 +44,7 @@ class Pass(Protocol):
     credited: dict[str, list[PerSampleGrad]]
     uses: dict[object, Use]
     budget: int
+    is_exact: bool
 
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
@@ -63,6 +65,7 @@ class Form:
             inputs of whole numbers. takes: false for calls that it does not cover. images: axes of the input without
             that of images, where the kernel has one; None where it takes any axes before its own.
         reads_input: `input_grad` needs the input itself, not its shape only.
+        positions: every axis between that of rows and the last one is one of positions.
     """
 
     input: str
@@ -71,6 +74,7 @@ class Form:
     takes: Callable[[_Bound], bool] = lambda bound: True
     images: Callable[[_Bound], int] | None = None
     reads_input: bool = False
+    positions: bool = False
 
 
 def _linear(bound: _Bound) -> tuple[Tensor, Any]:
@@ -171,10 +175,10 @@ def _same_dtype(bound: _Bound) -> bool:
 
 
 FORMS: Mapping[Callable[..., Any], Form] = {
-    F.linear: Form("input", _linear, _linear_input, _matrix("weight")),
+    F.linear: Form("input", _linear, _linear_input, _matrix("weight"), positions=True),
     **dict.fromkeys(
         (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm),
-        Form("input", _matmul, _matmul_input, _matrix("other")),
+        Form("input", _matmul, _matmul_input, _matrix("other"), positions=True),
     ),
     **dict.fromkeys(
         (torch.addmm, Tensor.addmm),
@@ -183,6 +187,7 @@ FORMS: Mapping[Callable[..., Any], Form] = {
             _addmm,
             _addmm_input,
             lambda bound: bound["input"].ndim == 1 and bound["beta"] == bound["alpha"] == 1 and bound["mat2"].ndim == 2,
+            positions=True,
         ),
     ),
     F.conv1d: _convolution_form(F.conv1d, 1),
@@ -219,7 +224,9 @@ class _Call:
         return self.form.reads_input or any(self.form.input in self.rule.needs[name] for name in self.wanted)
 
     def merged(self, values_B: Tensor) -> Tensor:
-        """(B, m, ...) -> (B * m, ...) where the kernel has an axis of images."""
+        """(B, m, ...) -> (B * m, ...) where the kernel has an axis of images; (B, ..., T, d) -> (B, T, d) of matrices."""
+        if self.form.positions and values_B.ndim > 3:
+            return values_B.flatten(1, -2)
         return values_B.flatten(0, 1) if self.images else values_B
 
     def run(self, values_B: Tensor) -> Tensor:
@@ -229,7 +236,7 @@ class _Call:
             self.images = values_B.shape[1] if values_B.ndim - 1 > features else 0
         else:
             self.images = 0
-        x = self.merged(values_B)
+        x = values_B.flatten(0, 1) if self.images else values_B
         self.row_shape, self.dtype = values_B.shape, x.dtype
         self.bound["shape"] = x.shape
         self.bound[self.form.input] = x
@@ -284,7 +291,7 @@ class _Credited(torch.autograd.Function):
         if ctx.kept:
             ctx.save_for_backward(given)
         values_B = of_rows(given)
-        with Below(), _NO_GRAD():
+        with Below():
             out = call.run(values_B)  # type: ignore[arg-type]  # a row, by `operation`
         return call.owner.levels.row(out)
 
@@ -295,11 +302,11 @@ class _Credited(torch.autograd.Function):
         owner.backward_node()
         grad_B, input_grad = of_rows(grad), None
         x = of_rows(ctx.saved_tensors[0]) if ctx.kept else None
-        with Below(), _NO_GRAD():
+        with Below():
             grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
-                with exact(grad_B.device):
+                with _EXACT if owner.is_exact else exact(grad_B.device):
                     call.credit(grad_B, x)
             if ctx.needs_input_grad[2] and call.form.input_grad is not None:
                 bound = {**call.bound, call.form.input: x}

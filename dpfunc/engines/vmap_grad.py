@@ -92,7 +92,7 @@ class RowPass(TorchFunctionMode):
         with Below():
             self.anchor = over.leaf(torch.zeros(()))
         self.stopped: Stop | None = None
-        self.in_backward = False
+        self.in_backward = self.is_exact = False
         self._params = {id(leaf): (name, params[name]) for name, leaf in self.leaves.items()}
 
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
@@ -126,6 +126,9 @@ class RowPass(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is _FACT:
+            return func(*args, **(kwargs or {}))
         for value in args:
             if isinstance(value, Tensor):
                 if is_gone(value):
@@ -140,7 +143,6 @@ class RowPass(TorchFunctionMode):
                     self._refuse_gone()
         else:
             kwargs = {}
-        handler = _HANDLERS.get(func)
         try:
             if handler is not None:
                 found = handler(self, func, args, kwargs)
@@ -249,8 +251,19 @@ def _requires_grad(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mappin
     return args[0] if args[0].requires_grad else NotImplemented
 
 
+def _fact(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Shapes, dtypes and the like: the same for all rows."""
+    return NotImplemented
+
+
+_FACT = _fact
+_FACTS = tuple(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "is_sparse", "is_nested")
+)
 Handler = Callable[[RowPass, Any, Sequence[Any], Mapping[str, Any]], Any]
 _HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys((*_FACTS, Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel), _FACT),
     **dict.fromkeys(_NESTED, RowPass.nested),
     **dict.fromkeys(_HOOKING, RowPass.hooked),
     **dict.fromkeys(_FACTORIES, RowPass.made),
@@ -289,7 +302,7 @@ def _one_pass(
                     check_losses(losses_1, 1)
                     check_depends(losses_1.requires_grad)
                     loss = losses_1.sum()
-                mode.in_backward = True
+                mode.in_backward, mode.is_exact = True, _is_exact(losses_1.device)
                 found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
         except Stop:
             mode.check_kept()
@@ -314,6 +327,15 @@ def _one_pass(
             parts = [*parts, Dense(rest[name].detach())]
         grads[name] = add(parts) if parts else Zeros(num_rows, param)
     return PerSample(losses_B.detach(), grads, alone=True)
+
+
+def _is_exact(device: torch.device) -> bool:
+    """True if products are not shortened anyway, and nothing must be done for it."""
+    return (
+        device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+        and torch.get_float32_matmul_precision() == "highest"
+    )
 
 
 def _all_rows(value: Tensor, num_rows: int) -> Tensor:
@@ -381,12 +403,10 @@ class VmapGrad:
         with parameters_unchanged(params):
             while todo:
                 rows = todo.pop()
-                if passes:
-                    torch.default_generator.set_state(seed)
                 chosen = batch if len(rows) == num_rows else _rows(batch, rows)
                 passes += 1
                 try:
-                    result = self._try(loss_fn, params, chosen, rows)
+                    result = self._try(loss_fn, params, chosen, rows, seed)
                 except Diverged as stop:
                     read = stop.read
                     if passes + len(todo) + len(stop.groups) > _MAX_PASSES:
@@ -415,12 +435,13 @@ class VmapGrad:
         """How the last step of a loss function was computed, and why; None before its first batch."""
         return self._decisions.get(loss_fn)
 
-    def _try(self, loss_fn: LossFn, params: Params, batch: Batch, rows: list[int]) -> PerSample:
+    def _try(self, loss_fn: LossFn, params: Params, batch: Batch, rows: list[int], seed: Tensor) -> PerSample:
         """Gradients of these rows by one pass, or by the loop where no settings compute them."""
         settings = self._settings.get(loss_fn, Settings(self.rules))
         uses = self._uses.setdefault(loss_fn, {})
         reason = ""
         for tried in _from(settings):
+            torch.default_generator.set_state(seed)  # rows draw the same in each pass
             try:
                 result = _one_pass(loss_fn, params, batch, rows, tried, uses)
             except NoRules as stop:

@@ -10,7 +10,13 @@ from torch import nn
 
 from dpfunc import engines
 
-ENGINES = {"loop": engines.loop, "bookkeeping": engines.bookkeeping, "ghost": engines.ghost, "auto": engines.auto, "vmap_grad": engines.vmap_grad}
+ENGINES = {
+    "loop": engines.loop,
+    "bookkeeping": engines.bookkeeping,
+    "ghost": engines.ghost,
+    "auto": engines.auto,
+    "vmap_grad": engines.vmap_grad,
+}
 
 # Below this share of the largest gradient norm, the norm of a parameter's gradient counts as this share.
 FLOOR = 1e-3
