@@ -307,11 +307,8 @@ def _one_pass(
         except Stop:
             mode.check_kept()
             raise
-        except (InvalidArgument, UnsupportedModel):
-            if isinstance(mode.stopped, (Diverged, NoRules)):
-                raise mode.stopped from None
-            raise
         except Exception:
+            mode.check_kept()
             if mode.stopped is not None:
                 raise mode.stopped from None
             raise
