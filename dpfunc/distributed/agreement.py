@@ -51,9 +51,9 @@ _SAME_RECORDS = "Processes that hold parts of the same parameters need the same 
 _ADVICE = {
     "step": "All processes take every step, also when they have no records.",
     "run": (
-        "Plan, key, ledger, engine, microbatch_size, journal or other settings differ (all pass a journal, one writes "
-        "it). The usual mistake: each process made a key of its own. Use dpfunc.distributed.shared_key(ranks), and "
-        "build the plan from the same numbers."
+        "Plan, key, ledger, engine, microbatch_size, journal, versions of dpfunc or torch, or other settings differ "
+        "(all pass a journal, one writes it). The usual mistake: each process made a key of its own. Use "
+        "dpfunc.distributed.shared_key(ranks), and build the plan from the same numbers."
     ),
     "params": (
         "Parameters that all processes should hold alike differ in at least one bit. Start from the same "

@@ -1,26 +1,28 @@
 """Rules for communication with the other processes of a run: none inside of the loss, or the same in all of them.
 
 Where a model is sharded, its forward and backward passes are exchanges between all processes: each must run the same
-ones, in the same order. What an engine decides by the values of its own rows must then be decided by all.
+ones, in the same order. What an engine decides by the values of its own rows must then be decided by all; and who fails
+says so in the store of the job, since the others wait for it inside of the model.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.errors import UnsupportedModel
+from dpfunc.errors import StepAborted, UnsupportedModel
 from dpfunc.types import Params
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,97 @@ class _ProcessContext:
             communicates.
     """
 
-    group: ProcessGroup | None
+    group: dist.ProcessGroup | None
     independent: bool
 
 
 _context: ContextVar[_ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
+broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+"""Groups in which messages of a step that one process left are still on their way, and why it left."""
+
+_LOOK = timedelta(seconds=0.2)  # who waits looks so often whether another process failed
+_ALIKE = 2.0  # seconds in which processes in lockstep fail, if all of them do
+_FAILED, _ENDED = "dpfunc/failed", "dpfunc/ended"
 
 
 @contextmanager
-def process_context(group: ProcessGroup | None, *, independent: bool) -> Iterator[None]:
-    """Inside, a step computes its gradients together with these processes, or independently of them."""
+def process_context(group: dist.ProcessGroup | None, *, independent: bool) -> Iterator[None]:
+    """Inside, a step computes its gradients together with these processes, or independently of them.
+
+    In lockstep over gloo, waiting for the others stops when one of them failed; nccl waits on the device.
+
+    Raises:
+        StepAborted: in lockstep, another process failed; see `failed`.
+    """
     token = _context.set(_ProcessContext(group, independent))
+    plain: Any = dist.Work.wait if in_lockstep() and dist.get_backend(group) == "gloo" else None
+
+    def wait(work: Any, *args: Any) -> bool:
+        while not work.is_completed():
+            try:
+                plain(work, _LOOK)
+            except RuntimeError:  # not yet; or the error of the message, which the last line raises
+                if _store().check([_ENDED]):
+                    raise StepAborted("Another process failed.") from None
+        return bool(plain(work, *args))
+
     try:
+        if plain:
+            dist.Work.wait = wait  # type: ignore
         yield
+    except BaseException as error:
+        failed(error)
+        raise
     finally:
+        if plain:
+            dist.Work.wait = plain  # type: ignore
         _context.reset(token)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def tell(error: BaseException) -> str:
+    """Leave for the others why this process fails, before the message that says that it does."""
+    text = f"process {dist.get_rank()}: {type(error).__name__}: {error}"
+    _store().set(_FAILED, text)
+    return text
+
+
+def told() -> str:
+    """The error of the process that failed, after the message that said so."""
+    return str(_store().get(_FAILED).decode())
+
+
+def failed(error: BaseException) -> None:
+    """After an error in lockstep: return if all processes fail here, and so can go on; else end the step on all.
+
+    Raises:
+        StepAborted: another process was the first to fail. Else `error`.
+    """
+    context: Any = _context.get()
+    if not in_lockstep():
+        return
+    store, own = _store(), tell(error)
+    place = f"dpfunc/{context.group._get_sequence_number_for_group()}"
+    all_failed = store.add(f"{place}/failed", 1) == dist.get_world_size()
+    end = time.monotonic() + _ALIKE
+    while not all_failed and time.monotonic() < end and not any(store.check([key]) for key in (place, _ENDED)):
+        time.sleep(0.01)
+    verdict = store.compare_set(place, "", "all" if all_failed else own).decode()
+    if verdict == "all":
+        return
+    first = store.compare_set(_ENDED, "", verdict).decode()
+    broken[context.group] = (
+        f"A process failed inside of a sharded model ({first}). No process took the step, nothing was released and "
+        "nothing was spent. The others were waiting for it, so that these processes cannot go on together: start all "
+        "of them again, from the last checkpoint."
+    )
+    if first == own:
+        time.sleep(2 * _LOOK.total_seconds())  # where the store ends with this process, the others can read it
+        raise error
+    raise StepAborted(broken[context.group]) from error
 
 
 def is_independent() -> bool:
@@ -78,8 +156,6 @@ def _any_process(flags: Tensor) -> Tensor:
     context = _context.get()
     if context is None or context.independent:
         return flags
-    import torch.distributed as dist
-
     counts = flags.to(torch.float32, copy=True)
     if dist.get_backend(context.group) == "nccl":
         counts = counts.cuda()
@@ -98,8 +174,6 @@ def on_any_process(flag: bool) -> bool:
 
 def anywhere(flags: Tensor, params: Params) -> Tensor:
     """Flags (bool) that are set on this rank, or on one that holds other parts of these parameters or of the model."""
-    import torch.distributed as dist
-
     counts = flags.to(torch.float32, copy=True)
     for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
         for dim in range(mesh.ndim):
