@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -208,11 +209,9 @@ def all_or_raise(action: Callable[[], T], ranks: Ranks | None, error: DPFuncErro
     try:
         result = action()
         failed = False
-    except BaseException as own:
-        if ranks is not None:
-            tell(own)
-        raise
     finally:
+        if failed and ranks is not None:
+            tell(sys.exception())
         anywhere = ranks is not None and any_rank(failed, ranks)
     if anywhere:
         raise type(error)(f"{error} Its error: {told()}")

@@ -8,8 +8,8 @@ says so in the store of the job, since the others wait for it inside of the mode
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,41 +51,56 @@ _FAILED, _ENDED = "dpfunc/failed", "dpfunc/ended"
 def process_context(group: dist.ProcessGroup | None, *, independent: bool) -> Iterator[None]:
     """Inside, a step computes its gradients together with these processes, or independently of them.
 
-    In lockstep over gloo, waiting for the others stops when one of them failed; nccl waits on the device.
-
     Raises:
         StepAborted: in lockstep, another process failed; see `failed`.
     """
-    token = _context.set(_ProcessContext(group, independent))
-    plain: Any = dist.Work.wait if in_lockstep() and dist.get_backend(group) == "gloo" else None
-
-    def wait(work: Any, *args: Any) -> bool:
-        while not work.is_completed():
-            try:
-                plain(work, _LOOK)
-            except RuntimeError:  # not yet; or the error of the message, which the last line raises
-                if _store().check([_ENDED]):
-                    raise StepAborted("Another process failed.") from None
-        return bool(plain(work, *args))
-
-    try:
-        if plain:
-            dist.Work.wait = wait  # type: ignore
+    with ExitStack() as stack:
+        stack.callback(_context.reset, _context.set(_ProcessContext(group, independent)))
+        stack.push(lambda kind, error, trace: failed(error))
         yield
-    except BaseException as error:
-        failed(error)
-        raise
-    finally:
-        if plain:
-            dist.Work.wait = plain  # type: ignore
-        _context.reset(token)
+
+
+def arrived(work: Any) -> None:
+    """Wait for a message; in lockstep over gloo only until another process fails. With nccl, devices wait.
+
+    Raises:
+        StepAborted: another process failed.
+    """
+    while over_gloo() and not work.is_completed():
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:  # not yet; or the error of the message, which the last line raises
+            if _store().check([_ENDED]):
+                raise StepAborted("Another process failed.") from None
+    work.wait()
+
+
+class AllGather:
+    """All-gather of `fully_shard`, as torch's own but for the wait."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        arrived(gather(output_tensor, input_tensor, group=group, async_op=True))
+
+
+def over_gloo() -> bool:
+    """True in lockstep with processes whose messages a thread of the host waits for.
+
+    >>> over_gloo()
+    False
+    """
+    context = _context.get()
+    return context is not None and not context.independent and dist.get_backend(context.group) == "gloo"
 
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def tell(error: BaseException) -> str:
+def tell(error: BaseException | None) -> str:
     """Leave for the others why this process fails, before the message that says that it does."""
     text = f"process {dist.get_rank()}: {type(error).__name__}: {error}"
     _store().set(_FAILED, text)
@@ -97,14 +112,14 @@ def told() -> str:
     return str(_store().get(_FAILED).decode())
 
 
-def failed(error: BaseException) -> None:
+def failed(error: BaseException | None) -> None:
     """After an error in lockstep: return if all processes fail here, and so can go on; else end the step on all.
 
     Raises:
         StepAborted: another process was the first to fail. Else `error`.
     """
     context: Any = _context.get()
-    if not in_lockstep():
+    if error is None or not in_lockstep():
         return
     store, own = _store(), tell(error)
     place = f"dpfunc/{context.group._get_sequence_number_for_group()}"
@@ -159,7 +174,7 @@ def _any_process(flags: Tensor) -> Tensor:
     counts = flags.to(torch.float32, copy=True)
     if dist.get_backend(context.group) == "nccl":
         counts = counts.cuda()
-    dist.all_reduce(counts, dist.ReduceOp.MAX, group=context.group)
+    arrived(dist.all_reduce(counts, dist.ReduceOp.MAX, group=context.group, async_op=True))
     return (counts > 0).to(flags.device)
 
 
@@ -177,7 +192,7 @@ def anywhere(flags: Tensor, params: Params) -> Tensor:
     counts = flags.to(torch.float32, copy=True)
     for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
         for dim in range(mesh.ndim):
-            dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+            arrived(dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True))
     return _any_process(counts > 0)
 
 
