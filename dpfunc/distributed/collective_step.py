@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -131,7 +130,7 @@ class _ManyProcesses:
                 sum_over(ranks, _zeros(params), params, failed=True)
         return done
 
-    def _context(self) -> AbstractContextManager[None]:
+    def _context(self) -> Any:
         return process_context(self.ranks.group, independent=self.ranks.independent)
 
     def noise_of(self, params: Params) -> Mapping[str, Part]:

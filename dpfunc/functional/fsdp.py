@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -189,7 +189,8 @@ def recovered(module: nn.Module) -> Iterator[None]:
     """
     done = False
     for part in fsdp_parts(module).values() if over_gloo() else ():
-        part.set_custom_all_gather(AllGather())
+        with suppress(AttributeError, ValueError):  # an older torch, or several meshes: a timeout ends the wait
+            part.set_custom_all_gather(AllGather())
     try:
         yield
         done = True
