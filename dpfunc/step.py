@@ -16,6 +16,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.unchanged import Calls
 from dpfunc._utils.validation import fail, integer, named, one_of, wrong_type
+from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
@@ -83,7 +84,7 @@ class DPStep:
     def init(
         self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
     ) -> StepState:
-        """The state before the first step.
+        """The state before the first step; all processes call it.
 
         Args:
             params: trainable parameters; checked together with the plan's groups and bounds.
@@ -96,15 +97,13 @@ class DPStep:
         Raises:
             InvalidArgument: bad parameters, or groups and bounds that do not fit them; more records than the bound.
             LedgerConflict: the ledger uses another adjacency, or lacks steps that the plan's `spent` has.
-            BudgetExhausted: not one step fits into the budget.
+            BudgetExhausted: not one step fits into the budget. StepAborted: another process raised one of these.
 
         Warns:
             InsecureKeyWarning: everybody can know the key.
         """
-        check_params(params)
-        refuse_narrow_range(params)
-        if not isinstance(key, Key):
-            raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
+        states: list[StepState] = []
+        self._processes.confirm(lambda: states.append(self._begun(params, key, ledger, num_records)))
         if key.guessable:
             warnings.warn(
                 "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
@@ -112,6 +111,13 @@ class DPStep:
                 InsecureKeyWarning,
                 stacklevel=2,
             )
+        return states[0]
+
+    def _begun(self, params: Params, key: Key, ledger: Ledger | None, num_records: int | None) -> StepState:
+        check_params(params)
+        refuse_narrow_range(params)
+        if not isinstance(key, Key):
+            raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
         if num_records is not None:
             num_records = self._check_bound(num_records)
         parts = partition(self.plan.clip.groups, tuple(params))
@@ -246,7 +252,7 @@ class DPStep:
         state, clipped = require_state(state), self.clipped_grad
         settings = (
             self._plan_digest, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size,
-            clipped.compile, self.verify_batch, self.journal is None,
+            clipped.compile, self.verify_batch, self.journal is None, *installed().values(),
         )  # fmt: skip
         place = (
             state.step,

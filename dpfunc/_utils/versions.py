@@ -1,14 +1,26 @@
-"""Checks for what some versions of torch lack, made before anything is spent."""
+"""Versions in use, and checks for what some versions of torch lack, made before anything is spent."""
 
 from __future__ import annotations
 
 import inspect
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 
 _TRIED = "2.13"
+
+
+@cache
+def installed() -> dict[str, str]:
+    """Versions of this library and of torch; a source tree that is not installed has none."""
+    try:
+        own = version("dpfunc")
+    except PackageNotFoundError:
+        own = "not installed"
+    return {"dpfunc": own, "torch": str(torch.__version__)}
 
 
 def lacks_compile() -> str:

@@ -6,10 +6,8 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
+from dpfunc._utils.versions import installed
 from dpfunc.accounting.record import EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.errors import InvalidArgument
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
@@ -109,12 +107,4 @@ def _total(clip_norm: float | Mapping[str, float]) -> float:
 
 def versions() -> dict[str, str]:
     """Versions of this library, of torch and of Python."""
-    return {"dpfunc": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def _own_version() -> str:
-    """Version of the installed package; a source tree that is not installed has none."""
-    try:
-        return version("dpfunc")
-    except PackageNotFoundError:
-        return "not installed"
+    return {**installed(), "python": platform.python_version()}

@@ -14,6 +14,7 @@ from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
 from dpfunc.batches import batch_size, signature
 from dpfunc.distributed.mesh_axes import is_sharded_over
 from dpfunc.distributed.ranks import Ranks, any_rank, message_device
+from dpfunc.engines.guards.lockstep import arrived
 from dpfunc.engines.guards.parameters import not_finite, refuse_sums, suspicious
 from dpfunc.errors import RankMismatch, StepAborted
 from dpfunc.types import Batch, Params
@@ -51,9 +52,9 @@ _SAME_RECORDS = "Processes that hold parts of the same parameters need the same 
 _ADVICE = {
     "step": "All processes take every step, also when they have no records.",
     "run": (
-        "Plan, key, ledger, engine, microbatch_size, journal or other settings differ (all pass a journal, one writes "
-        "it). The usual mistake: each process made a key of its own. Use dpfunc.distributed.shared_key(ranks), and "
-        "build the plan from the same numbers."
+        "Plan, key, ledger, engine, microbatch_size, journal, versions of dpfunc or torch, or other settings differ "
+        "(all pass a journal, one writes it). The usual mistake: each process made a key of its own. Use "
+        "dpfunc.distributed.shared_key(ranks), and build the plan from the same numbers."
     ),
     "params": (
         "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
@@ -190,7 +191,7 @@ def _failure_message(data_group: list[RankSummary], step: int) -> str:
 def gathered_rows(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
     """Integers of each process of a group, in the order of their ranks."""
     rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, message, group=group)
+    arrived(dist.all_gather(rows, message, group=group, async_op=True))
     table: list[list[int]] = torch.stack(rows).tolist()
     return table
 

@@ -117,21 +117,21 @@ class _ManyProcesses:
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         """Clipped sum and unreleased values of this process; `release` adds up those of all.
 
-        Where the loss communicates, a process that failed cannot tell the others, who wait for it inside of the model:
-        their timeout ends the job.
-
         Raises:
-            Whatever `clip` raises. The other processes raise StepAborted in `release`.
+            Whatever `clip` raises. The other processes raise StepAborted, in `release` or where the loss communicates.
         """
         ranks, done = self.ranks, None
         try:
-            with process_context(ranks.group, independent=ranks.independent):
+            with self._context():
                 full = gathered(params, ranks)  # first: what could fail on one process comes after what is collective
                 done = clip(full, *_padded(rows.batch, rows.mask_B, rows.size, ranks))
         finally:
             if done is None and ranks.independent:
                 sum_over(ranks, _zeros(params), params, failed=True)
         return done
+
+    def _context(self) -> Any:
+        return process_context(self.ranks.group, independent=self.ranks.independent)
 
     def noise_of(self, params: Params) -> Mapping[str, Part]:
         """The rows whose noise this process draws, if it draws a share of it."""
@@ -155,21 +155,23 @@ class _ManyProcesses:
         Raises:
             StepAborted: another process failed, here or before.
         """
-        ranks = self.ranks
-        if mechanism.add_share is None or any(is_dtensor(param) for param in params.values()):
-            return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, key)
-        add_share = mechanism.add_share
+        ranks, add_share = self.ranks, mechanism.add_share
+        if add_share is None or any(is_dtensor(param) for param in params.values()):
+            with self._context():
+                return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, key)
 
         def add_noise(terms: Params) -> int:
             windows = noise_windows({name: term.shape for name, term in terms.items()}, ranks.rank, ranks.size)
             add_share(replace(clipped, sums=terms), windows, key)
             return num_bands(windows)
 
-        return sum_over(ranks, clipped.sums, params, add_noise=add_noise), noise_state
+        with self._context():
+            return sum_over(ranks, clipped.sums, params, add_noise=add_noise), noise_state
 
     def digest(self, released: Params, params: Params) -> str:
         """A digest of what the step releases, the parts of all processes included."""
-        return digest_of_all(released, self.ranks)
+        with self._context():
+            return digest_of_all(released, self.ranks)
 
     def confirm(self, write: Callable[[], None]) -> None:
         """Run an action on each process, and continue only after all processes have finished it.
@@ -177,11 +179,7 @@ class _ManyProcesses:
         Raises:
             StepAborted: another process failed. Whatever `write` raises.
         """
-        unwritten = (
-            "Another process could not write this step into its journal, or may not repeat it; its own error says why. "
-            "Nothing was released."
-        )
-        all_or_raise(write, self.ranks, StepAborted(unwritten))
+        all_or_raise(write, self.ranks, StepAborted("Another process could not go on. Nothing was released."))
 
 
 def _zeros(params: Params, device: str | None = None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dpfunc._utils.digests import checksum, digest
 from dpfunc._utils.dtensor import shard_dims
 from dpfunc._utils.validation import shorten
+from dpfunc.distributed.agreement import gathered_rows
 from dpfunc.distributed.ranks import Ranks, all_or_raise, any_rank
 from dpfunc.errors import CheckpointError, InvalidArgument, RankMismatch
 
@@ -90,11 +91,7 @@ def _compare(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> None:
 
 
 def _gathered(row: list[int], ranks: Ranks, group: dist.ProcessGroup) -> list[list[int]]:
-    own = torch.tensor(row, dtype=torch.int64, device=ranks.device)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, own, group=group)
-    table: list[list[int]] = torch.stack(rows).tolist()
-    return table
+    return gathered_rows(torch.tensor(row, dtype=torch.int64, device=ranks.device), group)
 
 
 def digest_over_ranks(text: str, ranks: Ranks | None) -> str:

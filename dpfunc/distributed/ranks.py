@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dpfunc._utils.versions import check_sharding
-from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.engines.guards.lockstep import broken, tell, told
+from dpfunc.errors import DPFuncError, InvalidArgument, StepAborted
 from dpfunc.rng import Key, secure_key
 from dpfunc.types import Batch
 
@@ -83,6 +85,8 @@ def _held(reference: _Reference) -> dist.ProcessGroup:
             "Expected ranks of a process group that is there, got ranks of one that this process has left. Join again, "
             "in a new process, with dpfunc.distributed.from_environment()."
         )
+    if group in broken:
+        raise StepAborted(broken[group])
     return group
 
 
@@ -137,8 +141,8 @@ def sharded(
 
     Returns:
         Ranks for `make_dp_step(..., ranks=...)` and `plan.batches(state, ranks)`. All processes run the same number of
-        microbatches of the same shapes. After an error inside of the loss the other processes wait in vain: the
-        group's timeout ends the job, nothing was released, and it is resumed from its checkpoint.
+        microbatches of the same shapes. After an error of one inside of the loss all raise (nccl: after its timeout),
+        nothing was released, and the job is resumed from its checkpoint.
 
     Raises:
         InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant
@@ -206,9 +210,11 @@ def all_or_raise(action: Callable[[], T], ranks: Ranks | None, error: DPFuncErro
         result = action()
         failed = False
     finally:
+        if failed and ranks is not None:
+            tell(sys.exception())
         anywhere = ranks is not None and any_rank(failed, ranks)
     if anywhere:
-        raise error
+        raise type(error)(f"{error} Its error: {told()}")
     return result
 
 

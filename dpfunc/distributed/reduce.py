@@ -15,6 +15,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.distributed.mesh_axes import axes_over, is_sharded_over
 from dpfunc.distributed.noise_shares import noise_windows, num_bands
 from dpfunc.distributed.ranks import Ranks, message_device
+from dpfunc.engines.guards.lockstep import arrived
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Params
 
@@ -133,7 +134,7 @@ def _all_reduce(sums: Params, ranks: Ranks, failed: bool, add_noise: _AddNoise |
         done = not failed
     finally:
         buffer[-2] = float(not done)
-        dist.all_reduce(buffer, group=ranks.group)
+        arrived(dist.all_reduce(buffer, group=ranks.group, async_op=True))
     failures, noisy_bands = buffer[-2:].tolist()
     if failed:
         return terms
@@ -207,6 +208,6 @@ def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> 
     if group is None or not sharded_names:
         return sq_norms
     parts_NB = torch.stack([sq_norms[name].double() for name in sharded_names])
-    dist.all_reduce(parts_NB, group=group)
+    arrived(dist.all_reduce(parts_NB, group=group, async_op=True))
     full = dict(zip(sharded_names, parts_NB, strict=True))
     return {name: full[name].to(value.dtype) if name in full else value for name, value in sq_norms.items()}

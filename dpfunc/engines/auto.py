@@ -13,7 +13,7 @@ from dpfunc._utils.validation import one_of, shorten
 from dpfunc.batches import batch_size, signature
 from dpfunc.engines.bookkeeping import Bookkeeping, bookkeeping
 from dpfunc.engines.caught_grads import GroupwiseSums
-from dpfunc.engines.guards.lockstep import in_lockstep, on_any_rank, refused_by_all
+from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_rank, refused_by_all
 from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.python_state import python_state, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
@@ -142,6 +142,7 @@ class Auto:
         try:
             result = fast(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
+            failed(error)
             reason = f"bookkeeping cannot: {str(error).splitlines()[0]}"
         read = fast.first_read(loss_fn)
         with refused_by_all():
@@ -160,6 +161,7 @@ class Auto:
         try:
             result = vmap()(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
+            failed(error)
             name, reason = "loop", f"{reason}; vmap cannot: {str(error).splitlines()[0]}"
         (impossible,) = on_any_rank(params, result is None)
         if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.lockstep import AllGather, over_gloo
 from dpfunc.errors import UnsupportedModel
 
 _WAY_OUT = (
@@ -182,8 +183,14 @@ def refuse_old_vmap(module: nn.Module) -> None:
 
 @contextmanager
 def recovered(module: nn.Module) -> Iterator[None]:
-    """Inside, an error in a forward or backward pass resets sharded parts, so that the next pass can begin."""
+    """Inside, an error in a forward or backward pass resets sharded parts, so that the next pass can begin.
+
+    Who waits for the parameters of another process learns that it failed (`lockstep.arrived`).
+    """
     done = False
+    for part in fsdp_parts(module).values() if over_gloo() else ():
+        with suppress(AttributeError, ValueError):  # an older torch, or several meshes: a timeout ends the wait
+            part.set_custom_all_gather(AllGather())
     try:
         yield
         done = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -407,6 +409,57 @@ def after_an_error(backward):
     found = one_step(forward, params, ranks_of(mesh_of()))
     sharded = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
     return first[0], found, one_step(*built("helper", mesh_of()), ranks_of(mesh_of())), sharded
+
+
+def one_fails(place, engine):
+    """One process fails inside of a sharded model: what each sees, after how long, and what it sees when it tries again."""
+    mesh, mine = mesh_of(), dist.get_rank() == 1
+    if engine == "managed":
+        forward, params, engine, ranks = managed(mesh)
+    else:
+        (forward, params), ranks = built("helper", mesh), ranks_of(mesh)
+    plainly, calls = classes(forward), []
+
+    def fails(*_):
+        calls.append(1)
+        if mine:
+            raise (RuntimeError if place == "loss, as torch" else ValueError)("the rows of one process")
+
+    def loss_fn(p, b):
+        losses_B = plainly(p, b)
+        if place.startswith("loss"):
+            fails()
+        return losses_B
+
+    def hook(module, *args):
+        if mine and isinstance(module, Block):
+            return Stop.apply(args[-1]) if place == "backward" else fails()
+        return None
+
+    modules = torch.nn.modules.module
+    register = modules.register_module_forward_hook if place == "backward" else modules.register_module_forward_pre_hook
+    handle, start = register(hook) if not place.startswith("loss") else None, time.monotonic()
+    found, step, spent, _ = one_step(forward, params, ranks, engine, loss_fn, steps=2)
+    seconds = time.monotonic() - start
+    if handle is not None:
+        handle.remove()
+    dist.destroy_process_group()  # a worker must not use a group in which others still wait
+    return found, step, spent, seconds
+
+
+def one_begins_with_nan(whole):
+    """The first state of a run where the parameters of one process have NaN: what each sees, after how long."""
+    ranks = distributed.data_parallel() if whole else ranks_of(mesh_of())
+    params = {"w": torch.full((2,), float("nan") if dist.get_rank() == 1 else 1.0)}
+    dp_step = make_dp_step(lambda p, b: (p["w"] * b["y"][:, None]).sum(1), plan(), engine="loop", ranks=ranks)
+    start = time.monotonic()
+
+    def begin_and_step():
+        state = dp_step.init(params, insecure_key(1))
+        dp_step(params, take(data(), next(iter(plan().batches(state, ranks)))), state)
+
+    found = caught(begin_and_step)
+    return found, time.monotonic() - start
 
 
 def one_replica_differs():

@@ -15,6 +15,7 @@ from workers import caught
 
 import dpfunc
 from dpfunc import clipping, compiled, distributed, sampling
+from dpfunc._utils.versions import installed
 from dpfunc.batches import take
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.distributed.agreement import digest_of_all
@@ -145,8 +146,10 @@ def one_step(**trouble):
 
 
 def one_step_of(trouble):
-    """The same, with the trouble as one argument."""
-    return one_step(**trouble)
+    """The same, with the trouble as one argument; also where this process has other versions installed."""
+    other = trouble.get("versions", {}) if dist.get_rank() == 1 else {}
+    with mock.patch("dpfunc.step.installed", return_value={**installed(), **other}):
+        return one_step(**trouble)
 
 
 def document(code):

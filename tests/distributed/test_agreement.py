@@ -16,6 +16,8 @@ DISAGREEMENTS = {
     "noise": ({"noise_multiplier": 1.0000001}, "about run", "Plan, key, ledger"),
     "reduction": ({"reduction": "sum"}, "about run", "settings differ"),
     "engine": ({"engine": "vmap"}, "about run", "engine"),
+    "torch": ({"versions": {"torch": "2.12.1"}}, "about run", "versions of dpfunc or torch"),
+    "dpfunc": ({"versions": {"dpfunc": "0.0.1"}}, "about run", "versions of dpfunc or torch"),
     "step": ({"step": 1}, "about step", "All processes take every step"),
     "one ulp": ({"ulp": True}, "about params", "at least one bit"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sharded_cases import check, close, expected
-from workers import run
+from workers import outcomes, run
 
 CASES = [
     # way, engine, options of the model, microbatch size, tolerance
@@ -102,6 +102,43 @@ def test_what_one_process_refuses_all_refuse(engine):
     assert first[0] == second[0] == "UnsupportedModel"
     assert "Another process" in first[1]
     assert "depends on the other samples" in second[1] or "the samples of this batch do not influence" in second[1]
+
+
+LIMIT = 60.0  # seconds, of the group; those that wait for another process must not wait for it
+
+
+@pytest.mark.parametrize(
+    ("place", "engine"),
+    [
+        ("loss", "bookkeeping"),
+        ("loss, as torch", "auto"),
+        ("layer", "managed"),
+        ("backward", "ghost"),
+    ],
+)
+def test_an_error_of_one_process_ends_the_step_on_all(place, engine):
+    """Its own error there; elsewhere StepAborted with the process and the reason, long before the time is over."""
+    first, second = (each.value for each in outcomes(2, "fsdp_jobs:one_fails", place, engine, seconds=LIMIT))
+    own = "stop" if place == "backward" else "the rows of one process"
+    kind = "RuntimeError" if place == "loss, as torch" else "ValueError"
+    assert first[0][0][0] == "StepAborted"
+    assert f"process 1: {kind}: {own}" in first[0][0][1]
+    assert second[0][0] == (kind, own)
+    for (_, (again, said)), step, spent, seconds in (first, second):
+        assert (step, spent) == (0, 0)
+        assert seconds < LIMIT / 3
+        assert again == "StepAborted"  # the messages of the broken step may still be on their way
+        assert f"process 1: {kind}: {own}" in said
+        assert "start all of them again" in said
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_begins_on_all_processes_or_on_none(whole):
+    first, second = (each.value for each in outcomes(2, "fsdp_jobs:one_begins_with_nan", whole, seconds=LIMIT))
+    assert first[0][0] == "StepAborted"
+    assert "process 1: InvalidArgument: Expected finite" in first[0][1]
+    assert second[0][0] == "InvalidArgument"
+    assert max(first[1], second[1]) < LIMIT / 3
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -20,7 +20,7 @@ from torch import Tensor
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows, signature
 from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
-from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, on_any_rank
+from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_process, on_any_rank
 from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
 from dpfunc.engines.guards.row_independence import rounded_params
 from dpfunc.engines.loop import loop
@@ -164,9 +164,11 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
         return
     try:
         problem = _problem(loss_fn, params, batch, credited, chosen)
-    except OtherRandomCalls:
+    except OtherRandomCalls as error:
+        failed(error)
         problem = "alone it draws other random numbers" if credited.evidence.doubts else ""
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
+        failed(error)
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
     if _on_any_rank(problem, params):
         doubts = shorten(list(dict.fromkeys(credited.evidence.doubts)))
