@@ -224,7 +224,7 @@ class _Call:
         return self.form.reads_input or any(self.form.input in self.rule.needs[name] for name in self.wanted)
 
     def merged(self, values_B: Tensor) -> Tensor:
-        """(B, m, ...) -> (B * m, ...) where the kernel has an axis of images; (B, ..., T, d) -> (B, T, d) of matrices."""
+        """(B, m, ...) -> (B * m, ...) for a kernel with an axis of images; (B, ..., d) -> (B, T, d) for matrices."""
         if self.form.positions and values_B.ndim > 3:
             return values_B.flatten(1, -2)
         return values_B.flatten(0, 1) if self.images else values_B

@@ -58,6 +58,29 @@ class Levels:
         return bool(functorch.maybe_current_level() == self.grad)
 
 
+transforms_seen = functorch._set_dynamic_layer_keys_included
+"""Let operations pass the open levels, or not."""
+
+
+@contextmanager
+def custom_functions(plain: bool) -> Iterator[None]:
+    """Inside, custom functions that torch's transforms do not take are nodes of the level of gradients.
+
+    torch looks at the levels where such a function is applied: they are seen inside of torch functions only.
+    """
+    if not plain:
+        yield
+        return
+    before = _single_level_allowed()
+    _allow_single_level(True)
+    transforms_seen(False)
+    try:
+        yield
+    finally:
+        transforms_seen(True)
+        _allow_single_level(before)
+
+
 @contextmanager
 def below_both() -> Iterator[None]:
     """Inside, no level is open: custom functions run as well, which `Below` does not cover."""

@@ -139,8 +139,22 @@ def positions(reader: Reader, index: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _sliced(reader: Reader, part: Any) -> Any:
+    """A slice whose ends are whole numbers of a row, which are read."""
+    if not isinstance(part, slice) or not any(is_row(end) for end in (part.start, part.stop, part.step)):
+        return part
+    ends = (
+        (end.item() if not is_row(end) else read(reader, Tensor.item, (end,), {})) if isinstance(end, Tensor) else end
+        for end in (part.start, part.stop, part.step)
+    )
+    return slice(*ends)
+
+
 def getitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Select by a mask of each row."""
+    """Select by a mask of each row, or by a slice whose ends are numbers of the row."""
+    parts = [_sliced(reader, part) for part in _masks(args[1])]
+    if any(isinstance(part, slice) and part is not given for part, given in zip(parts, _masks(args[1]), strict=True)):
+        return args[0][tuple(parts)]
     if not any(_is_mask(part) for part in _masks(args[1])) or not any(
         is_row(value) for value in (args[0], *_masks(args[1]))
     ):
@@ -213,6 +227,32 @@ def repeat_interleave(reader: Reader, func: Callable[..., Any], args: Sequence[A
     return value.index_select(dim, by_row(reader, torch.repeat_interleave, (repeats,), {}))
 
 
+def one_hot(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`one_hot` as a comparison; classes outside of the given ones are left to rows alone, which raise for them."""
+    bound = dict(zip(("tensor", "num_classes"), args, strict=False), **kwargs)
+    classes, count = bound["tensor"], bound.get("num_classes", -1)
+    values_B = of_rows(classes) if is_row(classes) else None
+    if values_B is None:
+        return NotImplemented
+    if count < 0:
+        count = read(reader, Tensor.item, (classes.max(),), {}) + 1
+    with Below():
+        outside = bool(((values_B < 0) | (values_B >= count)).any())
+    if outside:
+        reader.stop(Alone("a class is outside of those of one_hot"))
+    return (classes.unsqueeze(-1) == torch.arange(count, device=classes.device)).to(torch.int64)
+
+
+def ctc_loss(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Lengths decide about shapes inside of `ctc_loss`: rows with equal ones go together."""
+    bound = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False), **kwargs)
+    for name in ("input_lengths", "target_lengths"):
+        values_B = of_rows(bound[name]) if is_row(bound[name]) else None
+        if values_B is not None:
+            agreed(reader, bits(values_B), name)
+    return NotImplemented
+
+
 def _whole_numbers(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
@@ -250,6 +290,8 @@ READS: dict[Any, Handler] = {
     **dict.fromkeys(_named("masked_scatter", "masked_scatter_"), masked_scatter),
     **dict.fromkeys(_named("repeat_interleave"), repeat_interleave),
     torch.where: where,
+    torch._C._nn.one_hot: one_hot,
+    torch.ctc_loss: ctc_loss,
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: setitem,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,18 @@ from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_u
 from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.islands import FORMS, NATIVE, native, operation, recurrent
-from dpfunc.engines.levels import Below, Levels, inside, is_gone, is_row, levels, of_rows, run_backward
+from dpfunc.engines.levels import (
+    Below,
+    Levels,
+    custom_functions,
+    inside,
+    is_gone,
+    is_row,
+    levels,
+    of_rows,
+    run_backward,
+    transforms_seen,
+)
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
 from dpfunc.engines.reads import READS, Alone, Diverged, NoRules, Stop
@@ -64,11 +76,13 @@ class Settings:
 
     Args:
         rules: operations on parameters go to their rules. own_memory: what the loss makes (zeros, full, ...) has memory
-            for each row, into which numbers of the row can be written.
+            for each row, into which numbers of the row can be written. plain_functions: custom functions that torch's
+            transforms do not take run as nodes of the level of gradients, operation by operation.
     """
 
     rules: bool = True
     own_memory: bool = False
+    plain_functions: bool = False
 
 
 class RowPass(TorchFunctionMode):
@@ -85,6 +99,7 @@ class RowPass(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.loss_fn, self.kept, self.first_read = loss_fn, 0, ""
+        self._depth = 0
         self.levels, self.settings, self.draws, self.uses = over, settings, draws, uses
         self.budget = DEFAULT_BUDGET
         self.credited: dict[str, list[PerSampleGrad]] = {}
@@ -126,6 +141,17 @@ class RowPass(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if not self.settings.plain_functions or self.in_backward:
+            return self._answer(func, args, kwargs)
+        self._depth += 1
+        transforms_seen(True)
+        try:
+            return self._answer(func, args, kwargs)
+        finally:
+            self._depth -= 1
+            transforms_seen(bool(self._depth))
+
+    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         handler = _HANDLERS.get(func)
         if handler is _FACT:
             return func(*args, **(kwargs or {}))
@@ -294,15 +320,17 @@ def _one_pass(
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), batch)
         try:
-            with backward_inside(), mode:
+            with backward_inside(), mode, custom_functions(settings.plain_functions):
                 losses_1 = loss_fn(dict(mode.leaves), record)
                 if mode.stopped is not None:
                     raise mode.stopped
+                mode.in_backward = True
+                transforms_seen(True)
                 with torch._C.DisableTorchFunction():
                     check_losses(losses_1, 1)
                     check_depends(losses_1.requires_grad)
                     loss = losses_1.sum()
-                mode.in_backward, mode.is_exact = True, _is_exact(losses_1.device)
+                mode.is_exact = _is_exact(losses_1.device)
                 found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
         except Stop:
             mode.check_kept()
@@ -474,8 +502,8 @@ class VmapGrad:
 def _from(first: Settings) -> list[Settings]:
     """The settings to try, in this order."""
     tried = [first]
-    for rules, own_memory in ((first.rules, True), (False, first.own_memory), (False, True)):
-        settings = Settings(rules, own_memory)
+    for rules, own_memory, plain in product((first.rules, False), (first.own_memory, True), (False, True)):
+        settings = Settings(rules, own_memory, plain)
         if settings not in tried:
             tried.append(settings)
     return tried

@@ -199,8 +199,26 @@ class OwnRule(torch.autograd.Function):
         return (x * 2 + x.sum(0, keepdim=True)), 0
 
 
-def test_a_rule_for_vmap_of_a_custom_function_is_not_trusted():
-    assert engine_of(lambda p, x: OwnRule.apply(p["w"] * x).square().sum(1), W, X) == "loop"
+def test_a_rule_for_vmap_of_a_custom_function_is_not_used():
+    assert engine_of(lambda p, x: OwnRule.apply(p["w"] * x).square().sum(1), W, X) == "vmap_grad"
+
+
+class Statistics(torch.autograd.Function):
+    """A function of the kind that torch's transforms refuse; it looks at all rows that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x - x.mean(0) * 0.5
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * grad.abs().max() + x.mean(0)
+
+
+def test_custom_functions_of_the_old_kind_see_one_row():
+    assert engine_of(lambda p, x: Statistics.apply(p["w"] * x).square().sum(1), W, X) == "vmap_grad"
 
 
 # Random numbers.
