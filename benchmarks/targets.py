@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import freed_memory
+from benchmarks import freed_memory, loader
 from benchmarks.pages import filled, markdown
 
 RESULTS = Path(__file__).parent / "results"
@@ -386,6 +386,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         "compiled": markdown(COMPILED_HEADS, compiled_rows(found.get("compiled", {}))),
         "overhead": markdown(OVERHEAD_HEADS, overhead_rows(found.get("overhead", {}))),
         "freed memory": markdown(freed_memory.HEADS, freed_memory.rows(found.get("freed_memory", {}).get("cases", {}))),
+        "loaders": markdown(loader.HEADS, loader.rows(found.get("loader", {}).get("cases", {}))),
         "targets": section(found),
     }
     return {**places, "small steps": small_section(found["small_steps"])} if "small_steps" in found else places
