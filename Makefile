@@ -84,6 +84,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.noise_ahead
 	$(BIN)/python -m benchmarks.small_steps
 	$(BIN)/python -m benchmarks.distributed
+	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.freed_memory
 	$(BIN)/python -m benchmarks.compiled
 	$(BIN)/python -m benchmarks.overhead

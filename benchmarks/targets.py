@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import freed_memory
+from benchmarks import freed_memory, loader
 from benchmarks.pages import filled, markdown
 
 RESULTS = Path(__file__).parent / "results"
@@ -114,6 +114,17 @@ TARGETS = (
         Target(f"tracing, {case}", 2.0, SHARE, "overhead", ("cases", case, "typing_best"), why="tracing")
         for case in ("w1", "w2n", "w3", "w4", "gpt2", "bert", "mnist")
     ),
+    *(
+        Target(
+            f"loader, {case}: {span} steps", 1.2, RATIO, "loader",
+            ("cases", case, "steps", span, "ratio"), why="loader",
+        )
+        for case in loader.CASES for span in ("20", "100")
+    ),
+    *(
+        Target(f"loader, {case}: memory", 1.2, RATIO, "loader", ("cases", case, "memory", "ratio"), why="loader")
+        for case in loader.CASES
+    ),
 )  # fmt: skip
 
 # Steps of at most this many milliseconds have a target of their own: 1.5 x plain + 3 ms.
@@ -181,6 +192,12 @@ REASONS = {
         "ns, and 0.4 for the two that look into tables (decision 0014). Tried: Box-Muller and inverse "
         "distribution functions, whose bits differ between processors; words by OpenSSL, one more compiled "
         "dependency."
+    ),
+    "loader": (
+        "a check takes three collations of up to 64 records, their copies and seeds, about two milliseconds; batches "
+        "that are read in a fraction of one show it. Beside decoding or a step of training it is lost. "
+        "Not tried: fewer records, or checks in fewer steps, which "
+        "would find less."
     ),
     "tracing": (
         "some Python for each operation of the forward pass, of which small layers have many. Tried: answers that "
@@ -386,6 +403,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         "compiled": markdown(COMPILED_HEADS, compiled_rows(found.get("compiled", {}))),
         "overhead": markdown(OVERHEAD_HEADS, overhead_rows(found.get("overhead", {}))),
         "freed memory": markdown(freed_memory.HEADS, freed_memory.rows(found.get("freed_memory", {}).get("cases", {}))),
+        "loaders": markdown(loader.HEADS, loader.rows(found.get("loader", {}).get("cases", {}))),
         "targets": section(found),
     }
     return {**places, "small steps": small_section(found["small_steps"])} if "small_steps" in found else places

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
@@ -31,7 +32,7 @@ from dpfunc.engines.microbatch import automatic_size
 from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap import vmap
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, OutOfMemory
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.types import (
     ADJACENCIES,
@@ -75,6 +76,22 @@ class ClippedGrad:
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, run: RunFacts | None = None
     ) -> tuple[ClippedSum, Unreleased]:
         """The same in a step of a run (`run`: its public facts), without the check of params, which the step does."""
+        try:
+            return self._compute(params, batch, mask_B, key, run)
+        except (RuntimeError, MemoryError) as error:
+            asked, together = out_of_memory(error), self.microbatch_size or batch_size(batch)
+            if not asked:
+                raise
+            raise OutOfMemory(
+                f"Expected enough memory for a microbatch, got microbatch_size={self.microbatch_size!r}: {asked} could "
+                f"not be had. Set it to a number{'' if together == 'auto' else f' smaller than {together}'} in "
+                "make_dp_step, the sum stays the same; if one row is too much, shorten the rows. The state can be used "
+                "again: nothing was released and nothing was spent."
+            ) from error
+
+    def _compute(
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, run: RunFacts | None
+    ) -> tuple[ClippedSum, Unreleased]:
         if self.full_norms is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "

@@ -47,5 +47,9 @@ class StepAborted(DPFuncError, RuntimeError):
     """Another process could not take the step, so none took it. Nothing was released and nothing was spent."""
 
 
+class OutOfMemory(DPFuncError, RuntimeError, MemoryError):
+    """The memory does not suffice for the rows of a microbatch. Nothing was released and nothing was spent."""
+
+
 class InsecureKeyWarning(UserWarning):
     """The key of a run can be guessed: its noise protects nobody. For tests and public data only."""

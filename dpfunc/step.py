@@ -374,7 +374,7 @@ def make_dp_step(
         sampling_prob=1. `mask_B=` marks real samples in padded batches.
 
     Raises:
-        InvalidArgument, BudgetExhausted, StateReused, SamplingMismatch: all before anything is spent.
+        InvalidArgument, BudgetExhausted, StateReused, SamplingMismatch, OutOfMemory: all before anything is spent.
 
     Guarantees:
         tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is never exceeded

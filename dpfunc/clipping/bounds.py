@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import positive, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, ClipRule
@@ -113,6 +114,7 @@ def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         once = rule if torch.compiler.is_compiling() else copy.deepcopy(rule)
         factors_BG: Tensor = torch.func.vmap(lambda norms_G: once.factors(norms_G[None], bounds_G)[0])(norms_BG)
     except (RuntimeError, IndexError, TypeError) as error:
+        refuse_out_of_memory(error)
         raise InvalidArgument(
             f"Expected the factors of {type(rule).__name__} to follow from the norms of a row by operations of torch, "
             f"got an error: {str(error).splitlines()[0]} A copy of it sees one row at a time, since a factor that "

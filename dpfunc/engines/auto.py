@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc.batches import batch_size, signature
 from dpfunc.engines.bookkeeping import Bookkeeping, bookkeeping
@@ -143,6 +144,7 @@ class Auto:
             result = fast(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
             failed(error)
+            refuse_out_of_memory(error)
             reason = f"bookkeeping cannot: {str(error).splitlines()[0]}"
         read = fast.first_read(loss_fn)
         with refused_by_all():
@@ -162,6 +164,7 @@ class Auto:
             result = vmap()(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
             failed(error)
+            refuse_out_of_memory(error)
             name, reason = "loop", f"{reason}; vmap cannot: {str(error).splitlines()[0]}"
         (impossible,) = on_any_rank(params, result is None)
         if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
@@ -182,6 +185,7 @@ class Auto:
         try:
             return self.prepare_proven(loss_fn, params, batch)
         except (UnsupportedModel, RuntimeError) as error:
+            refuse_out_of_memory(error)
             if self.unproven == "refuse" or any(is_dtensor(param) for param in params.values()):
                 raise  # vmap cannot do it either
             self._decide(

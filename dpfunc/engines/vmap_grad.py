@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.batches import batch_size
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
@@ -335,10 +336,11 @@ def _one_pass(
         except Stop:
             mode.check_kept()
             raise
-        except Exception:
+        except Exception as error:
             mode.check_kept()
+            refuse_out_of_memory(error)
             if mode.stopped is not None:
-                raise mode.stopped from None
+                raise mode.stopped from error
             raise
         mode.check_kept()
         if mode.stopped is not None:
@@ -481,6 +483,7 @@ class VmapGrad:
             except (UnsupportedModel, InvalidArgument):
                 raise
             except Exception as error:  # noqa: BLE001  (whatever a loss raises is raised again by rows alone)
+                refuse_out_of_memory(error)
                 reason = (str(error).splitlines() or ["-"])[0]
                 continue
             self._settings[loss_fn] = tried

@@ -73,7 +73,7 @@ class Draws:
         key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
         own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
         checked = len(own) > 1 and step % CHECKED_IN == 0
-        return [Drawn(key, index, checked=checked) for index in own] or [Drawn(key, 0, real=False)]
+        return [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc.errors import InvalidArgument
@@ -24,6 +25,7 @@ from dpfunc.types import Batch
 _ROUNDING = 1e-4  # of the largest number of a row
 _UNCOPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, OSError, copy.Error, PickleError)
 _MOST = 64  # records of a batch that are compared: they are copied
+_CONSTANTS = frozenset((int, float, bool, complex, str, bytes, type(None)))
 
 
 def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], key: Key, row: int) -> None:
@@ -47,26 +49,30 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
     """
     begin = max(0, min(row - _MOST // 2, len(records) - _MOST))
     records, row = list(records[begin : begin + _MOST]), row - begin
-    if not can_be_copied(records):
-        return
 
-    def made(records: Sequence[Any]) -> tuple[Batch, object]:
+    def made(records: Sequence[Any]) -> dict[str, Tensor | None]:
+        with cpu_seeds(key):  # of the batch, which may be large, only the row is kept
+            return _row_of(collated(collate, records), row)
+
+    def draws(records: Sequence[Any]) -> tuple[object, ...]:
         with cpu_seeds(key):
-            return collated(collate, records), cpu_generators()
+            collated(collate, records)
+            return cpu_generators()
 
     own, others = records[row], records[:row] + records[row + 1 :]
     moved = others[1:] + others[:1]
-    batch, after = made(records)
+    before = made(records)
+    if not before:
+        return
     for changed, holds in (
         ([own] * len(records), _shorter_row),
         ([*moved[:row], own, *moved[row:]], same),
     ):
-        other_batch, other_after = made(changed)
-        name = _other_leaf(batch, other_batch, row, holds)
-        if name is None or after != other_after or _other_leaf(batch, made(records)[0], row, same):
+        name = _other_leaf(before, made(changed), holds)
+        if name is None or draws(changed) != draws(records) or _other_leaf(before, made(records), same):
             continue
-        draws = [made([record] * len(records))[1] for record in records]
-        if any(each != draws[0] for each in draws):  # the draws of one record move those of the next ones on
+        alone = [draws([record] * len(records)) for record in records]
+        if any(each != alone[0] for each in alone):  # the draws of one record move those of the next ones on
             return
         raise InvalidArgument(
             f"Expected collate_fn to make the row of a record of this record alone, got another one in {name} when the "
@@ -99,31 +105,70 @@ def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
         )
 
 
-def can_be_copied(records: Sequence[Any]) -> bool:
-    """False for records that hold open files, locks, or tensors of a graph."""
+class _Cloning(TorchFunctionMode):
+    """Mode in which a deep copy of a tensor has its numbers: torch's own copies all the memory that it is a view of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].clone() if func is Tensor.__deepcopy__ and _plain(args[0]) else func(*args, **(kwargs or {}))
+
+
+def _plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.requires_grad and not tensor.__dict__
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` gives, without the memory of views, and faster for what most records are made of."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if (kind is Tensor and _plain(value)) or (kind is np.ndarray and not value.dtype.hasobject):
+        result = value.clone() if kind is Tensor else value.copy("K")
+    elif kind is list and _CONSTANTS.issuperset(map(type, value)):
+        result = value.copy()
+    elif kind in (list, tuple):
+        result = kind([_copied(each, memo) for each in value])
+    elif kind is dict:
+        result = {name: _copied(each, memo) for name, each in value.items()}
+    else:
+        with _Cloning():
+            result = copy.deepcopy(value, memo)
+    memo[id(value)] = result
+    return result
+
+
+def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch | None:
+    """A batch of copies, as a collate function may change its records.
+
+    None where they cannot be copied: they hold open files, locks, or tensors of a graph.
+    """
     try:
-        copy.deepcopy(list(records))
+        copied = [_copied(record, {}) for record in records]
     except _UNCOPIED:
-        return False
-    return True
-
-
-def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch:
-    """A batch of copies: a collate function may change its records, which are collated once more."""
-    batch = collate([copy.deepcopy(record) for record in records])
+        return None
+    batch = collate(copied)
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _other_leaf(batch: Batch, others: Batch, row: int, holds: Callable[[Tensor, Tensor], bool]) -> str | None:
-    """The name of a leaf in which a row is not that of the other batch."""
-    leaves, twins = (pytree.tree_leaves_with_path(one) for one in (batch, others))
-    if [path for path, _ in leaves] != [path for path, _ in twins]:
+def _row_of(batch: Batch | None, row: int) -> dict[str, Tensor | None]:
+    """A row of each leaf, by name; None for leaves that have no such row."""
+
+    def part(leaf: object) -> Tensor | None:
+        return leaf[row].clone() if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) > row else None
+
+    leaves = [] if batch is None else pytree.tree_leaves_with_path(batch)
+    return {f"batch{pytree.keystr(path)}": part(leaf) for path, leaf in leaves}
+
+
+def _other_leaf(
+    row: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], holds: Callable[[Tensor, Tensor], bool]
+) -> str | None:
+    """The name of a leaf in which two rows differ."""
+    if list(row) != list(other):
         return "its structure"
-    for (path, leaf), (_, twin) in zip(leaves, twins, strict=True):
-        tensors = all(isinstance(each, Tensor) and each.ndim and len(each) > row for each in (leaf, twin))
-        if tensors and not holds(leaf[row], twin[row]):
-            return f"batch{pytree.keystr(path)}"
-    return None
+    pairs = ((name, leaf, other[name]) for name, leaf in row.items())
+    return next((name for name, one, two in pairs if one is not None and two is not None and not holds(one, two)), None)
 
 
 def _shorter_row(one: Tensor, shorter: Tensor) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
@@ -283,6 +285,58 @@ def test_one_step_in_some_is_checked():
 def test_same(one, other, equal):
     assert same(one, other) is equal
     assert same(one, other, filled=True) is equal
+
+
+@dataclass
+class Holding:
+    """A record of a class that nobody knows."""
+
+    x: torch.Tensor
+
+
+VIEWS = {
+    "tensors": lambda data, i: (data[i], i), "arrays": lambda data, i: [data.numpy()[i]],
+    "nested": lambda data, i: {"facts": {"parts": [(data[i, :2], "a")]}},
+    "objects": lambda data, i: Holding(data[i]), "encodings": lambda data, i: BatchEncoding({"x": data[i]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_copies_hold_what_the_record_holds(name):
+    """Not all that it is a view of: a check of 64 records would copy the data set 256 times."""
+    data = torch.arange(4000.0).reshape(1000, 4)
+    made = []
+
+    def noting(records):
+        parts = [record.x if isinstance(record, Holding) else record for record in records]
+        leaves = pytree.tree_leaves(list(map(dict, parts)) if name == "encodings" else parts)
+        made.extend(leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, np.ndarray)))
+        return torch.zeros(len(records))
+
+    check_rows(noting, [VIEWS[name](data, i) for i in range(8)], KEY, 3)
+    assert len(made) == 3 * 8
+    held = [leaf.untyped_storage().nbytes() if isinstance(leaf, torch.Tensor) else leaf.nbytes for leaf in made]
+    assert max(held) <= 16
+    assert all(leaf.base is None for leaf in made if isinstance(leaf, np.ndarray))
+    own = [torch.as_tensor(leaf) for leaf in made[:8]]
+    torch.testing.assert_close(torch.stack(own), data[:8, : len(own[0])], rtol=0, atol=0)
+    assert len({leaf.data_ptr() for leaf in own} | {data[i].data_ptr() for i in range(8)}) == 16
+
+
+def test_what_a_record_has_twice_its_copy_has_twice():
+    """A change of one is seen in the other, as in the record."""
+    part = [1.0, torch.zeros(2)]
+    seen = []
+
+    def changing(records):
+        for record in records:
+            record["a"][0] = 2.0
+            seen.append(record["b"][0])
+        return torch.zeros(len(records))
+
+    check_rows(changing, [{"a": part, "b": part} for _ in range(3)], KEY, 1)
+    assert set(seen) == {2.0}
+    assert part[0] == 1.0
 
 
 class Uncopied:

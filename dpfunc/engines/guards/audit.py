@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows, signature
 from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
@@ -169,6 +170,7 @@ def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, cho
         problem = "alone it draws other random numbers" if credited.evidence.doubts else ""
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         failed(error)
+        refuse_out_of_memory(error)
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
     if _on_any_rank(problem, params):
         doubts = shorten(list(dict.fromkeys(credited.evidence.doubts)))

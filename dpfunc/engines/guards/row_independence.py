@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, rows
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
@@ -105,6 +106,7 @@ def _alone(
             with replayed(random_calls, row, num_samples):
                 losses.append(_losses(loss_fn, params, rows(batch, row, row + 1), 1))
     except (RuntimeError, ValueError, IndexError) as error:
+        refuse_out_of_memory(error)
         raise UnsupportedModel(
             f"The loss of {num_samples} samples can be computed, but not that of one sample alone, so the samples of a "
             f"batch influence each other: {str(error).splitlines()[0]} Likely cause: BatchNorm in training mode; use "

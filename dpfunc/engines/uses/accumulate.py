@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import local
+from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import shorten
 from dpfunc.engines.guards.modes import unseen
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad, Zeros, add
@@ -95,7 +96,8 @@ def _backwards(
 
     try:
         grads = differentiate(grads_B, True)
-    except RuntimeError:  # an operation of a custom autograd.Function that has no batching rule
+    except RuntimeError as error:  # an operation of a custom autograd.Function that has no batching rule
+        refuse_out_of_memory(error)
         rows = [differentiate(grad, False) for grad in grads_B.unbind(0)]
         grads = [None if any(g is None for g in each) else torch.stack(each) for each in zip(*rows, strict=True)]
     refuse_escaped(sentinels, grads[len(params) :])

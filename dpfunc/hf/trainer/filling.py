@@ -14,7 +14,7 @@ from dpfunc.batches import rows
 from dpfunc.engines.loop import loop
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key
-from dpfunc.sampling.own_rows import can_be_copied, collated
+from dpfunc.sampling.own_rows import collated
 from dpfunc.sampling.records import read, spread
 from dpfunc.types import Batch, LossFn, Params
 
@@ -48,8 +48,6 @@ def refuse_filling(
     """
     with cpu_seeds(insecure_key(0)):
         records = read(dataset, spread(len(dataset), _READ))
-    if not can_be_copied(records):
-        return
     alone = [batch for record in records if (batch := _without_draws(collate, [record])) is not None]
     if len(alone) < len(records):
         return
@@ -84,7 +82,7 @@ def refuse_filling(
 
 
 def _without_draws(collate: Callable[[list[Any]], Any], records: list[Any]) -> Batch | None:
-    """A batch of copies; None if the collator drew random numbers, which are those of its seed."""
+    """A batch of copies; None if there are none, or the collator drew random numbers, which are those of its seed."""
     with cpu_seeds(insecure_key(0)):
         before = cpu_generators()
         batch = collated(collate, records)

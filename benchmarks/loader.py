@@ -1,0 +1,260 @@
+"""What `plan.loader` costs beside torch's own loader: `python -m benchmarks.loader`.
+
+Both draw the same records and make the same batches, which is compared first; what is over 1 is the check that rows are
+made of their own records alone (`dpfunc/sampling/own_rows.py`), in one of 20 steps, the first one included, and the
+seeds of each step. Rounds of both loaders in turn, in CPU time; the largest resident memory is that of a process which
+makes the data set and has one of the loaders. No step is taken and no model is there. The case `hugging_face` needs the
+package `datasets`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+import dpfunc
+from benchmarks.engines import report
+from benchmarks.engines.__main__ import listed
+from benchmarks.engines.memory import MIB, peak_resident
+from dpfunc import clipping, sampling
+from dpfunc.rng import insecure_key
+
+RESULT = Path(__file__).parent / "results" / "loader.json"
+ROOT = Path(__file__).parents[1]
+MARK, STEPS, SPANS = "result: ", 100, (1, 20, 100)
+LOADERS = ("plain", "dpfunc")
+HEADS = ("case", "records", "batch", *(f"{span} steps" if span > 1 else "first batch" for span in SPANS), "memory")
+
+
+class Case(NamedTuple):
+    """A data set of so many records, read in batches of an expected size."""
+
+    make: Callable[[int], Any]
+    size: int
+    batch: int
+    collate: Callable[[list[Any]], Any] = default_collate
+
+
+class Mapped(list[Any]):
+    """Records that are made when they are read."""
+
+    def __init__(self, stored: Iterable[Any], read: Callable[[Any], Any]) -> None:
+        """Keep what they are made of."""
+        super().__init__(stored)
+        self._read = read
+
+    def __getitem__(self, index: Any) -> Any:
+        """One record."""
+        return self._read(super().__getitem__(index))
+
+
+def tensors(size: int) -> Any:
+    """Views of one tensor."""
+    return TensorDataset(torch.randn(size, 784), torch.arange(size))
+
+
+def arrays(size: int) -> Any:
+    """Views of one array."""
+    return list(zip(np.ones((size, 784), np.float32), range(size), strict=True))
+
+
+def tokens(number: int) -> dict[str, Any]:
+    """A text of 128 tokens."""
+    return {"input_ids": list(range(128)), "attention_mask": [1] * 128, "label": number}
+
+
+def hugging_face(size: int) -> Any:
+    """Texts of 128 tokens in a table."""
+    from datasets import Dataset
+
+    return Dataset.from_list([tokens(number) for number in range(size)])
+
+
+def pixels(side: int, size: int) -> list[Any]:
+    """Images of bytes, a few of them many times."""
+    few = np.random.default_rng(0).integers(0, 256, (16, side, side, 3), np.uint8)
+    return [few[number % 16] for number in range(size)]
+
+
+def images(size: int) -> Any:
+    """Images of PIL, which the collate function makes tensors of."""
+    from PIL import Image
+
+    return Mapped(pixels(128, size), Image.fromarray)
+
+
+def large_images(size: int) -> Any:
+    """Tensors of 512 x 512 pixels, which are made when they are read."""
+    return Mapped(pixels(512, size), lambda image: torch.from_numpy(image).permute(2, 0, 1).float())
+
+
+def of_images(records: list[Any]) -> torch.Tensor:
+    """A batch of pictures as numbers from 0 to 1."""
+    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255.0 for image in records])
+
+
+def of_lists(records: list[Any]) -> dict[str, torch.Tensor]:
+    """A batch of lists of one length."""
+    return {name: torch.tensor([record[name] for record in records]) for name in records[0]}
+
+
+def columns(size: int) -> Any:
+    """Many numbers by name, and a tensor for each ten of them."""
+    return [
+        {f"c{at}": torch.full((4,), 1.0 * at) if at % 10 == 0 else 1.0 * at for at in range(100)} for _ in range(size)
+    ]
+
+
+def nested(size: int) -> Any:
+    """Records in records."""
+    values = torch.randn(size, 64)
+    return [{"facts": {"x": values[at], "parts": [{"y": values[at, :8], "n": at}] * 3}} for at in range(size)]
+
+
+CASES = {
+    "tensors": Case(tensors, 60_000, 256),
+    "small batch": Case(tensors, 60_000, 32),
+    "arrays": Case(arrays, 60_000, 256),
+    "token lists": Case(lambda size: [tokens(number) for number in range(size)], 20_000, 64, of_lists),
+    "hugging_face": Case(hugging_face, 20_000, 64, of_lists),
+    "images": Case(images, 5_000, 32, of_images),
+    "large images": Case(large_images, 1_000, 16),
+    "columns": Case(columns, 5_000, 64),
+    "nested": Case(nested, 20_000, 64),
+}
+
+
+class _Batches:
+    """The draws of a run, drawn when they are needed: what torch calls a batch sampler."""
+
+    def __init__(self, plan: dpfunc.Plan, state: Any) -> None:
+        self._plan, self._state = plan, state
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (indices.tolist() for indices in self._plan.batches(self._state))
+
+
+def loaders(case: Case, quick: bool) -> dict[str, Callable[[], Iterable[Any]]]:
+    """The data set in torch's loader and in that of a plan."""
+    size, batch = (max(20, case.size // 200), 8) if quick else (case.size, case.batch)
+    dataset = case.make(size)
+    plan = dpfunc.Plan(sampling.Poisson(size, batch / size), clipping.Flat(1.0), 1.0, STEPS, 1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the key, which is known
+        state = dpfunc.make_dp_step(lambda params, batch: batch, plan).init({"w": torch.zeros(1)}, insecure_key(0))
+    return {
+        "plain": lambda: DataLoader(dataset, batch_sampler=_Batches(plan, state), collate_fn=case.collate),
+        "dpfunc": lambda: plan.loader(dataset, state, collate_fn=case.collate),
+    }
+
+
+def spans(loader: Iterable[Any]) -> list[float]:
+    """CPU seconds until the batches of `SPANS` are there."""
+    start, times = time.process_time(), []
+    for _ in loader:
+        times.append(time.process_time() - start)
+    return [times[span - 1] for span in SPANS]
+
+
+def times(name: str, rounds: int, quick: bool) -> dict[str, Any]:
+    """Seconds of both loaders, and the medians of the ratio within a round."""
+    both = loaders(CASES[name], quick)
+    for one, other in zip(*(make() for make in both.values()), strict=True):  # warms up, too
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    found = [[spans(make()) for make in both.values()] for _ in range(rounds)]
+    return {
+        str(span): {
+            "seconds": {who: statistics.median(each[at][place] for each in found) for at, who in enumerate(LOADERS)},
+            "ratio": statistics.median(ours[place] / plain[place] for plain, ours in found),
+        }
+        for place, span in enumerate(SPANS)
+    }
+
+
+def resident(name: str, who: str, quick: bool) -> float:
+    """The largest resident memory of this process, in MiB, after all batches."""
+    for _ in loaders(CASES[name], quick)[who]():
+        pass
+    return peak_resident() / MIB
+
+
+def ask(what: Sequence[Any]) -> Any:
+    """Run `times` or `resident` in a new process, whose freed memory goes back to the system."""
+    command = [sys.executable, "-m", "benchmarks.loader", "--one", json.dumps(what)]
+    variables = report.with_freed_memory_given_back()
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    return next(json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK))
+
+
+def measure(name: str, rounds: int, quick: bool, run: Callable[[Sequence[Any]], Any] = ask) -> dict[str, Any]:
+    """Time and memory of a case; or why there are none."""
+    if name == "hugging_face" and find_spec("datasets") is None:
+        return {"status": "not installed"}
+    mib = {who: run(["resident", name, who, quick]) for who in LOADERS}
+    return {
+        "records": CASES[name].size,
+        "batch": CASES[name].batch,
+        "steps": run(["times", name, rounds, quick]),
+        "memory": {"resident_mib": mib, "ratio": mib["dpfunc"] / mib["plain"]},
+    }
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """One line for each case: the loader of a plan over torch's."""
+    return [
+        [
+            name, str(case["records"]), str(case["batch"]),
+            *(f"{case['steps'][str(span)]['ratio']:.2f}" for span in SPANS), f"{case['memory']['ratio']:.2f}",
+        ]
+        for name, case in found.items()
+        if "steps" in case
+    ]  # fmt: skip
+
+
+def one_of_both(what: Sequence[Any]) -> Any:
+    """The number that a process is asked for."""
+    return {"times": times, "resident": resident}[what[0]](*what[1:])
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option("--cases", default=",".join(CASES), help="Names with commas.", show_default=True)
+@click.option("--rounds", default=5, type=click.IntRange(1), show_default=True)
+@click.option("--quick", is_flag=True, help="Tiny sizes in one process, to see that everything works.")
+@click.option("--one", hidden=True, help="Measure this here, as JSON.")
+@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
+def main(cases: str, rounds: int, quick: bool, one: str | None, out: Path) -> None:
+    """Measure, print and write."""
+    torch.set_num_threads(1)
+    if one is not None:
+        print(MARK + json.dumps(one_of_both(json.loads(one))))
+        return
+    names = listed(cases)
+    run = partial(measure, rounds=rounds, quick=quick, run=one_of_both if quick else ask)
+    found = {name: run(name) for name in track(names, "Cases", console=Console(stderr=True))}
+    table = Table(*HEADS)
+    for row in rows(found):
+        table.add_row(*row)
+    Console().print(table)
+    report.write({"machine": report.machine(1, "cpu"), "quick": quick, "rounds": rounds, "cases": found}, out)
+    Console().print(f"Written to {out}")
+
+
+if __name__ == "__main__":
+    main()

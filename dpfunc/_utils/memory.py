@@ -1,0 +1,24 @@
+"""Errors about exhausted memory, which torch does not tell apart from others on a CPU."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+_WORDS = re.compile(r"out of memory|can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
+_ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
+
+
+def out_of_memory(error: BaseException) -> str:
+    """The memory that an error says was asked for, in words; empty for an error about something else."""
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not _WORDS.search(str(error)):
+        return ""
+    asked = _ASKED.search(str(error))
+    return asked[1] if asked else "an unknown number of bytes"
+
+
+def refuse_out_of_memory(error: BaseException) -> None:
+    """Raise an error about exhausted memory again: another way to compute the same must not hide it."""
+    if out_of_memory(error):
+        raise error

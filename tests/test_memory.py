@@ -1,0 +1,94 @@
+"""Exhausted memory is an error that says so, not an engine that cannot; the step can be taken again in smaller parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc._utils.memory import out_of_memory
+from dpfunc.errors import DPFuncError, OutOfMemory
+from dpfunc.rng import insecure_key
+
+HUGE = 2**50
+ROWS = 8
+PARAMS = {"w": torch.ones(3)}
+PLAN = dpfunc.Plan(sampling.Poisson(ROWS, 1.0), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=2, delta=1e-3)
+
+
+def greedy(kind=None, rows=4):
+    """A loss that asks for too much where it sees more rows; `calls` has the numbers of rows that it saw."""
+    calls = []
+
+    def loss_fn(params, batch):
+        calls.append(len(batch))
+        if len(batch) > rows:
+            if kind is not None:
+                raise kind
+            torch.empty(HUGE, dtype=torch.uint8)
+        return (params["w"] * batch).sum(1)
+
+    return loss_fn, calls
+
+
+@pytest.mark.parametrize("kind", [None, MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping", "ghost"])
+def test_no_other_engine_is_tried(engine, kind):
+    loss_fn, calls = greedy(kind)
+    dp_step = dpfunc.make_dp_step(loss_fn, PLAN, engine=engine)
+    state = dp_step.init(PARAMS, insecure_key(0))
+    with pytest.raises(OutOfMemory, match=rf"microbatch_size=None.* smaller than {ROWS}.*nothing was spent") as found:
+        dp_step(PARAMS, torch.ones(ROWS, 3), state)
+    assert calls == [ROWS]
+    assert (str(HUGE) in str(found.value)) is (kind is None)
+    assert found.value.__cause__ is kind or kind is None
+    assert all(isinstance(found.value, base) for base in (DPFuncError, RuntimeError, MemoryError))
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_engines_that_compute_rows_alone_say_so_too(engine):
+    loss_fn, calls = greedy(rows=0)
+    with pytest.raises(OutOfMemory, match=f"{HUGE} bytes"):
+        dpfunc.make_dp_step(loss_fn, PLAN, engine=engine, microbatch_size=2)(PARAMS, torch.ones(ROWS, 3))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("where", ["rows alone", "automatic size"])
+def test_memory_that_lacks_later_in_a_step(where):
+    """While the rows of a step that is not proven are compared, and while microbatches are measured."""
+
+    def loss_fn(params, batch):
+        losses_B = (params["w"] * batch).sum(1)
+        if len(batch) == (1 if where == "rows alone" else 2):
+            torch.empty(HUGE, dtype=torch.uint8)
+        return losses_B + 0.0 * losses_B.flip(0).detach()  # which no trace proves
+
+    size = "auto" if where == "automatic size" else None
+    with pytest.raises(OutOfMemory, match=f"microbatch_size={size!r}"):
+        dpfunc.make_dp_step(loss_fn, PLAN, microbatch_size=size)(PARAMS, torch.ones(ROWS, 3))
+
+
+def test_the_state_can_be_used_again_in_smaller_parts():
+    written = []
+    loss_fn, _ = greedy()
+    whole, parts = (
+        dpfunc.make_dp_step(loss_fn, PLAN, microbatch_size=size, journal=written.append) for size in (None, 4)
+    )
+    state, batch = whole.init(PARAMS, insecure_key(1)), torch.ones(ROWS, 3)
+    for _ in range(2):
+        with pytest.raises(OutOfMemory):
+            whole(PARAMS, batch, state)
+    assert not written
+    grads, after, _ = parts(PARAMS, batch, state)
+    assert (after.step, after.ledger.num_steps, len(written)) == (1, 1, 1)
+    expected, *_ = dpfunc.make_dp_step(greedy(rows=ROWS)[0], PLAN)(PARAMS, batch, dpfunc.state.replay(state))
+    torch.testing.assert_close(grads, expected)
+
+
+def test_other_errors_stay_what_they_are():
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")) == "20.00 GiB"
+    assert out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
+    with pytest.raises(RuntimeError, match="odd"):
+        dpfunc.make_dp_step(greedy(RuntimeError("odd"), rows=0)[0], PLAN, engine="loop")(PARAMS, torch.ones(ROWS, 3))
