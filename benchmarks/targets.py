@@ -115,7 +115,10 @@ TARGETS = (
         for case in ("w1", "w2n", "w3", "w4", "gpt2", "bert", "mnist")
     ),
     *(
-        Target(f"loader, {case}: 100 steps", 1.2, RATIO, "loader", ("cases", case, "steps", "100", "ratio"), why="loader")
+        Target(
+            f"loader, {case}: 100 steps", 1.2, RATIO, "loader",
+            ("cases", case, "steps", "100", "ratio"), why="loader",
+        )
         for case in loader.CASES
     ),
     *(
