@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager
+from threading import RLock
 from typing import Any, NamedTuple
 
 from dpfunc._utils.digests import digest
@@ -94,6 +96,12 @@ def stable_repr(value: object) -> str:
 _next_release: dict[str, int] = {}
 # What the steps of each run released, in this process: step -> digest. A step that is repeated releases the same.
 _digests: dict[str, dict[int, str]] = {}
+_locks: dict[str, AbstractContextManager[Any]] = {}
+
+
+def one_release(state: StepState) -> AbstractContextManager[Any]:
+    """Inside, no other thread of this process releases a step of the run."""
+    return _locks.setdefault(fingerprint(state.key), RLock())
 
 
 def mark_released(after: StepState, release: str) -> None:
@@ -220,6 +228,18 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             f"No step is left: {reason}. Spent epsilon={spent:.4g} at delta={plan.delta:g} in {state.step} steps of "
             "this run. The step was not taken."
         )
+    check_unreleased(state)
+
+
+def check_unreleased(state: StepState) -> None:
+    """Check that a step was not released in this process; inside of `one_release` that stays true.
+
+    Args:
+        state: before the step.
+
+    Raises:
+        StateReused: it was.
+    """
     done = _next_release.get(fingerprint(state.key), 0)
     if state.step < done:
         raise StateReused(
@@ -227,8 +247,9 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             "first one away. Each state is used once. The usual mistake:\n"
             "    grads, _, unreleased = dp_step(params, batch, state)       # state stays what it was\n"
             "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
-            "or a key that was used for an earlier run: take a new one from dpfunc.secure_key(). To reproduce a run "
-            "with the same data on purpose, see dpfunc.state.replay. Nothing was spent."
+            "or two threads with one state; or a key that was used for an earlier run: take a new one from "
+            "dpfunc.secure_key(). To reproduce a run with the same data on purpose, see dpfunc.state.replay. Nothing "
+            "was spent."
         )
 
 

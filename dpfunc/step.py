@@ -38,7 +38,9 @@ from dpfunc.state import (
     check_journal,
     check_repeated,
     check_state,
+    check_unreleased,
     mark_released,
+    one_release,
     plan_digest,
     require_state,
     stable_repr,
@@ -232,12 +234,14 @@ class DPStep:
         digest = self._processes.digest(released, params)
 
         def write() -> None:
+            check_unreleased(state)  # again: another thread may have taken the step since `_check`
             check_repeated(state, digest)
             if self.journal is not None and self._processes.writes:
                 self.journal(after._replace(released=((state.step, digest),)))
 
-        self._processes.confirm(write)
-        mark_released(after, digest)
+        with one_release(state):
+            self._processes.confirm(write)
+            mark_released(after, digest)
         self._calls.note(params, stateless=not state.drawn)
         return after
 
@@ -371,7 +375,8 @@ def make_dp_step(
 
     Guarantees:
         tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is never exceeded
-        (test_budget), a state works once (test_state_reuse), a bad call spends nothing (test_bad_input).
+        (test_budget), a state works once (test_state_reuse; with threads: tests/test_state.py), a bad call spends
+        nothing (test_bad_input).
 
     >>> import torch, dpfunc
     >>> from dpfunc import clipping, sampling

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,3 +122,64 @@ def test_a_state_is_of_one_plan():
     with pytest.raises(InvalidArgument, match="Expected the journal of this plan"):
         make_dp_step(linear_loss, other, journal=Journal(Path("never.jsonl"), PLAN))
     assert make_dp_step(linear_loss, other).init(values, secure_key(), state.ledger).ledger == state.ledger
+
+
+LIVE = {
+    "journal": (lambda state: state, lambda after: time.sleep(0.05)),
+    "no journal": (lambda state: state, None),
+    "copy of the state": (copy.deepcopy, lambda after: time.sleep(0.05)),
+    "state read from bytes": (lambda state: pickle.loads(pickle.dumps(state)), None),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_of_two_threads_one_releases_a_step(name):
+    """Both begin before the other has released: the second one is refused, and its journal is not called."""
+    copied, journal = LIVE[name]
+    written, both = [], threading.Barrier(2, timeout=60)
+
+    def note(after):
+        written.append(after.step)
+        journal(after)
+
+    def loss_fn(values, batch):
+        both.wait()  # the states of both were checked
+        return linear_loss(values, batch)
+
+    state, values, _ = start()
+    dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=note if journal else None, verify_batch=False)
+    batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
+    first, second = pool_results(dp_step, values, batches, [state, copied(state)])
+    refused = [each for each in (first, second) if isinstance(each, StateReused)]
+    assert len(refused) == 1, (first, second)
+    assert "Step 0 of this run was already released" in str(refused[0])
+    assert written == ([1] if journal else [])
+
+
+def pool_results(dp_step, values, batches, states):
+    """Result or error of each call, all at once."""
+    with ThreadPoolExecutor(len(states)) as pool:
+        calls = [pool.submit(dp_step, values, batch, state) for batch, state in zip(batches, states, strict=True)]
+        return [call.exception() or call.result() for call in calls]
+
+
+def test_a_thread_takes_the_step_that_another_could_not_write():
+    """A journal that fails releases nothing: the state is good, also for a thread that has waited for it."""
+    written, both = [], threading.Barrier(2, timeout=60)
+
+    def full_once(after):
+        written.append(after.step)
+        time.sleep(0.05)
+        if len(written) == 1:
+            raise OSError("no space left on device")
+
+    def loss_fn(values, batch):
+        both.wait()
+        return linear_loss(values, batch)
+
+    state, values, _ = start()
+    dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=full_once, verify_batch=False)
+    batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
+    found = pool_results(dp_step, values, batches, [state, state])
+    assert sorted(type(each).__name__ for each in found) == ["OSError", "StepResult"]
+    assert written == [1, 1]
