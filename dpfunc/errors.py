@@ -47,5 +47,9 @@ class StepAborted(DPFuncError, RuntimeError):
     """Another process could not take the step, so none took it. Nothing was released and nothing was spent."""
 
 
+class NoGradientWarning(UserWarning):
+    """No record of several batches had a finite gradient: budget was spent on noise. Computed from private data."""
+
+
 class InsecureKeyWarning(UserWarning):
     """The key of a run can be guessed: its noise protects nobody. For tests and public data only."""

@@ -27,8 +27,15 @@ from dpfunc.distributed.processes import Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
-from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
-from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
+from dpfunc.engines.guards.parameters import check_named, check_params, none_finite, refuse_narrow_range
+from dpfunc.errors import (
+    BudgetExhausted,
+    InsecureKeyWarning,
+    InvalidArgument,
+    LedgerConflict,
+    NoGradientWarning,
+    SamplingMismatch,
+)
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores
 from dpfunc.plan import Plan
@@ -52,6 +59,12 @@ _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
     "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
     "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
+)
+_WITHOUT_GRADIENT = (
+    "In this step and in an earlier one no record{} had a finite gradient: each counted as zero, so budget was spent "
+    "and only noise is released. Look for NaN and inf in inputs, labels and the loss (log, division, masks). This "
+    "warning was itself computed from private data: it reveals this about two batches, and no noise protects that. Do "
+    "not publish it. It comes once."
 )
 _logger = logging.getLogger(__name__)
 
@@ -167,7 +180,7 @@ class DPStep:
         with self._noise_ahead(params, state):
             clipped, unreleased = self._clip(params, rows, state)
             released, noise_state = self._add_noise(clipped, params, state)
-        after = self._record(released, noise_state, state, params)
+        after = self._record(released, noise_state, state, params, unreleased)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
     def _check(
@@ -228,21 +241,26 @@ class DPStep:
         multiplier = schedule_at(plan.noise_multiplier, step)
         return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
 
-    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:
+    def _record(
+        self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params, unreleased: Unreleased
+    ) -> StepState:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         after = self._advance(state, noise_state)
-        digest = self._processes.digest(released, params)
+        digest, lost = self._processes.digest(released, params, none_finite(unreleased.norms_BG))
 
         def write() -> None:
             check_unreleased(state)  # again: another thread may have taken the step since `_check`
             check_repeated(state, digest)
+            if lost and self._calls.without_gradient == 1:
+                of = "" if self._processes.size == 1 else " of this process"
+                warnings.warn(_WITHOUT_GRADIENT.format(of), NoGradientWarning, stacklevel=5)
             if self.journal is not None and self._processes.writes:
                 self.journal(after._replace(released=((state.step, digest),)))
 
         with one_release(state):
             self._processes.confirm(write)
             mark_released(after, digest)
-        self._calls.note(params, stateless=not state.drawn)
+        self._calls.note(params, stateless=not state.drawn, without_gradient=lost)
         return after
 
     def _described(self, state: StepState | None) -> str:

@@ -167,9 +167,9 @@ class _ManyProcesses:
 
         return sum_over(ranks, clipped.sums, params, add_noise=add_noise), noise_state
 
-    def digest(self, released: Params, params: Params) -> str:
-        """A digest of what the step releases, the parts of all processes included."""
-        return digest_of_all(released, self.ranks)
+    def digest(self, released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
+        """A digest of what the step releases, the parts of all processes included; and a mark of this process."""
+        return digest_of_all(released, self.ranks, mark)
 
     def confirm(self, write: Callable[[], None]) -> None:
         """Run an action on each process, and continue only after all processes have finished it.
