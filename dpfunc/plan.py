@@ -24,15 +24,6 @@ from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
 
-class _Place(Protocol):
-    """Rank of this process, and the number of processes: the part of `dpfunc.distributed.Ranks` that a plan needs."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-
 class Position(Protocol):
     """Progress of a run: the part of a step state that `Plan.batches` needs."""
 
@@ -211,14 +202,11 @@ class Plan:
     def events(self, start: int, stop: int) -> tuple[Event, ...]:
         """Events of the steps start..stop-1, run-length encoded: the privacy that they cost."""
         noise = self.noise_multiplier
-        edges = {start, stop} | {edge for edge in self._edges() if start < edge < stop}
-        spans = sorted(edges)
+        changes = noise.starts() if isinstance(noise, Schedule) else ()
+        spans = sorted({start, stop} | {step for step in changes if start < step < stop})
         return tuple(
             event for a, b in itertools.pairwise(spans) for event in self.sampler.events(a, b, schedule_at(noise, a))
         )
-
-    def _edges(self) -> tuple[int, ...]:
-        return self.noise_multiplier.starts() if isinstance(self.noise_multiplier, Schedule) else ()
 
     def ledger(self, num_steps: int | None = None) -> Ledger:
         """Ledger of the first `num_steps` steps (all, by default)."""
@@ -240,7 +228,7 @@ class Plan:
             method=self.accountant,
         )
 
-    def batches(self, state: Position, ranks: _Place | None = None) -> Iterator[Tensor]:
+    def batches(self, state: Position, ranks: Ranks | None = None) -> Iterator[Tensor]:
         """The index tensors of the steps from `state` to the end of its budget, in order; some may be empty.
 
         With `ranks`, the records of this process: each draw is dealt out in turn.
@@ -248,7 +236,7 @@ class Plan:
         for step in range(state.step, state.limit):
             yield self.draw(state, step, ranks)
 
-    def draw(self, state: Position, step: int, ranks: _Place | None = None) -> Tensor:
+    def draw(self, state: Position, step: int, ranks: Ranks | None = None) -> Tensor:
         """The records of one step, of all processes or of this one."""
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         return own_records(self.sampler, state.key, step, state.num_records, *place)

@@ -9,7 +9,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from dpfunc._utils.digests import digest
-from dpfunc._utils.validation import fail, wrong_type
+from dpfunc._utils.validation import wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.plan import Plan
@@ -129,17 +129,6 @@ def replay(state: StepState) -> StepState:
     return resumed(state)
 
 
-def require_state(state: StepState | None) -> StepState:
-    """The given state, if there is one.
-
-    Raises:
-        InvalidArgument: there is none.
-    """
-    if state is None:
-        raise fail("a state", "state", None, "Start with dp_step.init(params, dpfunc.secure_key()).")
-    return state
-
-
 def check_newest(state: StepState) -> None:
     """Check that no later step of the run was released in this process: that one costs too.
 
@@ -228,18 +217,6 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             f"No step is left: {reason}. Spent epsilon={spent:.4g} at delta={plan.delta:g} in {state.step} steps of "
             "this run. The step was not taken."
         )
-    check_unreleased(state)
-
-
-def check_unreleased(state: StepState) -> None:
-    """Check that a step was not released in this process; inside of `one_release` that stays true.
-
-    Args:
-        state: before the step.
-
-    Raises:
-        StateReused: it was.
-    """
     done = _next_release.get(fingerprint(state.key), 0)
     if state.step < done:
         raise StateReused(

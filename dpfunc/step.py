@@ -27,7 +27,7 @@ from dpfunc.distributed.processes import Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
-from dpfunc.engines.guards.parameters import check_named, check_params, none_finite, refuse_narrow_range
+from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
 from dpfunc.errors import (
     BudgetExhausted,
     InsecureKeyWarning,
@@ -45,11 +45,9 @@ from dpfunc.state import (
     check_journal,
     check_repeated,
     check_state,
-    check_unreleased,
     mark_released,
     one_release,
     plan_digest,
-    require_state,
     stable_repr,
     step_events,
 )
@@ -204,7 +202,9 @@ class DPStep:
             return real_B
 
         step = state.step if isinstance(state, StepState) else None
-        rows = self._processes.check(StepCall(check, lambda: self._described(state), step, params, batch))
+        rows = self._processes.check(
+            StepCall(check, lambda: "" if state is None else self._described(state), step, params, batch)
+        )
         if self._calls.changed_nothing(params) and self._processes.writes:
             _logger.warning(_UNCHANGED)
         return self._run_of_its_own(params) if state is None else state, rows
@@ -246,12 +246,13 @@ class DPStep:
     ) -> StepState:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         after = self._advance(state, noise_state)
-        digest, lost = self._processes.digest(released, params, none_finite(unreleased.norms_BG))
+        lost = ~torch.isfinite(unreleased.norms_BG).all(1).any() & bool(len(unreleased.norms_BG))
+        digest, all_lost = self._processes.digest(released, params, lost)
 
         def write() -> None:
-            check_unreleased(state)  # again: another thread may have taken the step since `_check`
+            check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
             check_repeated(state, digest)
-            if lost and self._calls.without_gradient == 1:
+            if all_lost and self._calls.without_gradient == 1:
                 of = "" if self._processes.size == 1 else " of this process"
                 warnings.warn(_WITHOUT_GRADIENT.format(of), NoGradientWarning, stacklevel=5)
             if self.journal is not None and self._processes.writes:
@@ -260,12 +261,12 @@ class DPStep:
         with one_release(state):
             self._processes.confirm(write)
             mark_released(after, digest)
-        self._calls.note(params, stateless=not state.drawn, without_gradient=lost)
+        self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
         return after
 
-    def _described(self, state: StepState | None) -> str:
+    def _described(self, state: StepState) -> str:
         """Describe the settings and the state that must be equal in all processes."""
-        state, clipped = require_state(state), self.clipped_grad
+        clipped = self.clipped_grad
         settings = (
             self._plan_digest, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size,
             clipped.compile, self.verify_batch, self.journal is None,

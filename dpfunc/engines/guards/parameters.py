@@ -68,15 +68,6 @@ def suspicious(params: Params) -> Tensor:
     return ~torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all()
 
 
-def none_finite(norms_BG: Tensor) -> Tensor:
-    """A mark (0-d, bool) that is set if there are samples, and each has a norm that is not finite.
-
-    >>> none_finite(torch.tensor([[1.0, float("nan")]])), none_finite(torch.zeros(0, 2))
-    (tensor(True), tensor(False))
-    """
-    return ~torch.isfinite(norms_BG).all(1).any() & bool(len(norms_BG))
-
-
 def refuse_not_finite(params: Params) -> None:
     """Refuse parameters with a number that is not finite.
 
