@@ -28,14 +28,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
 from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
-from dpfunc.errors import (
-    BudgetExhausted,
-    InsecureKeyWarning,
-    InvalidArgument,
-    LedgerConflict,
-    NoGradientWarning,
-    SamplingMismatch,
-)
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores
 from dpfunc.plan import Plan
@@ -50,6 +43,7 @@ from dpfunc.state import (
     plan_digest,
     stable_repr,
     step_events,
+    warn_of_start,
 )
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unproven, Unreleased, schedule_at
 
@@ -59,10 +53,9 @@ _UNCHANGED = (
     "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
 )
 _WITHOUT_GRADIENT = (
-    "In this step and in an earlier one no record{} had a finite gradient: each counted as zero, so budget was spent "
-    "and only noise is released. Look for NaN and inf in inputs, labels and the loss (log, division, masks). This "
-    "warning was itself computed from private data: it reveals this about two batches, and no noise protects that. Do "
-    "not publish it. It comes once."
+    "In this step and an earlier one no record of this process had a finite gradient: budget is spent, and only noise "
+    "released. Look for NaN and inf in inputs, labels and the loss (log, division, masks). This warning was computed "
+    "from private data: it reveals this about two batches, and no noise protects that. Do not publish it."
 )
 _logger = logging.getLogger(__name__)
 
@@ -113,18 +106,12 @@ class DPStep:
 
         Warns:
             InsecureKeyWarning: everybody can know the key.
+            RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
         """
         check_params(params)
         refuse_narrow_range(params)
         if not isinstance(key, Key):
             raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
-        if key.guessable:
-            warnings.warn(
-                "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
-                "holds. That is for tests and public data. For private data use dpfunc.secure_key().",
-                InsecureKeyWarning,
-                stacklevel=2,
-            )
         if num_records is not None:
             num_records = self._check_bound(num_records)
         parts = partition(self.plan.clip.groups, tuple(params))
@@ -137,9 +124,10 @@ class DPStep:
                 f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, "
                 "or train on other records."
             )
-        return StepState(
-            0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._plan_digest, num_records=num_records
-        )
+        noise = self._mechanism(0).init(params)
+        state = StepState(0, limit, 0, key, noise, spent, plan=self._plan_digest, num_records=num_records)
+        warn_of_start(state, journalled=self.journal is not None)
+        return state
 
     def _spent(self, ledger: Ledger | None) -> Ledger:
         """Ledger with which a run begins: the given one, which has what the plan counts, or that of the plan."""
@@ -237,9 +225,8 @@ class DPStep:
         return self._processes.release(mechanism, clipped, params, state.noise_state, key)
 
     def _mechanism(self, step: int) -> Mechanism:
-        plan = self.plan
-        multiplier = schedule_at(plan.noise_multiplier, step)
-        return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
+        multiplier = schedule_at(self.plan.noise_multiplier, step)
+        return gaussian(multiplier, allocation=self.plan.allocation, source=self.noise_source)
 
     def _record(
         self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params, unreleased: Unreleased
@@ -253,8 +240,7 @@ class DPStep:
             check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
             check_repeated(state, digest)
             if all_lost and self._calls.without_gradient == 1:
-                of = "" if self._processes.size == 1 else " of this process"
-                warnings.warn(_WITHOUT_GRADIENT.format(of), NoGradientWarning, stacklevel=5)
+                warnings.warn(_WITHOUT_GRADIENT, NoGradientWarning, stacklevel=5)
             if self.journal is not None and self._processes.writes:
                 self.journal(after._replace(released=((state.step, digest),)))
 
@@ -393,9 +379,8 @@ def make_dp_step(
         InvalidArgument, BudgetExhausted, StateReused, SamplingMismatch: all before anything is spent.
 
     Guarantees:
-        tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is never exceeded
-        (test_budget), a state works once (test_state_reuse; with threads: tests/test_state.py), a bad call spends
-        nothing (test_bad_input).
+        tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is kept (test_budget), states
+        work once (test_state_reuse; threads: tests/test_state.py), a bad call spends nothing (test_bad_input).
 
     >>> import torch, dpfunc
     >>> from dpfunc import clipping, sampling

@@ -564,8 +564,8 @@ def test_steps_without_a_finite_gradient_are_said_once(engine):
     [(kind, text, file)] = said[2]
     assert kind is NoGradientWarning
     assert file == __file__
-    assert "no record had a finite gradient" in text
-    assert "itself computed from private data: it reveals this about two batches" in text
+    assert "no record of this process had a finite gradient" in text
+    assert "computed from private data: it reveals this about two batches" in text
 
 
 def test_steps_with_a_gradient_and_empty_ones_are_not_said():
