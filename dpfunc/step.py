@@ -379,8 +379,8 @@ def make_dp_step(
         InvalidArgument, BudgetExhausted, StateReused, SamplingMismatch: all before anything is spent.
 
     Guarantees:
-        tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is kept (test_budget), states
-        work once (test_state_reuse; threads: tests/test_state.py), a bad call spends nothing (test_bad_input).
+        tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is kept (test_budget), a
+        state works once (test_state_reuse; threads: tests/test_state.py), a bad call spends nothing (test_bad_input).
 
     >>> import torch, dpfunc
     >>> from dpfunc import clipping, sampling

@@ -341,7 +341,7 @@ def test_a_run_begins_with_what_its_plan_counts():
     """The noise was chosen for both: a record of the second phase alone would say less than was spent."""
     spent = Ledger((Event(0.2, 2.0, 5),))
     the_plan = Plan.for_budget(
-        epsilon=3.0, delta=1e-3, dataset_size=20, expected_batch_size=4, num_steps=3, clip=plan().clip, spent=spent
+        epsilon=3.0, delta=1e-3, dataset_size=500, expected_batch_size=100, num_steps=3, clip=plan().clip, spent=spent
     )
     init = make_dp_step(linear_loss, the_plan).init
     later = spent.compose(Ledger((Event(0.2, 3.0, 1),)))
