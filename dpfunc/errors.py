@@ -51,5 +51,17 @@ class OutOfMemory(DPFuncError, RuntimeError, MemoryError):
     """The memory does not suffice for the rows of a microbatch. Nothing was released and nothing was spent."""
 
 
+class NoGradientWarning(UserWarning):
+    """No record of several batches had a finite gradient: budget was spent on noise. Computed from private data."""
+
+
+class NoiseWarning(UserWarning):
+    """The noise that the budget asks for hides what is to be learnt, as public facts alone say."""
+
+
+class RunWarning(UserWarning):
+    """A second run whose cost nobody adds to that of the first one, or a loop over a run that has no step left."""
+
+
 class InsecureKeyWarning(UserWarning):
     """The key of a run can be guessed: its noise protects nobody. For tests and public data only."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,22 +17,13 @@ from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, ep
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import InvalidArgument, LedgerConflict
+from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarning
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
 from dpfunc.sampling.base import own_records
 from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
 from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
-
-
-class _Place(Protocol):
-    """Rank of this process, and the number of processes: the part of `dpfunc.distributed.Ranks` that a plan needs."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
 
 
 class Position(Protocol):
@@ -44,6 +37,17 @@ class Position(Protocol):
     def key(self) -> Key: ...
     @property
     def num_records(self) -> int | None: ...
+
+
+def _steps_left(state: Position) -> range:
+    if state.step >= state.limit:
+        warnings.warn(
+            f"No step is left after step {state.limit}, so this loop takes none. One loop has all steps of a run: "
+            "there are no epochs to repeat. To go on, make another plan: Plan.for_budget(..., spent=state.ledger).",
+            RunWarning,
+            stacklevel=3,
+        )
+    return range(state.step, state.limit)
 
 
 @named
@@ -182,6 +186,7 @@ class Plan:
 
         Raises:
             UnreachableBudget: no noise is enough, e.g. because `spent` alone exceeds the budget.
+            NoiseWarning, which is a warning: so much noise that hardly anything can be learnt, see `advice`.
 
         >>> from dpfunc import clipping
         >>> plan = Plan.for_budget(epsilon=3.0, delta=1e-5, dataset_size=1000, expected_batch_size=100, num_steps=50,
@@ -191,15 +196,12 @@ class Plan:
         """
         positive("epsilon", epsilon)
         sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
-        shape = noise_schedule or Schedule(((1, 1.0),))
         before = spent or Ledger(adjacency=adjacency)
 
-        def scaled(scale: float) -> float | Schedule:
-            return Schedule(tuple((n, scale * v) for n, v in shape.pieces)) if noise_schedule else scale
-
         def plan(scale: float, budget: float | None) -> Plan:
+            noise = Schedule(tuple((n, scale * v) for n, v in noise_schedule.pieces)) if noise_schedule else scale
             return cls(
-                sampler=sampler, clip=clip, noise_multiplier=scaled(scale), num_steps=num_steps, delta=delta,
+                sampler=sampler, clip=clip, noise_multiplier=noise, num_steps=num_steps, delta=delta,
                 epsilon=budget, adjacency=adjacency, allocation=allocation, accountant=accountant,
                 allow_large_delta=allow_large_delta, spent=spent,
             )  # fmt: skip
@@ -208,19 +210,37 @@ class Plan:
         scale = calibrate(
             lambda s: before.compose(plan(s, None).ledger()), epsilon=epsilon, delta=delta, method=accountant
         )
-        return plan(scale, epsilon)
+        found = plan(scale, epsilon)
+        if (advice := found.advice()) is not None:
+            warnings.warn(advice, NoiseWarning, stacklevel=2)
+        return found
+
+    def advice(self) -> str | None:
+        """A sentence with the number of records that would help, where noise leaves room for few parameters; else None.
+
+        With b_t records expected in step t, d parameters have noise-to-signal `sqrt(d) / sqrt(sum_t (b_t / sigma_t)^2)`
+        (sigma_t twice with replace_one). Few: less than 100 of them have at most 0.25, see docs/recipes.md.
+        """
+        sigmas = [schedule_at(self.noise_multiplier, step) for step in range(self.num_steps)]
+        signal = sum((self.sampler.expected_batch_size(step) / sigma) ** 2 for step, sigma in enumerate(sigmas))
+        room = 0.25**2 * signal / (4 if self.adjacency == "replace_one" else 1)
+        if room >= 100:
+            return None
+        return (
+            f"Expected noise with room for at least 100 trained parameters, got room for {int(room)}: more of them "
+            f"have noise_to_signal > 0.25 with noise_multiplier={max(sigmas):.3g} in {self.num_steps} steps, and a "
+            "head was seen to lose half of its accuracy there. Train fewer, or have "
+            f"{math.ceil(self.sampler.dataset_size * math.sqrt(100 / room))} records, or take a larger epsilon."
+        )
 
     def events(self, start: int, stop: int) -> tuple[Event, ...]:
         """Events of the steps start..stop-1, run-length encoded: the privacy that they cost."""
         noise = self.noise_multiplier
-        edges = {start, stop} | {edge for edge in self._edges() if start < edge < stop}
-        spans = sorted(edges)
+        changes = noise.starts() if isinstance(noise, Schedule) else ()
+        spans = sorted({start, stop} | {step for step in changes if start < step < stop})
         return tuple(
             event for a, b in itertools.pairwise(spans) for event in self.sampler.events(a, b, schedule_at(noise, a))
         )
-
-    def _edges(self) -> tuple[int, ...]:
-        return self.noise_multiplier.starts() if isinstance(self.noise_multiplier, Schedule) else ()
 
     def ledger(self, num_steps: int | None = None) -> Ledger:
         """Ledger of the first `num_steps` steps (all, by default)."""
@@ -242,15 +262,15 @@ class Plan:
             method=self.accountant,
         )
 
-    def batches(self, state: Position, ranks: _Place | None = None) -> Iterator[Tensor]:
+    def batches(self, state: Position, ranks: Ranks | None = None) -> Iterator[Tensor]:
         """The index tensors of the steps from `state` to the end of its budget, in order; some may be empty.
 
         With `ranks`, the records of this process: each draw is dealt out in turn.
         """
-        for step in range(state.step, state.limit):
+        for step in _steps_left(state):
             yield self.draw(state, step, ranks)
 
-    def draw(self, state: Position, step: int, ranks: _Place | None = None) -> Tensor:
+    def draw(self, state: Position, step: int, ranks: Ranks | None = None) -> Tensor:
         """The records of one step, of all processes or of this one."""
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         return own_records(self.sampler, state.key, step, state.num_records, *place)
@@ -323,7 +343,7 @@ class Plan:
         steps = Once(state.step, state.limit)
         return data_loader(
             dataset,
-            Draws(self.sampler, state.key, steps, max(state.limit - state.step, 0), *place, state.num_records),
+            Draws(self.sampler, state.key, steps, len(_steps_left(state)), *place, state.num_records),
             Collate(collate),
             num_workers=num_workers,
             pin_memory=pin_memory,

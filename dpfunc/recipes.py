@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, probability, records
 from dpfunc.accounting import calibrate_noise
 from dpfunc.clipping import Automatic
+from dpfunc.errors import NoiseWarning
 from dpfunc.plan import Plan
 
 Strategy = Literal["head", "lora", "projector", "full", "pretrained"]
@@ -164,8 +166,8 @@ class Recipe:
     def advice(self) -> str | None:
         """A sentence with the number of records that would help, where noise hides nearly all; else None.
 
-        >>> found = recipe("full", dataset_size=2000, num_parameters=10**7, epsilon=1.0, delta=1e-5)
-        >>> print(found.advice()[:59])
+        >>> found = recipe("full", dataset_size=2000, num_parameters=5000, epsilon=1.0, delta=1e-5)
+        >>> print(Recipe(**{**vars(found), "noise_to_signal": 5.9}).advice()[:59])
         Expected noise_to_signal <= 1, got noise_to_signal=5.9 with
         """
         most = _RULES[self.strategy].hopeless
@@ -198,8 +200,8 @@ def recipe(
     """Settings that work at the first try, from public facts alone.
 
     Every argument is public: the budget, the shape of the model, and n, which a plan publishes anyway. Nothing here
-    reads a record, so a recipe costs no privacy. With `sigma_1`, the noise of one release of all records at
-    (epsilon, delta), and k = num_head_parameters / num_classes inputs of a head:
+    reads a record, so a recipe costs no privacy. Where noise hides nearly all, it warns (`NoiseWarning`). With sigma_1,
+    the noise of one release of all records at (epsilon, delta), and k = num_head_parameters / num_classes inputs:
 
         r = sqrt(d) sigma_1 / n                                          noise-to-signal ratio of the whole run
         clip = Automatic(clip_norm=1)                                    every gradient gets norm 1
@@ -255,7 +257,7 @@ def recipe(
     sigma = calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1)
     noise = math.sqrt(d) * sigma / size
     head_rate = None if inputs is None else _head_rate(inputs, feature_norm, noise)
-    return Recipe(
+    found = Recipe(
         strategy=strategy,
         dataset_size=size,
         num_parameters=d,
@@ -268,6 +270,9 @@ def recipe(
         noise_to_signal=noise,
         head_rate=None if strategy == "head" else head_rate,
     )
+    if (advice := found.advice()) is not None:
+        warnings.warn(advice, NoiseWarning, stacklevel=2)
+    return found
 
 
 def _head_inputs(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from contextlib import AbstractContextManager
+from threading import RLock
 from typing import Any, NamedTuple
 
 from dpfunc._utils.digests import digest
-from dpfunc._utils.validation import fail, wrong_type
+from dpfunc._utils.validation import wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
+from dpfunc.errors import BudgetExhausted, CheckpointError, InsecureKeyWarning, InvalidArgument, RunWarning, StateReused
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, check_process, fingerprint
 from dpfunc.types import Event, schedule_at
@@ -94,6 +97,14 @@ def stable_repr(value: object) -> str:
 _next_release: dict[str, int] = {}
 # What the steps of each run released, in this process: step -> digest. A step that is repeated releases the same.
 _digests: dict[str, dict[int, str]] = {}
+# The ledger after the newest step of each plan (by its digest), in this process.
+_ledgers: dict[str, Ledger] = {}
+_locks: dict[str, AbstractContextManager[Any]] = {}
+
+
+def one_release(state: StepState) -> AbstractContextManager[Any]:
+    """Inside, no other thread of this process releases a step of the run."""
+    return _locks.setdefault(fingerprint(state.key), RLock())
 
 
 def mark_released(after: StepState, release: str) -> None:
@@ -101,6 +112,28 @@ def mark_released(after: StepState, release: str) -> None:
     run = fingerprint(after.key)
     _next_release[run] = after.step
     _digests.setdefault(run, {})[after.step - 1] = release
+    _ledgers[after.plan] = after.ledger
+
+
+def warn_of_start(state: StepState, journalled: bool) -> None:
+    """Warn of a key that others know; without a journal, of steps with the same plan that the run does not count."""
+    if state.key.guessable:
+        warnings.warn(
+            "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
+            "holds. That is for tests and public data. For private data use dpfunc.secure_key().",
+            InsecureKeyWarning,
+            stacklevel=3,
+        )
+    same_run = fingerprint(state.key) in _next_release  # whose steps are repeated, or refused
+    if not journalled and not same_run and state.ledger.lacks(_ledgers.get(state.plan, state.ledger)):
+        warnings.warn(
+            "This process has taken steps with the same plan, which the ledger of the new run does not count. On the "
+            "same records both add up, to more than either ledger says. Count the first run in the second: "
+            "dp_step.init(params, key, ledger=state.ledger) with its last state, in a plan whose budget is for both "
+            "(Plan.for_budget(..., spent=state.ledger)). For other records, or public ones, filter this warning out.",
+            RunWarning,
+            stacklevel=3,
+        )
 
 
 def resumed(state: StepState) -> StepState:
@@ -119,17 +152,6 @@ def replay(state: StepState) -> StepState:
     for step in [step for step in known if step >= state.step]:
         del known[step]
     return resumed(state)
-
-
-def require_state(state: StepState | None) -> StepState:
-    """The given state, if there is one.
-
-    Raises:
-        InvalidArgument: there is none.
-    """
-    if state is None:
-        raise fail("a state", "state", None, "Start with dp_step.init(params, dpfunc.secure_key()).")
-    return state
 
 
 def check_newest(state: StepState) -> None:
@@ -227,8 +249,8 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             "first one away. Each state is used once. The usual mistake:\n"
             "    grads, _, unreleased = dp_step(params, batch, state)       # state stays what it was\n"
             "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
-            "or a key that was used for an earlier run: take a new one from dpfunc.secure_key(). To reproduce a run "
-            "with the same data on purpose, see dpfunc.state.replay. Nothing was spent."
+            "or two threads with one state, or a key that was used for an earlier run: take a new dpfunc.secure_key(). "
+            "To reproduce a run with the same data on purpose, see dpfunc.state.replay. Nothing was spent."
         )
 
 

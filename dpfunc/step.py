@@ -29,7 +29,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
 from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
-from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, LedgerConflict, SamplingMismatch
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores
 from dpfunc.plan import Plan
@@ -40,10 +40,11 @@ from dpfunc.state import (
     check_repeated,
     check_state,
     mark_released,
+    one_release,
     plan_digest,
-    require_state,
     stable_repr,
     step_events,
+    warn_of_start,
 )
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unproven, Unreleased, schedule_at
 
@@ -51,6 +52,11 @@ _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
     "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
     "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
+)
+_WITHOUT_GRADIENT = (
+    "In this step and an earlier one no record of this process had a finite gradient: budget is spent, and only noise "
+    "released. Look for NaN and inf in inputs, labels and the loss (log, division, masks). This warning was computed "
+    "from private data: it reveals this about two batches, and no noise protects that. Do not publish it."
 )
 _logger = logging.getLogger(__name__)
 
@@ -101,16 +107,11 @@ class DPStep:
 
         Warns:
             InsecureKeyWarning: everybody can know the key.
+            RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
         """
         states: list[StepState] = []
         self._processes.confirm(lambda: states.append(self._begun(params, key, ledger, num_records)))
-        if key.guessable:
-            warnings.warn(
-                "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
-                "holds. That is for tests and public data. For private data use dpfunc.secure_key().",
-                InsecureKeyWarning,
-                stacklevel=2,
-            )
+        warn_of_start(states[0], journalled=self.journal is not None)
         return states[0]
 
     def _begun(self, params: Params, key: Key, ledger: Ledger | None, num_records: int | None) -> StepState:
@@ -130,9 +131,8 @@ class DPStep:
                 f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, "
                 "or train on other records."
             )
-        return StepState(
-            0, limit, 0, key, self._mechanism(0).init(params), spent, plan=self._plan_digest, num_records=num_records
-        )
+        noise = self._mechanism(0).init(params)
+        return StepState(0, limit, 0, key, noise, spent, plan=self._plan_digest, num_records=num_records)
 
     def _spent(self, ledger: Ledger | None) -> Ledger:
         """Ledger with which a run begins: the given one, which has what the plan counts, or that of the plan."""
@@ -171,7 +171,7 @@ class DPStep:
         with self._noise_ahead(params, state):
             clipped, unreleased = self._clip(params, rows, state)
             released, noise_state = self._add_noise(clipped, params, state)
-        after = self._record(released, noise_state, state, params)
+        after = self._record(released, noise_state, state, params, unreleased)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
     def _check(
@@ -195,7 +195,9 @@ class DPStep:
             return real_B
 
         step = state.step if isinstance(state, StepState) else None
-        rows = self._processes.check(StepCall(check, lambda: self._described(state), step, params, batch))
+        rows = self._processes.check(
+            StepCall(check, lambda: "" if state is None else self._described(state), step, params, batch)
+        )
         if self._calls.changed_nothing(params) and self._processes.writes:
             _logger.warning(_UNCHANGED)
         return self._run_of_its_own(params) if state is None else state, rows
@@ -228,28 +230,34 @@ class DPStep:
         return self._processes.release(mechanism, clipped, params, state.noise_state, key)
 
     def _mechanism(self, step: int) -> Mechanism:
-        plan = self.plan
-        multiplier = schedule_at(plan.noise_multiplier, step)
-        return gaussian(multiplier, allocation=plan.allocation, source=self.noise_source)
+        multiplier = schedule_at(self.plan.noise_multiplier, step)
+        return gaussian(multiplier, allocation=self.plan.allocation, source=self.noise_source)
 
-    def _record(self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params) -> StepState:
+    def _record(
+        self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params, unreleased: Unreleased
+    ) -> StepState:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         after = self._advance(state, noise_state)
-        digest = self._processes.digest(released, params)
+        lost = ~torch.isfinite(unreleased.norms_BG).all(1).any() & bool(len(unreleased.norms_BG))
+        digest, all_lost = self._processes.digest(released, params, lost)
 
         def write() -> None:
+            check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
             check_repeated(state, digest)
+            if all_lost and self._calls.without_gradient == 1:
+                warnings.warn(_WITHOUT_GRADIENT, NoGradientWarning, stacklevel=5)
             if self.journal is not None and self._processes.writes:
                 self.journal(after._replace(released=((state.step, digest),)))
 
-        self._processes.confirm(write)
-        mark_released(after, digest)
-        self._calls.note(params, stateless=not state.drawn)
+        with one_release(state):
+            self._processes.confirm(write)
+            mark_released(after, digest)
+        self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
         return after
 
-    def _described(self, state: StepState | None) -> str:
+    def _described(self, state: StepState) -> str:
         """Describe the settings and the state that must be equal in all processes."""
-        state, clipped = require_state(state), self.clipped_grad
+        clipped = self.clipped_grad
         settings = (
             self._plan_digest, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size,
             clipped.compile, self.verify_batch, self.journal is None, *installed().values(),
@@ -377,8 +385,8 @@ def make_dp_step(
         InvalidArgument, BudgetExhausted, StateReused, SamplingMismatch, OutOfMemory: all before anything is spent.
 
     Guarantees:
-        tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is never exceeded
-        (test_budget), a state works once (test_state_reuse), a bad call spends nothing (test_bad_input).
+        tests/test_step.py: the noise has the promised scale (test_noise_scale), the budget is kept (test_budget), a
+        state works once (test_state_reuse; threads: tests/test_state.py), a bad call spends nothing (test_bad_input).
 
     >>> import torch, dpfunc
     >>> from dpfunc import clipping, sampling

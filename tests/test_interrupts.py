@@ -103,7 +103,8 @@ def test_an_interrupt_before_anything_is_released_costs_nothing(tmp_path):
     def stopping(params, rows):
         raise KeyboardInterrupt
 
+    whole = make_dp_step(stopping, PLAN, engine="loop", journal=Journal(path, PLAN), verify_batch=False)
     with pytest.raises(KeyboardInterrupt):
-        make_dp_step(stopping, PLAN, engine="loop", journal=Journal(path, PLAN))(values, batch, state)
+        whole(values, DATA, state)  # an empty draw would not call the loss
     assert journal_ledger(path).num_steps == 1
     assert dp_step(values, batch, state).state.ledger == PLAN.ledger(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.plan_json import plan_difference, plan_from_dict, plan_to_dict
-from dpfunc.errors import InvalidArgument, LedgerConflict, UnreachableBudget
+from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.state import StepState
@@ -97,7 +98,7 @@ def test_large_delta_on_purpose():
 
 
 @settings(max_examples=5)
-@given(epsilon=st.floats(0.5, 8), steps=st.integers(5, 200), q=st.floats(0.01, 0.5))
+@given(epsilon=st.floats(0.5, 8), steps=st.integers(20, 200), q=st.floats(0.01, 0.5))
 def test_budget_is_met_and_used(epsilon, steps, q):
     plan = Plan.for_budget(**{**BUDGET, "epsilon": epsilon, "num_steps": steps, "expected_batch_size": 1000 * q})
     assert 0.97 * epsilon < plan.guarantee().epsilon <= epsilon
@@ -216,3 +217,32 @@ def test_a_rule_of_ones_own_cannot_be_written():
 
     with pytest.raises(InvalidArgument, match="Mine"):
         plan_to_dict(Plan(**{**GOOD, "clip": Mine()}))
+
+
+NOISY = {"epsilon": 0.1, "delta": 1e-5, "dataset_size": 1000, "num_steps": 100, "expected_batch_size": 500}
+
+
+def test_a_plan_whose_noise_hides_all_is_said():
+    """Noise multiplier 170: from public facts, with a number of records that helps."""
+    with pytest.warns(NoiseWarning, match=r"room for at least 100 trained parameters, got room for 5\d") as caught:
+        noisy = Plan.for_budget(**NOISY, clip=clipping.Automatic())
+    assert noisy.noise_multiplier > 150
+    assert caught[0].filename == __file__
+    assert str(caught[0].message) == noisy.advice()
+    records = int(re.search(r"have (\d+) records", noisy.advice()).group(1))
+    half = {**NOISY, "dataset_size": records, "expected_batch_size": records / 2}
+    assert Plan.for_budget(**half, clip=clipping.Automatic()).advice() is None  # warnings are errors in these tests
+    with pytest.warns(NoiseWarning):
+        Plan.for_budget(
+            **{**half, "dataset_size": records - 5, "expected_batch_size": records / 2 - 2.5}, clip=clipping.Automatic()
+        )
+
+
+def test_the_advice_of_a_plan_adds_up_its_steps():
+    """Room for d parameters where `sqrt(d)` is a quarter of the root of the sum of (b_t / sigma_t)^2."""
+    sampler = sampling.Poisson(1000, Schedule(((2, 0.1), (2, 0.05))))
+    for adjacency, scale in (("add_remove", 1.0), ("replace_one", 2.0)):
+        noise = Schedule(((1, 20.0), (3, 10.0)))
+        found = Plan(sampler, clipping.Flat(1.0), noise, num_steps=4, delta=1e-5, adjacency=adjacency)
+        room = (5**2 + 10**2 + 5**2 + 5**2) / 16 / scale**2
+        assert f"got room for {int(room)}:" in found.advice()

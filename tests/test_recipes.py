@@ -15,10 +15,12 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import dpfunc
-from dpfunc.errors import InsecureKeyWarning, InvalidArgument
+from dpfunc.errors import InsecureKeyWarning, InvalidArgument, NoiseWarning
 from dpfunc.recipes import STRATEGIES, Recipe, recipe
 
 BUDGET = {"epsilon": 3.0, "delta": 1e-5}
+# formulas hold for any noise, also where it hides all
+NOISY = pytest.mark.filterwarnings("ignore:Expected noise_to_signal:dpfunc.errors.NoiseWarning")
 
 
 def head(**changes):
@@ -45,6 +47,7 @@ def way(inputs, r):
     epsilon=st.floats(0.3, 8.0), length=st.floats(0.1, 30.0),
 )  # fmt: skip
 @settings(max_examples=30, deadline=None)
+@NOISY
 def test_the_rate_of_a_head(n, k, classes, epsilon, length):
     d = (k + 1) * classes
     found = head(dataset_size=n, num_parameters=d, num_classes=classes, epsilon=epsilon, feature_norm=length)
@@ -53,6 +56,7 @@ def test_the_rate_of_a_head(n, k, classes, epsilon, length):
     assert found.learning_rate == pytest.approx(way(k + 1, r) / (length * math.sqrt(k + 1)), rel=1e-4)
 
 
+@NOISY
 @pytest.mark.parametrize(("d", "rate"), [(100, 0.2), (1600, 0.1), (40_000, 0.02), (10**7, 0.004)])
 def test_the_rate_of_a_whole_network(d, rate):
     """4 / sqrt(d) within what was measured, at any number of records and any budget."""
@@ -140,6 +144,7 @@ def test_the_rate_falls_to_zero():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
+@NOISY
 def test_a_smaller_share_of_the_records():
     assert head(sampling_prob=0.1).expected_batch_size == 200
     assert head(dataset_size=1, sampling_prob=0.1).expected_batch_size == 1
@@ -185,6 +190,7 @@ def test_values_outside_of_their_domain(strategy, changes, message):
         recipe(strategy, **{"dataset_size": 2000, "num_parameters": 770, **BUDGET, **changes})
 
 
+@NOISY
 def test_advice_names_numbers_that_help():
     hopeless = {"dataset_size": 300, "num_parameters": 100_000, "epsilon": 0.5, "delta": 1e-5}
     said = recipe("full", **hopeless).advice()
@@ -195,6 +201,18 @@ def test_advice_names_numbers_that_help():
     assert recipe("full", **{**hopeless, "dataset_size": size - 2}).advice() is not None
 
 
+def test_a_hopeless_recipe_is_said():
+    """A language model for 1000 records: noise-to-signal 344, noise multiplier 170."""
+    with pytest.warns(NoiseWarning, match="got noise_to_signal=3.4e[+]02 with 125000000 trained parameters") as caught:
+        found = recipe("full", dataset_size=1000, num_parameters=125_000_000, epsilon=0.1, delta=1e-5)
+    assert str(caught[0].message) == found.advice()
+    assert caught[0].filename == __file__
+    recipe(
+        "full", dataset_size=1000, num_parameters=1000, epsilon=0.1, delta=1e-5
+    )  # warnings are errors in these tests
+
+
+@NOISY
 def test_advice_names_no_number_of_parameters_where_none_would_help():
     few = recipe("full", dataset_size=20, num_parameters=400, epsilon=0.01, delta=1e-5).advice()
     head = recipe("head", dataset_size=20, num_parameters=400, num_classes=2, epsilon=3.0, delta=1e-5).advice()

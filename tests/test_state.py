@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from cases import linear_loss
+from cases import linear_loss, params
 from run_cases import DATA, PLAN, start, steps, store
 
+from dpfunc import state as state_module
 from dpfunc.batches import take
 from dpfunc.checkpoint import load
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.errors import CheckpointError, InvalidArgument, StateReused
+from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, StateReused
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.state import replay
 from dpfunc.step import make_dp_step
@@ -117,3 +124,105 @@ def test_a_state_is_of_one_plan():
     with pytest.raises(InvalidArgument, match="Expected the journal of this plan"):
         make_dp_step(linear_loss, other, journal=Journal(Path("never.jsonl"), PLAN))
     assert make_dp_step(linear_loss, other).init(values, secure_key(), state.ledger).ledger == state.ledger
+
+
+LIVE = {
+    "journal": (lambda state: state, lambda after: time.sleep(0.05)),
+    "no journal": (lambda state: state, None),
+    "copy of the state": (copy.deepcopy, lambda after: time.sleep(0.05)),
+    "state read from bytes": (lambda state: pickle.loads(pickle.dumps(state)), None),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_of_two_threads_one_releases_a_step(name):
+    """Both begin before the other has released: the second one is refused, and its journal is not called."""
+    copied, journal = LIVE[name]
+    written, both = [], threading.Barrier(2, timeout=60)
+
+    def note(after):
+        written.append(after.step)
+        journal(after)
+
+    def loss_fn(values, batch):
+        both.wait()  # the states of both were checked
+        return linear_loss(values, batch)
+
+    state, values, _ = start()
+    dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=note if journal else None, verify_batch=False)
+    batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
+    first, second = pool_results(dp_step, values, batches, [state, copied(state)])
+    refused = [each for each in (first, second) if isinstance(each, StateReused)]
+    assert len(refused) == 1, (first, second)
+    assert "Step 0 of this run was already released" in str(refused[0])
+    assert written == ([1] if journal else [])
+
+
+def pool_results(dp_step, values, batches, states):
+    """Result or error of each call, all at once."""
+    with ThreadPoolExecutor(len(states)) as pool:
+        calls = [pool.submit(dp_step, values, batch, state) for batch, state in zip(batches, states, strict=True)]
+        return [call.exception() or call.result() for call in calls]
+
+
+def test_a_thread_takes_the_step_that_another_could_not_write():
+    """A journal that fails releases nothing: the state is good, also for a thread that has waited for it."""
+    written, both = [], threading.Barrier(2, timeout=60)
+
+    def full_once(after):
+        written.append(after.step)
+        time.sleep(0.05)
+        if len(written) == 1:
+            raise OSError("no space left on device")
+
+    def loss_fn(values, batch):
+        both.wait()
+        return linear_loss(values, batch)
+
+    state, values, _ = start()
+    dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=full_once, verify_batch=False)
+    batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
+    found = pool_results(dp_step, values, batches, [state, state])
+    assert sorted(type(each).__name__ for each in found) == ["OSError", "StepResult"]
+    assert written == [1, 1]
+
+
+def loop(dp_step, state, count=2):
+    for indices in itertools.islice(PLAN.batches(state), count):
+        _, state, _ = dp_step(params(), take(DATA, indices), state)
+    return state
+
+
+@pytest.mark.filterwarnings("error:This process has taken steps:dpfunc.errors.RunWarning")
+def test_a_second_run_that_counts_nothing_is_said(tmp_path):
+    """Of one step function, or of a loop that is run again: its ledger and the first one both say too little."""
+    state_module._ledgers.clear()  # of other tests
+    dp_step = make_dp_step(linear_loss, PLAN)
+    first, waiting = dp_step.init(params(), secure_key()), dp_step.init(params(), secure_key())  # no step yet: fine
+    first = loop(dp_step, first)
+    for again in (dp_step, make_dp_step(bent_loss, PLAN)):
+        with pytest.warns(RunWarning, match="which the ledger of the new run does not count.*ledger=state.ledger"):
+            again.init(params(), secure_key())
+    dp_step.init(params(), first.key)  # the same run: its steps are refused, or repeated
+    second = dp_step.init(params(), secure_key(), first.ledger)
+    assert loop(dp_step, second).ledger.num_steps == 4
+    with pytest.warns(RunWarning):  # counts the first run, and not the second
+        dp_step.init(params(), secure_key(), first.ledger)
+    make_dp_step(linear_loss, PLAN, journal=Journal(tmp_path / "journal.jsonl", PLAN)).init(params(), secure_key())
+    other = dataclasses.replace(PLAN, num_steps=9)
+    make_dp_step(linear_loss, other).init(params(), secure_key())
+    assert loop(dp_step, waiting).step == 2
+
+
+def test_a_loop_over_a_run_that_has_ended_is_said():
+    """An epoch loop takes all steps in its first epoch."""
+    begin, values, optimizer = start()
+    records = [{name: value[i] for name, value in DATA.items()} for i in range(60)]
+    end = steps(begin, values, optimizer, 8)
+    assert end.step == end.limit == 8
+    for epoch in (lambda: list(PLAN.batches(end)), lambda: list(PLAN.loader(records, end))):
+        with pytest.warns(RunWarning, match="No step is left after step 8, so this loop takes none") as said:
+            assert epoch() == []
+        assert [each.filename for each in said] == [__file__]
+    last = end._replace(step=7)
+    assert len(list(PLAN.batches(last))) == len(list(PLAN.loader(records, last))) == 1

@@ -14,7 +14,14 @@ from dpfunc import clipping, engines, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
 from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, SamplingMismatch, StateReused
+from dpfunc.errors import (
+    BudgetExhausted,
+    InvalidArgument,
+    LedgerConflict,
+    NoGradientWarning,
+    SamplingMismatch,
+    StateReused,
+)
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.state import replay
@@ -334,7 +341,7 @@ def test_a_run_begins_with_what_its_plan_counts():
     """The noise was chosen for both: a record of the second phase alone would say less than was spent."""
     spent = Ledger((Event(0.2, 2.0, 5),))
     the_plan = Plan.for_budget(
-        epsilon=3.0, delta=1e-3, dataset_size=20, expected_batch_size=4, num_steps=3, clip=plan().clip, spent=spent
+        epsilon=3.0, delta=1e-3, dataset_size=500, expected_batch_size=100, num_steps=3, clip=plan().clip, spent=spent
     )
     init = make_dp_step(linear_loss, the_plan).init
     later = spent.compose(Ledger((Event(0.2, 3.0, 1),)))
@@ -524,3 +531,64 @@ def test_processes_that_join_after_the_step_was_made_are_seen(monkeypatch):
         dp_step(weights, batch, state)
     monkeypatch.undo()
     assert dp_step(weights, batch, state).state.step == 1
+
+
+def lost_steps(batches, **options):
+    """A step with each of these batches; what was warned of in each."""
+    the_plan = plan(sampler=sampling.Poisson(8, 0.5), num_steps=len(batches))
+    dp_step = make_dp_step(linear_loss, the_plan, verify_batch=False, **options)
+    state, said = dp_step.init(params(), secure_key()), []
+    for batch in batches:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            grads, state, _ = dp_step(params(), batch, state)
+        assert torch.isfinite(flat(grads)).all()
+        said.append([(each.category, str(each.message), each.filename) for each in caught])
+    return said
+
+
+def spoilt(rows, bad):
+    """Rows, the first of which have no finite gradient."""
+    batch = take(DATA, torch.arange(rows))
+    batch["head.weight"] = batch["head.weight"].clone()
+    batch["head.weight"][:bad] = math.nan
+    return batch
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "vmap", "loop"])
+def test_steps_without_a_finite_gradient_are_said_once(engine):
+    """From the second one on, whatever comes between; with what the warning itself gives away."""
+    lost, fine = spoilt(3, 3), spoilt(3, 2)
+    said = lost_steps([lost, fine, lost, lost], engine=engine)
+    assert [len(each) for each in said] == [0, 0, 1, 0]
+    [(kind, text, file)] = said[2]
+    assert kind is NoGradientWarning
+    assert file == __file__
+    assert "no record of this process had a finite gradient" in text
+    assert "computed from private data: it reveals this about two batches" in text
+
+
+def test_steps_with_a_gradient_and_empty_ones_are_not_said():
+    assert lost_steps([spoilt(3, 2)] * 3 + [spoilt(0, 0)] * 3 + [spoilt(3, 3)]) == [[]] * 7
+
+
+def test_rows_of_padding_have_no_gradient_to_miss():
+    """Nor do they save a step: a batch whose real rows are lost is lost."""
+    the_plan = plan(sampler=sampling.Poisson(8, 0.5))
+    dp_step = make_dp_step(linear_loss, the_plan, verify_batch=False)
+    state = dp_step.init(params(), secure_key())
+    for _ in range(2):
+        _, state, _ = dp_step(params(), spoilt(3, 3), state, mask_B=torch.zeros(3, dtype=torch.bool))
+    real_B = torch.tensor([True, True, False])
+    _, state, _ = dp_step(params(), spoilt(3, 2), state, mask_B=real_B)
+    with pytest.warns(NoGradientWarning):
+        dp_step(params(), spoilt(3, 2), state, mask_B=real_B)
+
+
+def test_as_an_error_the_warning_costs_no_step():
+    dp_step = make_dp_step(linear_loss, plan(), verify_batch=False)
+    state = dp_step.init(params(), secure_key())
+    _, state, _ = dp_step(params(), spoilt(3, 3), state)
+    with pytest.raises(NoGradientWarning):  # warnings are errors in these tests
+        dp_step(params(), spoilt(3, 3), state)
+    assert dp_step(params(), spoilt(3, 0), state).state.step == 2

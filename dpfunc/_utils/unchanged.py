@@ -62,19 +62,22 @@ class Calls:
 
     >>> import torch
     >>> params, calls = {"w": torch.zeros(2)}, Calls()
-    >>> calls.note(params, stateless=False)
+    >>> calls.note(params, stateless=False, without_gradient=False)
     >>> calls.changed_nothing(params), calls.changed_nothing(params)
     (True, False)
     """
 
     stateless: bool = False
     """True after a call without a state, which is a run of its own."""
+    without_gradient: int = 0
+    """Steps whose batch had records, none of them with a finite gradient."""
     _first: _Versions | None = None
     _compared: bool = False
 
-    def note(self, params: Mapping[str, Tensor], stateless: bool) -> None:
+    def note(self, params: Mapping[str, Tensor], stateless: bool, without_gradient: bool) -> None:
         """Note a call whose result was released. Parameters are those of the first one."""
         self.stateless = self.stateless or stateless
+        self.without_gradient += without_gradient
         if self._first is None:
             self._first = _Versions.of(params)
 

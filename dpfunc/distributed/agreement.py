@@ -75,16 +75,17 @@ _EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
 _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
 
 
-def digest_of_all(released: Params, ranks: Ranks) -> str:
-    """A digest of what a step releases, the parts of all processes included. All must call it.
+def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bool]:
+    """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
 
     Args:
         released: name -> tensor; DTensors where processes hold parts. ranks: of the run.
+        mark: 0-d, bool; of this process alone, read together with its digest.
 
     Raises:
         InvalidArgument: on all processes, for numbers that are not finite in the part of one.
     """
-    own, (spoiled,) = checksum_and_marks(released.items(), [suspicious(released)])
+    own, (spoiled, marked) = checksum_and_marks(released.items(), [suspicious(released), mark])
     names = not_finite(released) if spoiled else []
     own = _SPOILED if names else own
     parts = any(is_dtensor(value) for value in released.values())
@@ -94,7 +95,7 @@ def digest_of_all(released: Params, ranks: Ranks) -> str:
         own = _SPOILED if _SPOILED in digests else own
     if own == _SPOILED:
         refuse_sums(names)
-    return in_hex(own)
+    return in_hex(own), marked
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:

@@ -168,10 +168,10 @@ class _ManyProcesses:
         with self._context():
             return sum_over(ranks, clipped.sums, params, add_noise=add_noise), noise_state
 
-    def digest(self, released: Params, params: Params) -> str:
-        """A digest of what the step releases, the parts of all processes included."""
+    def digest(self, released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
+        """A digest of what the step releases, the parts of all processes included; and a mark of this process."""
         with self._context():
-            return digest_of_all(released, self.ranks)
+            return digest_of_all(released, self.ranks, mark)
 
     def confirm(self, write: Callable[[], None]) -> None:
         """Run an action on each process, and continue only after all processes have finished it.

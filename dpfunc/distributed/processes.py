@@ -113,11 +113,11 @@ class Processes(Protocol):
         """
         ...
 
-    def digest(self, released: Params, params: Params) -> str:
-        """A digest of all that the step releases, before anybody gets it.
+    def digest(self, released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
+        """A digest of all that the step releases, before anybody gets it; and a mark of this process, read with it.
 
         Args:
-            released: name -> noisy sum. params: of the step.
+            released: name -> noisy sum. params: of the step. mark: 0-d, bool.
 
         Raises:
             InvalidArgument: sums with NaN or inf; parameters with them, if `check` did not look at their numbers.
@@ -161,13 +161,14 @@ class OneProcess:
     ) -> tuple[dict[str, Tensor], Any]:
         return mechanism.add(clipped, noise_state, key)
 
-    def digest(self, released: Params, params: Params) -> str:
-        checksum, (look, spoiled) = checksum_and_marks(released.items(), [suspicious(params), suspicious(released)])
+    def digest(self, released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
+        marks = [suspicious(params), suspicious(released), mark]
+        checksum, (look, spoiled, marked) = checksum_and_marks(released.items(), marks)
         if look:
             refuse_not_finite(params)
         if spoiled and (names := not_finite(released)):
             refuse_sums(names)
-        return in_hex(checksum)
+        return in_hex(checksum), marked
 
     def confirm(self, write: Callable[[], None]) -> None:
         write()

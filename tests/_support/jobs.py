@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -224,6 +225,21 @@ def masks():
     return found
 
 
+def lost_share():
+    """Three steps in which the records of the second process have no finite gradient: what each process is told."""
+    ranks = distributed.data_parallel()
+    dp_step = make_dp_step(loss_fn, plan(), ranks=ranks, verify_batch=False)
+    state, batch, said = replay(dp_step.init(params(), insecure_key(3))), take(data(), torch.arange(3)), []
+    if ranks.rank == 1:
+        batch["x"].fill_(float("nan"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            _, state, _ = dp_step(params(), batch, state)
+            said.append([str(each.message) for each in caught])
+    return said
+
+
 def endless():
     """What is said to a group that would wait longer than an hour."""
     group = dist.new_group(timeout=timedelta(hours=2), backend="gloo")
@@ -309,6 +325,7 @@ def spoiled_sums(whole):
     sums = {"w": torch.zeros(8, 2), "v": torch.zeros(3)}
     (sums["v"] if whole else sums["w"])[0] = float("nan")  # row 0 is of the first process
     try:
-        return digest_of_all({**distributed.shard({"w": sums["w"]}, mesh, min_size=1), "v": sums["v"]}, ranks)
+        parts = {**distributed.shard({"w": sums["w"]}, mesh, min_size=1), "v": sums["v"]}
+        return digest_of_all(parts, ranks, torch.tensor(False))[0]
     except InvalidArgument as error:
         return str(error)

@@ -66,5 +66,7 @@ def test_the_results_of_projectors_have_the_recipe_of_now():
         }  # fmt: skip
     for result in page.read(projector.RESULT):
         if result["layers"] == 2:  # one layer was measured at multiples of 0.02, and showed that it needs more
-            found = recipe("projector", dataset_size=1, num_parameters=result["parameters"], epsilon=3.0, delta=1e-5)
+            found = recipe(
+                "projector", dataset_size=10**6, num_parameters=result["parameters"], epsilon=3.0, delta=1e-5
+            )
             assert result["rate"] == pytest.approx(found.learning_rate)

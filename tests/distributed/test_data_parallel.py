@@ -62,6 +62,14 @@ def test_one_process_writes_the_journal(tmp_path):
     assert journal_ledger(path).to_json() == ledger
 
 
+def test_a_process_whose_records_have_no_gradient_says_so_of_its_own():
+    """Each knows its share only."""
+    fine, spoilt = run(2, "jobs:lost_share")
+    assert fine == [[], [], []]
+    assert [len(each) for each in spoilt] == [0, 1, 1]
+    assert "no record of this process had a finite gradient" in spoilt[1][0]
+
+
 def step(**trouble):
     return [outcome.value for outcome in outcomes(2, "jobs:one_step_of", trouble)]
 

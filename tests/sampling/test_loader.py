@@ -13,7 +13,7 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
-from dpfunc.errors import InvalidArgument, SamplingMismatch
+from dpfunc.errors import InvalidArgument, RunWarning, SamplingMismatch
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.loader import Collate, Drawn, Draws, Once, Records, without_rows
 from dpfunc.sampling.records import batches_name
@@ -151,8 +151,10 @@ def test_a_second_iteration_is_refused(num_workers):
 
 
 def test_nothing_is_left_at_the_end():
-    assert list(plan_of().loader(Dicts(), at(15))) == []
-    assert len(plan_of().loader(Dicts(), at(15))) == 0
+    with pytest.warns(RunWarning, match="No step is left after step 15"):
+        loader = plan_of().loader(Dicts(), at(15))
+    assert len(loader) == 0
+    assert list(loader) == []
 
 
 def pad_collate(records):

@@ -202,6 +202,8 @@ def test_free_places_do_not_matter(case):
     assert torch.equal(torch.where(batch["text_mask"][..., None], repeated, batch["ids"]), repeated)
 
 
+# a few persons, so that some batches have none
+@pytest.mark.filterwarnings("ignore:Expected noise with room:dpfunc.errors.NoiseWarning")
 @pytest.mark.parametrize("engine", ["auto", "bookkeeping", "ghost", "loop"])
 def test_T7_a_private_run_over_persons(case, engine):
     """The unit of the plan is the person; batches of no persons are steps like any other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from dpfunc._utils.validation import fail
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, NoiseWarning
 from dpfunc.hf.trainer.run import trainable
 from dpfunc.recipes import Recipe, Strategy, recipe
 
@@ -60,14 +61,10 @@ def model_recipe(
             "num_head_parameters": sum(p.numel() for p in head.values()),
             "feature_norm": _feature_norm(model, list(head.values())) if measure else None,
         }
-    return recipe(
-        strategy,
-        dataset_size=dataset_size,
-        num_parameters=sum(p.numel() for p in trainable(model).values()),
-        epsilon=epsilon,
-        delta=delta,
-        **facts,
-    )
+    size = sum(p.numel() for p in trainable(model).values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
+        return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
 
 
 def _weight_of_linear(params: list[Tensor]) -> Tensor | None:
