@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, wrong_type
+from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.distributed.data import check_same_data
@@ -41,11 +40,10 @@ class Position(Protocol):
 
 def _steps_left(state: Position) -> range:
     if state.step >= state.limit:
-        warnings.warn(
+        warn(
             f"No step is left after step {state.limit}, so this loop takes none. One loop has all steps of a run: "
             "there are no epochs to repeat. To go on, make another plan: Plan.for_budget(..., spent=state.ledger).",
             RunWarning,
-            stacklevel=3,
         )
     return range(state.step, state.limit)
 
@@ -212,7 +210,7 @@ class Plan:
         )
         found = plan(scale, epsilon)
         if (advice := found.advice()) is not None:
-            warnings.warn(advice, NoiseWarning, stacklevel=2)
+            warn(advice, NoiseWarning)
         return found
 
     def advice(self) -> str | None:

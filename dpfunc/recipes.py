@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, probability, records
+from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, probability, records, warn
 from dpfunc.accounting import calibrate_noise
 from dpfunc.clipping import Automatic
 from dpfunc.errors import NoiseWarning
@@ -271,7 +270,7 @@ def recipe(
         head_rate=None if strategy == "head" else head_rate,
     )
     if (advice := found.advice()) is not None:
-        warnings.warn(advice, NoiseWarning, stacklevel=2)
+        warn(advice, NoiseWarning)
     return found
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
 
 from dpfunc._utils.digests import digest
-from dpfunc._utils.validation import wrong_type
+from dpfunc._utils.validation import warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.errors import BudgetExhausted, CheckpointError, InsecureKeyWarning, InvalidArgument, RunWarning, StateReused
 from dpfunc.plan import Plan
@@ -118,21 +117,19 @@ def mark_released(after: StepState, release: str) -> None:
 def warn_of_start(state: StepState, journalled: bool) -> None:
     """Warn of a key that others know; without a journal, of steps with the same plan that the run does not count."""
     if state.key.guessable:
-        warnings.warn(
+        warn(
             "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
             "holds. That is for tests and public data. For private data use dpfunc.secure_key().",
             InsecureKeyWarning,
-            stacklevel=3,
         )
     same_run = fingerprint(state.key) in _next_release  # whose steps are repeated, or refused
     if not journalled and not same_run and state.ledger.lacks(_ledgers.get(state.plan, state.ledger)):
-        warnings.warn(
+        warn(
             "This process has taken steps with the same plan, which the ledger of the new run does not count. On the "
             "same records both add up, to more than either ledger says. Count the first run in the second: "
             "dp_step.init(params, key, ledger=state.ledger) with its last state, in a plan whose budget is for both "
             "(Plan.for_budget(..., spent=state.ledger)). For other records, or public ones, filter this warning out.",
             RunWarning,
-            stacklevel=3,
         )
 
 

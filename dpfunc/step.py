@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.unchanged import Calls
-from dpfunc._utils.validation import fail, integer, named, one_of, wrong_type
+from dpfunc._utils.validation import fail, integer, named, one_of, warn, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
@@ -245,7 +244,7 @@ class DPStep:
             check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
             check_repeated(state, digest)
             if all_lost and self._calls.without_gradient == 1:
-                warnings.warn(_WITHOUT_GRADIENT, NoGradientWarning, stacklevel=5)
+                warn(_WITHOUT_GRADIENT, NoGradientWarning)
             if self.journal is not None and self._processes.writes:
                 self.journal(after._replace(released=((state.step, digest),)))
 

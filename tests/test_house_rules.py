@@ -93,7 +93,8 @@ def test_bans():
 
 
 def test_no_foreign_attribute_is_written():
-    """Attributes are written on self (in the class's own methods) and nowhere else; but an optimizer reads `.grad`."""
+    """Attributes are written on self (in the class's own methods) and nowhere else; but an optimizer reads `.grad`, and
+    the context of a custom function of torch is made for it."""
     for path, node in nodes():
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
@@ -101,7 +102,9 @@ def test_no_foreign_attribute_is_written():
                 if isinstance(target, ast.Attribute):
                     if target.attr == "grad" and layer_of(path) == "hf":
                         continue
-                    assert ast.unparse(target.value) == "self", f"{path}:{node.lineno} writes {ast.unparse(target)}"
+                    assert ast.unparse(target.value) in ("self", "ctx"), (
+                        f"{path}:{node.lineno} writes {ast.unparse(target)}"
+                    )
 
 
 def test_public_functions_take_no_unnamed_options():

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
@@ -141,6 +142,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     close += [option for option in names if option.endswith(f"_{name}")]
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names)}."
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line of the caller of dpfunc, however many functions of dpfunc are in between."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dpfunc":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level + 1)
 
 
 def named(made: Made) -> Made:

@@ -10,6 +10,7 @@ from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.ghost import ghost
 from dpfunc.engines.loop import loop
 from dpfunc.engines.vmap import vmap
+from dpfunc.engines.vmap_grad import vmap_grad
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import UNPROVEN, Engine, Unproven
 
@@ -19,6 +20,7 @@ ENGINES: dict[str, Callable[[Unproven | None], Engine]] = {
     "ghost": lambda unproven: ghost(unproven="audit" if unproven == "audit" else "refuse"),
     "vmap": lambda unproven: vmap(),
     "loop": lambda unproven: loop(),
+    "vmap_grad": lambda unproven: vmap_grad(),
 }
 
 

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.batches import batch_size
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
+from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
 from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
 from dpfunc.engines.guards.scope import backward_inside
@@ -53,6 +54,8 @@ from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 _log = logging.getLogger("dpfunc")
 
 DEFAULT_BUDGET = 2**30
+# What operations of torch, and losses, raise. Other errors of a loss come through as they are.
+ORDINARY = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
 # Passes over one batch after which rows that still do not agree are computed alone.
 _MAX_PASSES = 64
 
@@ -130,6 +133,12 @@ class RowPass(TorchFunctionMode):
         if self.first_read:
             refuse_kept(self.loss_fn, self.kept, self.first_read)
 
+    def begin_backward(self, losses: object) -> None:
+        """Note that the backward pass of the losses begins."""
+        self.in_backward = True
+        transforms_seen(True)
+        self.is_exact = isinstance(losses, Tensor) and _is_exact(losses.device)
+
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""
         if not self.in_backward:
@@ -178,8 +187,8 @@ class RowPass(TorchFunctionMode):
             elif isinstance(func, _OF_PYTHON):
                 return self._opened(func, args, kwargs)
             return func(*args, **kwargs)
-        except Exception as error:
-            if self.stopped is None and not isinstance(error, _StopRecomputationError):
+        except ORDINARY as error:
+            if self.stopped is None:
                 self.stopped = Alone(f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
             raise
 
@@ -325,18 +334,16 @@ def _one_pass(
                 losses_1 = loss_fn(dict(mode.leaves), record)
                 if mode.stopped is not None:
                     raise mode.stopped
-                mode.in_backward = True
-                transforms_seen(True)
+                mode.begin_backward(losses_1)
                 with torch._C.DisableTorchFunction():
                     check_losses(losses_1, 1)
                     check_depends(losses_1.requires_grad)
                     loss = losses_1.sum()
-                mode.is_exact = _is_exact(losses_1.device)
                 found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
         except Stop:
             mode.check_kept()
             raise
-        except Exception as error:
+        except ORDINARY as error:
             mode.check_kept()
             refuse_out_of_memory(error)
             if mode.stopped is not None:
@@ -420,6 +427,11 @@ class VmapGrad:
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients of all rows, in one pass where they go the same way."""
         num_rows = batch_size(batch)
+        if in_lockstep() or any(is_dtensor(param) for param in params.values()):
+            raise UnsupportedModel(
+                'The engine "vmap_grad" does not take models that are split over processes (FSDP2, tensor parallel). '
+                'Use engine="auto".'
+            )
         if not num_rows:
             return loop()(loss_fn, params, batch)
         if was_kept(loss_fn):
@@ -482,7 +494,7 @@ class VmapGrad:
                 raise
             except (UnsupportedModel, InvalidArgument):
                 raise
-            except Exception as error:  # noqa: BLE001  (whatever a loss raises is raised again by rows alone)
+            except ORDINARY as error:
                 refuse_out_of_memory(error)
                 reason = (str(error).splitlines() or ["-"])[0]
                 continue
@@ -496,7 +508,7 @@ class VmapGrad:
             return loop()(loss_fn, params, batch)
         except (UnsupportedModel, InvalidArgument):
             raise
-        except Exception as error:
+        except ORDINARY as error:
             raise UnsupportedModel(
                 f"The loss of a row alone cannot be computed: {type(error).__name__}: {error} (Before: {reason}.)"
             ) from error
