@@ -531,12 +531,27 @@ def _rows(batch: Batch, rows: Sequence[int]) -> Batch:
 def vmap_grad(rules: bool = True) -> VmapGrad:
     """`vmap(grad(loss))` over batches of one, with rules that make it fast.
 
+    A row cannot see another one, in whatever the loss, a module, a hook or a custom function does: forward and backward
+    pass run inside of torch's vmap. A number that Python reads is answered if all rows agree bit for bit; else rows are
+    grouped by it, and each group runs by itself. What cannot be run so is computed by `loop`; `decision(loss_fn)` says
+    why. Random numbers of a row are a function of the seed and of its position, not of the other rows.
+
     Args:
         rules: operations on parameters go to their rules, and large operations to native kernels; else vmap and grad
             do everything. Speed and memory only.
 
     Returns:
         An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
+
+    Raises:
+        InvalidArgument: the loss has a wrong shape, or no gradient.
+        UnsupportedModel: the loss uses a tensor of rows of an earlier call, or changes what it keeps after it has read
+            numbers of rows; no way to compute a row; a model that is split over processes.
+
+    Guarantees:
+        equals a loop over single samples (tests/engines/test_parity.py, test_engine_rules.py); a row does not depend on
+        those beside it (test_row_programs.py, tests/engines/tracing/test_isolation_zoo.py); what torch must do for that
+        (test_levels.py); the law of a row's draws (test_vmap_grad.py).
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> vmap_grad()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms()["w"]
