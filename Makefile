@@ -94,6 +94,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.scaling.accelerator
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.rows
 	$(BIN)/python -m benchmarks.targets
 
 # every model family of the extra: which engine takes it, and which compiles

@@ -549,9 +549,10 @@ def vmap_grad(rules: bool = True) -> VmapGrad:
             numbers of rows; no way to compute a row; a model that is split over processes.
 
     Guarantees:
-        equals a loop over single samples (tests/engines/test_parity.py, test_engine_rules.py); a row does not depend on
-        those beside it (test_row_programs.py, tests/engines/tracing/test_isolation_zoo.py); what torch must do for that
-        (test_levels.py); the law of a row's draws (test_vmap_grad.py).
+        equals a loop over single samples (tests/engines/test_parity.py, tests/engines/test_engine_rules.py); a row does
+        not depend on those beside it (tests/engines/test_row_programs.py,
+        tests/engines/tracing/test_isolation_zoo.py); what torch must do for that (tests/engines/test_levels.py); the
+        law of a row's draws (tests/engines/test_vmap_grad.py).
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> vmap_grad()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms()["w"]

@@ -1,0 +1,115 @@
+"""How well the engine `vmap_grad` keeps rows apart, and what it takes in one pass: `python -m benchmarks.rows`.
+
+Three tables: the losses of tests/_support/isolation, which mix rows or seem to, over several steps; random losses of
+tests/_support/row_programs.py, whose rows must not depend on those beside them; and, with --survey, a file of
+`python -m benchmarks.survey --engine vmap_grad --out FILE`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/_support", "tests/engines")]
+RESULT = Path(__file__).parent / "results" / "rows.json"
+
+
+def isolation(console: Console) -> dict[str, Any]:
+    """Outcomes of losses that mix rows, or seem to; and which honest ones are computed by the loop."""
+    from isolation.truth import outcomes, tolerance_of
+    from isolation.zoo import ZOO
+
+    counts: Counter[str] = Counter()
+    seen = Computed()
+    looped: list[str] = []
+    for loss in track(list(ZOO.values()), "losses", console=console):
+        seen.messages.clear()
+        told = [outcome.told(tolerance_of(loss)) for outcome in outcomes(loss, "vmap_grad")]
+        words = {text.split()[0] for text in told}
+        worst = next(word for word in ("WRONG", "RAISED", "refused", "equal") if word in words)
+        counts[f"{'honest' if loss.honest else 'mixing'}, {worst}"] += 1
+        if loss.honest and any("engine loop" in message for message in seen.messages):
+            looped.append(loss.name)
+    seen.close()
+    return {**dict(sorted(counts.items())), "honest, by the loop": len(looped), "names": looped}
+
+
+class Computed(logging.Handler):
+    """What the engine says of how it computes a loss."""
+
+    def __init__(self) -> None:
+        """Listen to the engine."""
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("dpfunc").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.messages.append(record.getMessage())
+
+    def close(self) -> None:
+        """Listen no longer."""
+        logging.getLogger("dpfunc").removeHandler(self)
+        super().close()
+
+
+def programs(count: int, first: int, console: Console) -> dict[str, Any]:
+    """Outcomes of random losses, and the largest difference of a row from itself beside others and alone."""
+    from test_row_programs import judged
+
+    counts: Counter[str] = Counter()
+    worst = 0.0
+    for seed in track(range(first, first + count), "programs", console=console):
+        word, off = judged(seed)
+        counts[word if off < 1e-8 else "WRONG"] += 1
+        worst = max(worst, off)
+    return {**counts, "largest difference": worst}
+
+
+def survey(path: Path) -> dict[str, Any]:
+    """Engines of the models of a survey, the largest difference, and why some are not in one pass or groups."""
+    rows = json.loads(path.read_text())["cases"]
+    rows = [row for row in rows if "engine" in row]
+    counts = Counter(row["engine"] for row in rows)
+    slow = {row["case"]: row["reason"][:160] for row in rows if row["engine"] in ("loop", "refused")}
+    return {**counts, "largest difference": max(row.get("parity") or 0.0 for row in rows), "reasons": slow}
+
+
+@click.command(help=__doc__, context_settings={"show_default": True})
+@click.option("--programs", "count", default=5000, type=click.IntRange(1), help="Random losses.")
+@click.option("--first", default=10_000, type=click.IntRange(0), help="Their first seed.")
+@click.option("--survey", "path", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A survey's file.")
+@click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
+def main(count: int, first: int, path: Path | None, out: Path) -> None:
+    """Measure, print tables, and write the result file."""
+    warnings.simplefilter("ignore")  # of torch, about the losses
+    logging.getLogger("dpfunc").propagate = False
+    torch.set_num_threads(1)
+    console = Console()
+    found = {"losses": isolation(console), "programs": programs(count, first, console)}
+    if path is not None:
+        found["survey"] = survey(path)
+    for title, values in found.items():
+        table = Table(title=title)
+        table.add_column("outcome")
+        table.add_column("count")
+        for name, value in values.items():
+            table.add_row(name, json.dumps(value, indent=1) if isinstance(value, (list, dict)) else str(value))
+        console.print(table)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
