@@ -42,7 +42,8 @@ _MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
 _MAX_STEPS = 10**11
 _CELL_ERROR, _SMOOTH_ERROR = 2e-6, 1e-5  # relative to epsilon
 _MANY_KINDS, _MANY_CELL_ERROR = 8, 4e-5  # for speed
-_MAX_CELLS, _MAX_FREQUENCIES, _MAX_ROUNDS = 4_000, 2**16, 5
+_MAX_CELLS, _MAX_FREQUENCIES, _MAX_ROUNDS = 6_000, 2**18, 8
+_KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
 _TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
 _LARGEST_EPSILON = 700.0
 _ULP = float(np.finfo(np.float64).eps)
@@ -358,7 +359,7 @@ def atoms_add_remove(q: float, s: float, y: Array, direction: Direction) -> _Ato
         infinite = (1 - q) * float(ndtr(-y[-1] / s)) + q * float(ndtr((1 - y[-1]) / s))
         return _Atoms((1 - q) * b + q * a, loss, infinite)
     b[-1] += float(ndtr(-y[-1] / s))  # the least losses, rounded up
-    return _Atoms(b, -loss, 0.0)
+    return _Atoms(b[1:], -loss[1:], float(b[0]))  # b[0] is tiny, but e^(t loss) is not: t = 1000 makes it huge
 
 
 def atoms_replace(q: float, s: float, x: Array) -> _Atoms:
@@ -399,6 +400,7 @@ class _Aim:
     moments: Array
     log_scale: float
     period: float
+    fine: float = 1.0
 
     def importance(self, loss: Array) -> tuple[Array, Array]:
         """Relative error of delta if one step's loss is put on the ends of a cell of width h, over h^2 / 12: log; t'.
@@ -407,16 +409,18 @@ class _Aim:
         most, and the relative error of keeping both masses is `t' (1 + t') h^2 / 12`. Losses far above epsilon have
         t' = 0: there it is exact.
         """
-        need = np.linspace(self.epsilon - loss.max(), self.epsilon - loss.min(), 512)
+        where = self.epsilon - loss
+        need = np.sort(where, axis=None)[np.linspace(0, where.size - 1, 512).astype(np.intp)]
         exponents = self.moments - np.outer(need, self.tilts)
         best = np.argmin(exponents, axis=1)
         tilts = self.tilts[best]
         log_weight = exponents[np.arange(len(need)), best] + np.log(tilts * (1 + tilts)) - self.log_scale
-        where = self.epsilon - loss
         return np.interp(where, need, log_weight), np.interp(where, need, tilts)
 
 
-def make_aim(few: _Sampled, epsilon: float, slope: float, t: float, log_delta: float) -> _Aim:
+def make_aim(
+    few: _Sampled, epsilon: float, slope: float, t: float, log_delta: float, fine: float = 1.0
+) -> _Aim:
     """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
 
     A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
@@ -434,7 +438,7 @@ def make_aim(few: _Sampled, epsilon: float, slope: float, t: float, log_delta: f
     periods = [_period(tilts, exponents - log_delta, float(tilts[i])) for i in choices]
     best = int(np.argmin(periods))
     log_scale = min(float(exponents.min()), log_delta + width)
-    return _Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best])
+    return _Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best], fine)
 
 
 def _period(tilts: Array, exponents: Array, t: float) -> float:
@@ -463,7 +467,7 @@ def _choose_ends(base: _Sampled, aim: _Aim) -> list[Array]:
     integral = bulk.sum(axis=1) * spacing[:, 0]
     share = np.cbrt(base.steps)
     error = _CELL_ERROR if len(share) < _MANY_KINDS else _MANY_CELL_ERROR
-    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.epsilon * aim.slope))
+    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.fine * aim.epsilon * aim.slope))
     counts = np.minimum(counts, _MAX_CELLS / np.maximum(integral, 1e-300))
     live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
     change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))
@@ -533,13 +537,15 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
         about = _first_guess(few, t, log_delta)
         t = saddle(few, about)
     slope = t
-    best = math.inf
+    best, fine = math.inf, 1.0
     for _ in range(_MAX_ROUNDS):
-        aim = make_aim(few, about, slope, t, log_delta)
+        aim = make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
-        best = min(best, found)
-        if best <= floor or (abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4):
+        gain, best = best - found, min(best, found)
+        settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
+        if best <= floor or (settled and (t * best > _KINKED or (fine < 1 and gain < _GAIN * best))):
             break
+        fine /= 8 if settled else 1
         about, slope = best, steepness
         t = saddle(few, about)
     return _Bound(best, renyi)
@@ -601,7 +607,7 @@ def compose(laws: list[_Tilted], base: _Sampled, aim: _Aim, delta: float, floor:
 
 def _smoothing(gaussian: float, aim: _Aim, spacing: float) -> float:
     """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one."""
-    wanted = max(2 * _SMOOTH_ERROR * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
+    wanted = max(2 * _SMOOTH_ERROR * aim.fine * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
     return 0.0 if gaussian >= wanted else wanted
 
 
