@@ -57,7 +57,7 @@ def affordable_steps(
     target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
     most = integer("limit", limit)
     check_bound(method)
-    rough = largest_integer(lambda k: rough_epsilon(ledger_after(k), delta), target, most, most // 2)
+    rough = largest_integer(lambda k: rough_epsilon(ledger_after(k), delta), target, most, min(most, 1000))
     return largest_integer(lambda k: cached_epsilon(ledger_after(k), delta, method).epsilon, target, most, rough)
 
 
