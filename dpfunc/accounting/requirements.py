@@ -57,7 +57,8 @@ class Requirements:
         total_steps: `ceil(epochs * dataset_size / batch_size)`.
         noise_multiplier: the least that meets the target. guarantee: what it gives.
         recommended_batch_size: the smallest size whose noise over the run is within 10 % of the best; the same for
-            every batch_size asked for. choices: the sizes compared, and batch_size, ascending. guidance: what to keep in mind, in sentences.
+            every batch_size asked for. choices: the sizes compared, and batch_size, ascending.
+        guidance: what to keep in mind, in sentences.
     """
 
     dataset_size: int

@@ -96,7 +96,7 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
         guess: near the answer, to save evaluations.
     """
     low, low_gap, high, high_gap = -1, -math.inf, limit + 1, math.inf
-    probe, factor, turn = guess, 1.1, 0
+    probe, factor, turn = guess, 1.01, 0
     while high - low > 1:
         k = min(max(probe, low + 1), high - 1)
         found = _gap(cost(k), target)
@@ -108,10 +108,10 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
         if low > 0 and math.isfinite(high_gap - low_gap):
             root = _zero(math.log(low), low_gap, math.log(high), high_gap)
             # both sides of the predicted root, and now and then the middle
-            probe = (low + high) // 2 if turn % 3 == 0 else int(math.exp(root)) + turn % 2
+            probe = (low + high) // 2 if turn % 4 == 0 else int(math.exp(root)) + turn % 2
         elif turn > 20:
             probe = (low + high) // 2
         else:  # walk away from the guess, ever faster
             probe = int(k * factor) + 1 if found <= 0 else int(k / factor)
-            factor *= 1.5
+            factor = min(factor * factor, 1e6)
     return max(low, 0)

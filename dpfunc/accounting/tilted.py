@@ -285,7 +285,7 @@ def _renyi_estimate(base: _Sampled, near: float, log_delta: float) -> float:
 
 @dataclass(frozen=True)
 class _Atoms:
-    """Discrete losses that dominate those of one step: masses under P at losses (.., n); masses of infinite loss (..)."""
+    """Discrete losses that dominate those of one step: masses under P (.., n), and the mass of an infinite loss (..)."""
 
     mass: Array
     loss: Array
@@ -426,7 +426,8 @@ class _Aim:
         t' = 0: there it is exact.
         """
         where = self.epsilon - loss
-        need = np.sort(where, axis=None)[np.linspace(0, where.size - 1, 512).astype(np.intp)]
+        some = np.sort(where.ravel()[:: 1 + where.size // 20_000])
+        need = some[np.linspace(0, len(some) - 1, 512).astype(np.intp)]
         exponents = self.moments - np.outer(need, self.tilts)
         best = np.argmin(exponents, axis=1)
         tilts = self.tilts[best]
@@ -434,9 +435,7 @@ class _Aim:
         return np.interp(where, need, log_weight), np.interp(where, need, tilts)
 
 
-def make_aim(
-    few: _Sampled, epsilon: float, slope: float, t: float, log_delta: float, fine: float = 1.0
-) -> _Aim:
+def make_aim(few: _Sampled, epsilon: float, slope: float, t: float, log_delta: float, fine: float = 1.0) -> _Aim:
     """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
 
     A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
@@ -489,13 +488,15 @@ def _choose_ends(base: _Sampled, aim: _Aim) -> list[Array]:
     change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))
     change = np.minimum((8.0 if len(share) < _MANY_KINDS else 2.0) * change * slope, 1 / spacing)
     density = bulk * counts[:, None] + change + 16.0 / (base.x[:, -1:] - base.x[:, :1])
-    total = np.cumsum((density[:, 1:] + density[:, :-1]) / 2, axis=1) * spacing
+    total = np.zeros_like(density)
+    np.cumsum((density[:, 1:] + density[:, :-1]) / 2 * spacing, axis=1, out=total[:, 1:])
     ends = []
     for x, cells in zip(base.x, total, strict=True):
         number = math.ceil(1.1 ** math.ceil(math.log(cells[-1], 1.1)))  # few different numbers
         places = np.linspace(0.0, cells[-1], number + 1)
-        found = np.interp(places, np.append(0.0, cells), x)
-        ends.append(found[np.append(True, np.diff(found) > 1e-12 * np.abs(found[1:]))])
+        found = np.interp(places, cells, x)
+        apart = np.diff(found) > 1e-12 * np.abs(found[1:])
+        ends.append(found if apart.all() else found[np.append(True, apart)])
     return ends
 
 
@@ -709,7 +710,8 @@ def _characteristic(law: _Tilted, spacing: float, number: int) -> NDArray[np.com
 
 def _waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]:
     """`e^(i k D loss)` for k = 0..number-1, (number, losses), by doubling: few exponentials and few roundings."""
-    table = np.ones((number, len(loss)), dtype=np.complex128)
+    table = np.empty((number, len(loss)), dtype=np.complex128)
+    table[0] = 1
     done = 1
     while done < number:
         more = min(done, number - done)

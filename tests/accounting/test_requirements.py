@@ -59,7 +59,9 @@ def test_the_recommended_batch_is_computed(need):
         assert epsilon(run, need.delta).epsilon <= 3.0
 
 
-@pytest.mark.parametrize(("n", "epochs", "sizes", "advice"), [(60000, 60, (256, 6000), 4096), (50, 10, (1, 20, 50), 32)])
+@pytest.mark.parametrize(
+    ("n", "epochs", "sizes", "advice"), [(60000, 60, (256, 6000), 4096), (50, 10, (1, 20, 50), 32)]
+)
 def test_advice_does_not_depend_on_the_batch_size_asked_for(n, epochs, sizes, advice):
     """A size asked for is one row more in the table, and no candidate."""
     for size in sizes:

@@ -64,7 +64,9 @@ def test_requirements():
     text = run(*arguments).stdout
     assert "clip norm" in text
     assert "belief of 1/2" in text
-    assert "Prefer a smaller one" not in run("requirements", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3).stdout
+    assert (
+        "Prefer a smaller one" not in run("requirements", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3).stdout
+    )
 
 
 def test_ledger_show(tmp_path):
