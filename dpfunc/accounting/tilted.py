@@ -9,7 +9,8 @@ Every approximation is on the safe side, whatever the parameters (t, cells, spac
 
 1. *Cells.* The outputs are divided into cells, and each cell's mass under P and Q is put on its two ends so that both
    masses are kept. That interpolates delta linearly in e^epsilon ("connect the dots": Doroshenko et al. 2022), so the
-   discrete pair dominates. Everything beyond the last cell counts as an infinite loss, T_i times.
+   discrete pair dominates. Everything beyond the last cell counts as an infinite loss, T_i times;
+   in direction add that is the end where the losses are near their limit, -log(1 - q).
 2. *One Gaussian more.* A release with a tiny mu is added. It cannot lower delta, and its factor e^(-mu^2 s^2 / 2) makes
    the integral end. Events without sampling are Gaussians, too, and are added exactly.
 3. *A sum for the integral.* With spacing D it equals `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all

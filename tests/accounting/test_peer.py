@@ -22,9 +22,7 @@ def test_random_plans_are_between_the_estimates_of_a_peer():
         assert low * (1 - 1e-9) <= value <= high * 1.001, plan
 
 
-@pytest.mark.parametrize(
-    ("q", "sigma", "steps", "limit"), [(0.99, 15.76, 20, 1.053188), (0.5, 50.0, 20, 0.1422338), (0.9, 4.0, 2000, 92.8965)]
-)
+@pytest.mark.parametrize(("q", "sigma", "steps", "limit"), [(0.99, 15.76, 20, 1.053188), (0.5, 50.0, 20, 0.1422338)])
 def test_much_noise_and_many_records_cost_no_more_in_direction_add(q, sigma, steps, limit):
     """Its largest loss, -log(1 - q), has hardly any mass, and must not count for more."""
     found = epsilon(Ledger((Event(q, sigma, steps),)), 1e-5)
