@@ -286,7 +286,7 @@ def _renyi_estimate(base: _Sampled, near: float, log_delta: float) -> float:
 
 @dataclass(frozen=True)
 class _Atoms:
-    """Discrete losses that dominate those of one step: masses under P (.., n), and the mass of an infinite loss (..)."""
+    """Discrete losses that dominate those of one step: masses under P (.., n), the mass of an infinite loss (..)."""
 
     mass: Array
     loss: Array
@@ -355,11 +355,7 @@ def conserved(*totals: Array | float) -> None:
 
 
 def atoms_add_remove(q: Array | float, s: Array | float, y: Array, direction: Direction) -> _Atoms:
-    """The atoms for cells with the ends y; the subsampled pair of a pair that dominates dominates.
-
-    Args:
-        y: (.., n). q, s: numbers, or (.., 1).
-    """
+    """The atoms for cells with the ends y; the subsampled pair of a pair that dominates dominates."""
     from scipy.special import ndtr
 
     b, a = pair_masses(y, s)
@@ -374,11 +370,7 @@ def atoms_add_remove(q: Array | float, s: Array | float, y: Array, direction: Di
 
 
 def atoms_replace(q: Array | float, s: Array | float, x: Array) -> _Atoms:
-    """The atoms of P, Q = (1-q) N(0, s^2) + q N(+-1/2, s^2) for cells with the ends x; below x[0] rounded up.
-
-    Args:
-        x: (.., n). q, s: numbers, or (.., 1).
-    """
+    """The atoms of P, Q = (1-q) N(0, s^2) + q N(+-1/2, s^2) for cells with the ends x; below x[0] rounded up."""
     from scipy.special import ndtr
 
     middle, ahead, behind = normal_masses(x / s), normal_masses((x - 0.5) / s), normal_masses((x + 0.5) / s)
