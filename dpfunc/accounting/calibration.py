@@ -70,11 +70,11 @@ def _noise_bracket(
 ) -> tuple[float, float]:
     """Scales on either side of the answer, near each other: (fails, passes)."""
     scale = _renyi_guess(lambda s: rough_epsilon(ledger_for(s), delta), target)
-    factor = 1.05
+    factor = 1.01
     if cost(scale) <= target:
         passes, fails = scale, scale / factor
         while fails >= _LEAST_NOISE and cost(fails) <= target:
-            factor *= 1.5
+            factor **= 2
             passes, fails = fails, fails / factor
         return fails, passes
     least = cached_epsilon(ledger_for(_MOST_NOISE), delta, method).epsilon
@@ -87,7 +87,7 @@ def _noise_bracket(
         )
     fails, passes = scale, min(scale * factor, _MOST_NOISE)
     while cost(passes) > target:
-        factor *= 1.5
+        factor **= 2
         fails, passes = passes, min(passes * factor, _MOST_NOISE)
     return fails, passes
 

@@ -123,4 +123,4 @@ def normal_masses(z: Array) -> Array:
     from scipy.special import ndtr
 
     below, above = np.diff(ndtr(z)), -np.diff(ndtr(-z))
-    return np.asarray(np.where(z[:-1] > 0, above, below))
+    return np.asarray(np.where(z[..., :-1] > 0, above, below))

@@ -75,15 +75,15 @@ EPSILON_TABLE: tuple[EpsilonMeaning, ...] = tuple(explain_epsilon(limit) for lim
 
 
 def suggest_delta(dataset_size: int) -> float:
-    """`min(1e-5, n^-1.1)`, below 1/n for more than one record.
+    """`min(1e-5, 1 / (20 n))`: below 1/(10 n), where the chance that some record is given away is below 10 %.
 
     Args:
         dataset_size: number of records n, >= 2.
 
-    >>> suggest_delta(1000) < 1 / 1000
+    >>> suggest_delta(60_000) * 60_000 < 1 / 10
     True
     """
-    return float(min(1e-5, integer("dataset_size", dataset_size, minimum=2) ** -1.1))
+    return min(1e-5, 0.05 / integer("dataset_size", dataset_size, minimum=2))
 
 
 def explain_delta(delta: float, dataset_size: int) -> DeltaMeaning:

@@ -13,7 +13,7 @@ from dpfunc.accounting.meaning import suggest_delta
 from dpfunc.accounting.schedules import schedule_ledger
 from dpfunc.errors import InvalidArgument
 
-_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+_MOST_SIZES = 9  # beside n
 _NEAR_BEST = 1.1
 
 _GUIDANCE = (
@@ -56,8 +56,9 @@ class Requirements:
         delta: as asked, or suggested. sampling_prob: batch_size / dataset_size.
         total_steps: `ceil(epochs * dataset_size / batch_size)`.
         noise_multiplier: the least that meets the target. guarantee: what it gives.
-        recommended_batch_size: the smallest size compared whose noise over the run is within 10 % of the best.
-        choices: the sizes compared, ascending. guidance: what to keep in mind, in sentences.
+        recommended_batch_size: the smallest size whose noise over the run is within 10 % of the best; the same for
+            every batch_size asked for. choices: the sizes compared, and batch_size, ascending.
+        guidance: what to keep in mind, in sentences.
     """
 
     dataset_size: int
@@ -84,18 +85,19 @@ def privacy_requirements(
         batch_size: expected batch size, 1..n.
         epochs: passes over the data, > 0.
         target_epsilon: > 0, for one record added or removed.
-        delta: 0 < delta < 1 / n; None: `min(1e-5, n^-1.1)`.
+        delta: 0 < delta < 1 / n; None: `min(1e-5, 1 / (20 n))`.
 
     Returns:
         `Requirements`, from public facts only. The recommended batch size is computed, at the same epochs and epsilon:
-        noise relative to signal falls with the batch size, first quickly, then hardly; it is the smallest of the sizes
-        compared (a quarter to 16 times the one asked for) that is within 10 % of the least noise over the run.
+        noise relative to signal falls with the batch size, first quickly, then hardly; it is the smallest power of two
+        compared, from 1 to n, that is within 10 % of the least noise over the run, whatever `batch_size`; or n.
 
     Raises:
         InvalidArgument: an argument outside its domain. UnreachableBudget: no noise meets the target.
 
     Guarantees:
-        tests/accounting/test_requirements.py::test_no_step_is_lost_to_rounding.
+        tests/accounting/test_requirements.py::test_no_step_is_lost_to_rounding,
+        tests/accounting/test_requirements.py::test_advice_does_not_depend_on_the_batch_size_asked_for.
 
     >>> need = privacy_requirements(dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
     >>> need.total_steps, need.sampling_prob
@@ -108,11 +110,12 @@ def privacy_requirements(
     positive("epochs", epochs)
     target = positive("target_epsilon", target_epsilon)
     chosen = suggest_delta(n) if delta is None else _below_one_record(delta, n)
-    sizes = sorted({max(1, min(n, round(size * factor))) for factor in _FACTORS})
-    choices = tuple(_batch_choice(n, b, epochs, target, chosen) for b in sizes)
+    sizes = compared_sizes(n)
+    choices = tuple(_batch_choice(n, b, epochs, target, chosen) for b in sorted({*sizes, size}))
     asked = next(choice for choice in choices if choice.batch_size == size)
-    best = min(choice.noise_per_run for choice in choices)
-    good = next(choice for choice in choices if choice.noise_per_run <= _NEAR_BEST * best)
+    swept = [choice for choice in choices if choice.batch_size in sizes]
+    best = min(choice.noise_per_run for choice in swept)
+    good = next(choice for choice in swept if choice.noise_per_run <= _NEAR_BEST * best)
     ledger = schedule_ledger(asked.sampling_prob, asked.noise_multiplier, asked.total_steps)
     return Requirements(
         dataset_size=n,
@@ -128,6 +131,12 @@ def privacy_requirements(
         choices=choices,
         guidance=_GUIDANCE,
     )
+
+
+def compared_sizes(n: int) -> list[int]:
+    """Powers of two from 1 on, `_MOST_SIZES` at most, and n."""
+    apart = -(-n.bit_length() // (_MOST_SIZES))
+    return sorted({*(2**power for power in range(0, n.bit_length(), apart)), n})
 
 
 def _below_one_record(delta: float, n: int) -> float:

@@ -95,12 +95,8 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
     Args:
         guess: near the answer, to save evaluations.
     """
-    if cost(limit) <= target:
-        return limit
-    if cost(0) > target:
-        return 0
-    low, low_gap, high, high_gap = 0, -math.inf, limit, math.inf
-    probe, factor, turn = guess, 1.1, 0
+    low, low_gap, high, high_gap = -1, -math.inf, limit + 1, math.inf
+    probe, factor, turn = guess, 1.01, 0
     while high - low > 1:
         k = min(max(probe, low + 1), high - 1)
         found = _gap(cost(k), target)
@@ -109,13 +105,13 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
         else:
             high, high_gap = k, found
         turn += 1
-        if math.isfinite(high_gap - low_gap):
+        if low > 0 and math.isfinite(high_gap - low_gap):
             root = _zero(math.log(low), low_gap, math.log(high), high_gap)
             # both sides of the predicted root, and now and then the middle
-            probe = (low + high) // 2 if turn % 3 == 0 else int(math.exp(root)) + turn % 2
+            probe = (low + high) // 2 if turn % 4 == 0 else int(math.exp(root)) + turn % 2
         elif turn > 20:
             probe = (low + high) // 2
         else:  # walk away from the guess, ever faster
             probe = int(k * factor) + 1 if found <= 0 else int(k / factor)
-            factor *= 1.5
-    return low
+            factor = min(factor * factor, 1e6)
+    return max(low, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from dpfunc._utils.validation import fail, integer, open_unit, positive
@@ -57,7 +58,7 @@ def affordable_steps(
     target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
     most = integer("limit", limit)
     check_bound(method)
-    rough = largest_integer(lambda k: rough_epsilon(ledger_after(k), delta), target, most, most // 2)
+    rough = largest_integer(lambda k: rough_epsilon(ledger_after(k), delta), target, most, min(most, 1000))
     return largest_integer(lambda k: cached_epsilon(ledger_after(k), delta, method).epsilon, target, most, rough)
 
 
@@ -91,14 +92,20 @@ def calibrate_steps(
     """
     event = Event(sampling_prob, positive("noise_multiplier", noise_multiplier), 1)
     before = Ledger(adjacency=adjacency).compose(*([] if spent is None else [spent]))
-    left = remaining(before, epsilon=epsilon, delta=delta, event=event, method=method)
-    if left.num_steps == 0:
+    steps = affordable_steps(_more(before, event), epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
+    if steps == 0:
+        spent_before = cached_epsilon(before, delta, method).epsilon
         one = cached_epsilon(before.record(event), delta, method).epsilon
         raise UnreachableBudget(
             f"Expected a budget for at least one step, got epsilon={epsilon:g} at delta={delta:g}: "
-            f"{left.epsilon_spent:.4g} is spent, and one step makes it {one:.4g}. Take more noise or smaller batches."
+            f"{spent_before:.4g} is spent, and one step makes it {one:.4g}. Take more noise or smaller batches."
         )
-    return left.num_steps
+    return steps
+
+
+def _more(ledger: Ledger, event: Event) -> Callable[[int], Ledger]:
+    """The ledger after a number of more steps of one kind, as a function of it."""
+    return lambda steps: ledger.record(replace(event, num_steps=steps)) if steps else ledger
 
 
 def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, method: str = "auto") -> Remaining:
@@ -125,10 +132,6 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
     if not isinstance(event, Event) or event.num_steps != 1:
         raise fail("an event of one step", "event", event, "The answer counts steps of this kind.")
 
-    def after(steps: int) -> Ledger:
-        more = Event(event.sampling_prob, event.noise_multiplier, steps) if steps else None
-        return ledger.record(more) if more else ledger
-
-    steps = affordable_steps(after, epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
+    steps = affordable_steps(_more(ledger, event), epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
     spent = cached_epsilon(ledger, delta, method).epsilon
     return Remaining(steps, spent, max(0.0, epsilon - spent))

@@ -9,7 +9,8 @@ Every approximation is on the safe side, whatever the parameters (t, cells, spac
 
 1. *Cells.* The outputs are divided into cells, and each cell's mass under P and Q is put on its two ends so that both
    masses are kept. That interpolates delta linearly in e^epsilon ("connect the dots": Doroshenko et al. 2022), so the
-   discrete pair dominates. Everything beyond the last cell counts as an infinite loss, T_i times.
+   discrete pair dominates. Everything beyond the last cell counts as an infinite loss, T_i times;
+   in direction add that is the end where the losses are near their limit, -log(1 - q).
 2. *One Gaussian more.* A release with a tiny mu is added. It cannot lower delta, and its factor e^(-mu^2 s^2 / 2) makes
    the integral end. Events without sampling are Gaussians, too, and are added exactly.
 3. *A sum for the integral.* With spacing D it equals `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all
@@ -42,7 +43,8 @@ _MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
 _MAX_STEPS = 10**11
 _CELL_ERROR, _SMOOTH_ERROR = 2e-6, 1e-5  # relative to epsilon
 _MANY_KINDS, _MANY_CELL_ERROR = 8, 4e-5  # for speed
-_MAX_CELLS, _MAX_FREQUENCIES, _MAX_ROUNDS = 4_000, 2**16, 5
+_MAX_CELLS, _MAX_FREQUENCIES, _MAX_ROUNDS = 6_000, 2**18, 8
+_KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
 _TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
 _LARGEST_EPSILON = 700.0
 _ULP = float(np.finfo(np.float64).eps)
@@ -86,10 +88,10 @@ def tilted_epsilon(kinds: Sequence[Kind], directions: Sequence[Direction], delta
 
 
 def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float) -> float:
-    """Fast estimate of epsilon by the Renyi curve, typically 5-20 % high for many steps; not a bound."""
+    """Fast estimate of epsilon by Laplace's method, within some percent for many steps; not a bound."""
     kinds = _within_domain(kinds, delta)
-    base = sampled_losses(kinds, direction, delta, share=32)
-    return max(0.0, _renyi_estimate(base, _best_tilt(base, math.log(delta)), math.log(delta)))
+    few, log_delta = sampled_losses(kinds, direction, delta, share=32), math.log(delta)
+    return _near(few, _best_tilt(few, log_delta), log_delta)[0]
 
 
 def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
@@ -209,13 +211,12 @@ def _tail_reach(kinds: Sequence[Kind], delta: float) -> Array:
 def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, share: int = 0) -> _Sampled:
     """The losses of the kinds with sampling; with `share` only of about that many, which stand for all."""
     sampled = sorted(kind for kind in kinds if kind[0] < 1)
-    stride = max(1, len(sampled) // share) if share else 1
-    chosen = sampled[stride // 2 :: stride]
+    stride = max(1, -(-len(sampled) // share)) if share else 1
+    alike = [sampled[start : start + stride] for start in range(0, len(sampled), stride)]
+    chosen = [(*max(some, key=lambda kind: kind[2])[:2], sum(count for _, _, count in some)) for some in alike]
     q, sigma, steps = (np.array(column, dtype=np.float64) for column in zip(*chosen, strict=True)) if chosen else (
         np.empty(0), np.empty(0), np.empty(0)
     )  # fmt: skip
-    if stride > 1:
-        steps = steps * (sum(count for _, _, count in sampled) / steps.sum())
     empty = np.empty((0, 0))
     if not chosen:
         return _Sampled(q, sigma, steps, empty, empty, empty, _gaussian_part(kinds), direction)
@@ -285,11 +286,11 @@ def _renyi_estimate(base: _Sampled, near: float, log_delta: float) -> float:
 
 @dataclass(frozen=True)
 class _Atoms:
-    """A discrete loss that dominates that of one step: masses under P at losses, and the mass of an infinite loss."""
+    """Discrete losses that dominate those of one step: masses under P (.., n), the mass of an infinite loss (..)."""
 
     mass: Array
     loss: Array
-    infinite: float
+    infinite: Array
 
 
 def _mills(v: Array) -> Array:
@@ -304,8 +305,11 @@ def _normal_density(z: Array) -> Array:
     return np.asarray(np.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
 
-def pair_masses(y: Array, s: float) -> tuple[Array, Array]:
-    """Masses (n + 1,) of N(0, s^2) and N(1, s^2), put on the ends of the cells -inf, y[0], .., y[n-1].
+def pair_masses(y: Array, s: Array | float) -> tuple[Array, Array]:
+    """Masses (.., n + 1) of N(0, s^2) and N(1, s^2), put on the ends of the cells -inf, y[0], .., y[n-1].
+
+    Args:
+        y: (.., n). s: a number, or (.., 1).
 
     With r = N(1)/N(0) at the ends, a cell's masses (B, A) go to its ends so that `b_0 + b_1 = B` and
     `r_0 b_0 + r_1 b_1 = A`. The first end has r = 0. Beyond y[-1] nothing is put. In the formulas r cancels: below 1/2
@@ -317,56 +321,60 @@ def pair_masses(y: Array, s: float) -> tuple[Array, Array]:
     exponent = (y - 0.5) / s**2
     drop = np.diff(y) / s**2
     rho, gap = np.exp(-drop), -np.expm1(-drop)
-    below = (y[1:] + y[:-1]) / 2 < 0.5
+    below = (y[..., 1:] + y[..., :-1]) / 2 < 0.5
     # below: A / r at the upper end, as N(1) = r N(0); above: r B at the lower end
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         scaled = _normal_density(z) * _mills(np.maximum(-w, -20.0))
-        a_over_r = scaled[1:] - rho * scaled[:-1]
+        a_over_r = scaled[..., 1:] - rho * scaled[..., :-1]
         scaled = _normal_density(w) * _mills(np.maximum(z, -20.0))
-        r_times_b = scaled[:-1] - rho * scaled[1:]
+        r_times_b = scaled[..., :-1] - rho * scaled[..., 1:]
         first, second = normal_masses(z), normal_masses(w)
         upper_first = np.clip((a_over_r - rho * first) / gap, 0.0, first)
         upper_second = np.clip((second - r_times_b) / gap, 0.0, second)
         down, up = np.exp(np.minimum(-exponent, 600.0)), np.exp(np.minimum(exponent, 600.0))
-    b, a = np.zeros(len(y) + 1), np.zeros(len(y) + 1)
+    b, a = np.zeros((2, *y.shape[:-1], y.shape[-1] + 1))
     low, high = np.where(below, first - upper_first, 0.0), np.where(below, 0.0, second - upper_second)
-    b[1:-1] += low + high * down[:-1]
-    a[1:-1] += low * up[:-1] + high
+    b[..., 1:-1] += low + high * down[..., :-1]
+    a[..., 1:-1] += low * up[..., :-1] + high
     low, high = np.where(below, upper_first, 0.0), np.where(below, 0.0, upper_second)
-    b[2:] += low + high * down[1:]
-    a[2:] += low * up[1:] + high
-    tail = float(ndtr(z[0]))
-    up_first = min(tail, float(_normal_density(z[:1])[0] * _mills(-w[:1])[0]))
-    b[0], b[1], a[1] = tail - up_first, b[1] + up_first, a[1] + up_first * up[0]
-    conserved(b.sum() + float(ndtr(-z[-1])), a.sum() + float(ndtr(-w[-1])))
+    b[..., 2:] += low + high * down[..., 1:]
+    a[..., 2:] += low * up[..., 1:] + high
+    tail = ndtr(z[..., 0])
+    up_first = np.minimum(tail, _normal_density(z[..., 0]) * _mills(-w[..., 0]))
+    b[..., 0] = tail - up_first
+    b[..., 1] += up_first
+    a[..., 1] += up_first * up[..., 0]
+    conserved(b.sum(axis=-1) + ndtr(-z[..., -1]), a.sum(axis=-1) + ndtr(-w[..., -1]))
     return b, a
 
 
-def conserved(*totals: float) -> None:
+def conserved(*totals: Array | float) -> None:
     """Raise `TiltedUnavailable` unless each total mass is 1: a mass that is lost would be a bound that is too low."""
-    if not all(abs(total - 1) <= 1e-11 for total in totals):
+    if not all(np.all(np.abs(total - 1) <= 1e-11) for total in totals):
         raise TiltedUnavailable(f"Expected masses that sum to 1, got {totals}. Use method 'rdp'.")
 
 
-def atoms_add_remove(q: float, s: float, y: Array, direction: Direction) -> _Atoms:
+def atoms_add_remove(q: Array | float, s: Array | float, y: Array, direction: Direction) -> _Atoms:
     """The atoms for cells with the ends y; the subsampled pair of a pair that dominates dominates."""
     from scipy.special import ndtr
 
     b, a = pair_masses(y, s)
-    loss = np.append(math.log1p(-q), log_ratio(q, (y - 0.5) / s**2))
+    loss = log_ratio(q, (y - 0.5) / s**2)
     if direction == "remove":
-        infinite = (1 - q) * float(ndtr(-y[-1] / s)) + q * float(ndtr((1 - y[-1]) / s))
-        return _Atoms((1 - q) * b + q * a, loss, infinite)
-    b[-1] += float(ndtr(-y[-1] / s))  # the least losses, rounded up
-    return _Atoms(b, -loss, 0.0)
+        loss = np.concatenate([np.zeros_like(y[..., :1]) + np.log1p(-q), loss], axis=-1)
+        beyond = (1 - q) * ndtr(-y[..., -1:] / s) + q * ndtr((1 - y[..., -1:]) / s)
+        return _Atoms((1 - q) * b + q * a, loss, beyond[..., 0])
+    b[..., -1:] += ndtr(-y[..., -1:] / s)  # the least losses, rounded up
+    # b[0] is below 1e-8 delta, so that it may count in full; with its own loss, e^(t loss) b[0] can be huge
+    return _Atoms(b[..., 1:], -loss, b[..., 0])
 
 
-def atoms_replace(q: float, s: float, x: Array) -> _Atoms:
+def atoms_replace(q: Array | float, s: Array | float, x: Array) -> _Atoms:
     """The atoms of P, Q = (1-q) N(0, s^2) + q N(+-1/2, s^2) for cells with the ends x; below x[0] rounded up."""
     from scipy.special import ndtr
 
     middle, ahead, behind = normal_masses(x / s), normal_masses((x - 0.5) / s), normal_masses((x + 0.5) / s)
-    half = x[:-1] / (2 * s**2)
+    half = x[..., :-1] / (2 * s**2)
     c = 1 / (8 * s**2)
     up, down = np.exp(half - c), np.exp(-half - c)  # N(1/2) / N(0) and N(-1/2) / N(0) at the lower ends
     loss = log_ratio(q, (x - 0.25) / (2 * s**2)) - log_ratio(q, (-x - 0.25) / (2 * s**2))
@@ -375,10 +383,12 @@ def atoms_replace(q: float, s: float, x: Array) -> _Atoms:
     terms = terms + q * (down * ahead - up * behind)
     total = (1 - q) * middle + q * ahead
     moved = np.clip(q / ((1 - q) + q * down) * terms / -np.expm1(-np.diff(loss)), 0.0, total)
-    mass = np.append(total - moved, 0.0) + np.append(0.0, moved)
-    mass[0] += (1 - q) * float(ndtr(x[0] / s)) + q * float(ndtr((x[0] - 0.5) / s))
-    infinite = (1 - q) * float(ndtr(-x[-1] / s)) + q * float(ndtr((0.5 - x[-1]) / s))
-    conserved(float(mass.sum()) + infinite, float(mass @ np.exp(-loss)))
+    mass = np.zeros_like(x)
+    mass[..., :-1] += total - moved
+    mass[..., 1:] += moved
+    mass[..., :1] += (1 - q) * ndtr(x[..., :1] / s) + q * ndtr((x[..., :1] - 0.5) / s)
+    infinite = ((1 - q) * ndtr(-x[..., -1:] / s) + q * ndtr((0.5 - x[..., -1:]) / s))[..., 0]
+    conserved(mass.sum(axis=-1) + infinite, (mass * np.exp(-loss)).sum(axis=-1))
     return _Atoms(mass, loss, infinite)
 
 
@@ -399,6 +409,7 @@ class _Aim:
     moments: Array
     log_scale: float
     period: float
+    fine: float = 1.0
 
     def importance(self, loss: Array) -> tuple[Array, Array]:
         """Relative error of delta if one step's loss is put on the ends of a cell of width h, over h^2 / 12: log; t'.
@@ -407,16 +418,17 @@ class _Aim:
         most, and the relative error of keeping both masses is `t' (1 + t') h^2 / 12`. Losses far above epsilon have
         t' = 0: there it is exact.
         """
-        need = np.linspace(self.epsilon - loss.max(), self.epsilon - loss.min(), 512)
+        where = self.epsilon - loss
+        some = np.sort(where.ravel()[:: 1 + where.size // 20_000])
+        need = some[np.linspace(0, len(some) - 1, 512).astype(np.intp)]
         exponents = self.moments - np.outer(need, self.tilts)
         best = np.argmin(exponents, axis=1)
         tilts = self.tilts[best]
         log_weight = exponents[np.arange(len(need)), best] + np.log(tilts * (1 + tilts)) - self.log_scale
-        where = self.epsilon - loss
         return np.interp(where, need, log_weight), np.interp(where, need, tilts)
 
 
-def make_aim(few: _Sampled, epsilon: float, slope: float, t: float, log_delta: float) -> _Aim:
+def make_aim(few: _Sampled, epsilon: float, slope: float, t: float, log_delta: float, fine: float = 1.0) -> _Aim:
     """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
 
     A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
@@ -434,7 +446,7 @@ def make_aim(few: _Sampled, epsilon: float, slope: float, t: float, log_delta: f
     periods = [_period(tilts, exponents - log_delta, float(tilts[i])) for i in choices]
     best = int(np.argmin(periods))
     log_scale = min(float(exponents.min()), log_delta + width)
-    return _Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best])
+    return _Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best], fine)
 
 
 def _period(tilts: Array, exponents: Array, t: float) -> float:
@@ -463,18 +475,21 @@ def _choose_ends(base: _Sampled, aim: _Aim) -> list[Array]:
     integral = bulk.sum(axis=1) * spacing[:, 0]
     share = np.cbrt(base.steps)
     error = _CELL_ERROR if len(share) < _MANY_KINDS else _MANY_CELL_ERROR
-    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.epsilon * aim.slope))
+    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.fine * aim.epsilon * aim.slope))
     counts = np.minimum(counts, _MAX_CELLS / np.maximum(integral, 1e-300))
     live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
     change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))
     change = np.minimum((8.0 if len(share) < _MANY_KINDS else 2.0) * change * slope, 1 / spacing)
     density = bulk * counts[:, None] + change + 16.0 / (base.x[:, -1:] - base.x[:, :1])
-    total = np.cumsum((density[:, 1:] + density[:, :-1]) / 2, axis=1) * spacing
+    total = np.zeros_like(density)
+    np.cumsum((density[:, 1:] + density[:, :-1]) / 2 * spacing, axis=1, out=total[:, 1:])
     ends = []
     for x, cells in zip(base.x, total, strict=True):
-        places = np.linspace(0.0, cells[-1], math.ceil(cells[-1]) + 1)
-        found = np.interp(places, np.append(0.0, cells), x)
-        ends.append(found[np.append(True, np.diff(found) > 1e-12 * np.abs(found[1:]))])
+        number = math.ceil(1.1 ** math.ceil(math.log(cells[-1], 1.1)))  # few different numbers
+        places = np.linspace(0.0, cells[-1], number + 1)
+        found = np.interp(places, cells, x)
+        apart = np.diff(found) > 1e-12 * np.abs(found[1:])
+        ends.append(found if apart.all() else found[np.append(True, apart)])
     return ends
 
 
@@ -514,7 +529,7 @@ def _tilt(atoms: _Atoms, steps: float, t: float) -> _Tilted:
     mean = float(weight @ loss)
     scale = float(weight @ np.abs(loss))
     error = _ULP * (64 + 512 * (1 + t) * scale + abs(top))
-    return _Tilted(steps, weight, loss - mean, mean, math.log(total) + top, atoms.infinite, error)
+    return _Tilted(steps, weight, loss - mean, mean, math.log(total) + top, float(atoms.infinite), error)
 
 
 def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0) -> _Bound:
@@ -528,21 +543,29 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
     t = _best_tilt(few, log_delta)
     base = few if len(few.steps) == sum(q < 1 for q, _, _ in kinds) else sampled_losses(kinds, direction, delta)
     renyi = 0.0 if floor else max(0.0, _renyi_estimate(base, t, log_delta))
+    about, t = _near(few, t, log_delta)
+    slope = t
+    best, fine = math.inf, 1.0
+    for _ in range(_MAX_ROUNDS):
+        aim = make_aim(few, about, slope, t, log_delta, fine)
+        found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
+        gain, best = best - found, min(best, found)
+        settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
+        if best <= floor or (settled and (t * best > _KINKED or (fine < 1 and gain < _GAIN * best))):
+            break
+        fine /= 8 if settled else 1
+        about, slope = best, steepness
+        t = saddle(few, about)
+    return _Bound(best, renyi)
+
+
+def _near(few: _Sampled, t: float, log_delta: float) -> tuple[float, float]:
+    """Epsilon by Laplace's method at its own saddle, and the saddle; t: a first value of it."""
     about = 0.0
     for _ in range(3):
         about = _first_guess(few, t, log_delta)
         t = saddle(few, about)
-    slope = t
-    best = math.inf
-    for _ in range(_MAX_ROUNDS):
-        aim = make_aim(few, about, slope, t, log_delta)
-        found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
-        best = min(best, found)
-        if best <= floor or (abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4):
-            break
-        about, slope = best, steepness
-        t = saddle(few, about)
-    return _Bound(best, renyi)
+    return about, t
 
 
 def _first_guess(base: _Sampled, t: float, log_delta: float) -> float:
@@ -564,13 +587,15 @@ def discrete_laws(base: _Sampled, aim: _Aim) -> list[_Tilted]:
     """The tilted law of each kind on its cells."""
     if not len(base.steps):
         return []
-    laws = []
-    for q, s, steps, ends in zip(base.q, base.sigma, base.steps, _choose_ends(base, aim), strict=True):
-        if base.direction == "replace":
-            atoms = atoms_replace(float(q), float(s), ends)
-        else:
-            atoms = atoms_add_remove(float(q), float(s), ends, base.direction)
-        laws.append(_tilt(atoms, float(steps), aim.tilt))
+    laws: list[_Tilted] = []
+    ends = _choose_ends(base, aim)
+    lengths = np.array([len(some) for some in ends])
+    for length in np.unique(lengths):  # as arrays, for speed
+        alike = np.flatnonzero(lengths == length)
+        q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
+        atoms = atoms_replace(q, s, x) if base.direction == "replace" else atoms_add_remove(q, s, x, base.direction)
+        for mass, loss, infinite, steps in zip(atoms.mass, atoms.loss, atoms.infinite, base.steps[alike], strict=True):
+            laws.append(_tilt(_Atoms(mass, loss, infinite), float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
 
 
@@ -601,7 +626,7 @@ def compose(laws: list[_Tilted], base: _Sampled, aim: _Aim, delta: float, floor:
 
 def _smoothing(gaussian: float, aim: _Aim, spacing: float) -> float:
     """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one."""
-    wanted = max(2 * _SMOOTH_ERROR * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
+    wanted = max(2 * _SMOOTH_ERROR * aim.fine * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
     return 0.0 if gaussian >= wanted else wanted
 
 
@@ -678,7 +703,8 @@ def _characteristic(law: _Tilted, spacing: float, number: int) -> NDArray[np.com
 
 def _waves_of(loss: Array, spacing: float, number: int) -> NDArray[np.complex128]:
     """`e^(i k D loss)` for k = 0..number-1, (number, losses), by doubling: few exponentials and few roundings."""
-    table = np.ones((number, len(loss)), dtype=np.complex128)
+    table = np.empty((number, len(loss)), dtype=np.complex128)
+    table[0] = 1
     done = 1
     while done < number:
         more = min(done, number - done)

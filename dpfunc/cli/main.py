@@ -119,6 +119,8 @@ def epsilon(
 
     Example: dpfunc epsilon -n 60000 -b 256 --epochs 60 --sigma 1.1 --delta 1e-5
     """
+    if noise_multiplier == 0:
+        raise click.BadParameter("0 is no noise: epsilon is infinite. Expected sigma > 0.", param_hint="'--sigma'")
     q, count = _sampling(sampling_prob, dataset_size, batch_size, steps, epochs)
     ledger = Ledger((Event(q, noise_multiplier, count),), adjacency)
     guarantee = accounting.epsilon(ledger, delta, method)
@@ -167,7 +169,7 @@ def _warn_about_delta(delta: float, dataset_size: int | None) -> None:
 @click.option("--batch-size", "-b", type=int, required=True, help="Expected batch size.")
 @click.option("--epochs", type=float, required=True, help="Passes over the data.")
 @click.option("--epsilon", "-e", "target_epsilon", type=float, required=True, help="Budget for epsilon.")
-@click.option("--delta", "-d", type=float, help="Delta; by default min(1e-5, 1 / n^1.1).")
+@click.option("--delta", "-d", type=float, help="Delta; by default min(1e-5, 1 / (20 n)).")
 @json_option
 def requirements(
     dataset_size: int, batch_size: int, epochs: float, target_epsilon: float, delta: float | None, as_json: bool

@@ -11,6 +11,7 @@ from dpfunc.accounting import (
     calibrate,
     calibrate_batch_size,
     calibrate_noise,
+    calibrate_steps,
     epsilon,
     schedule_ledger,
 )
@@ -51,6 +52,23 @@ def test_few_evaluations():
     cached_epsilon.cache_clear()
     calibrate_noise(epsilon=3.0, delta=1e-5, sampling_prob=0.1, num_steps=200)
     assert cached_epsilon.cache_info().misses <= 12
+
+
+def test_five_hundred_kinds_take_few_evaluations():
+    """Each evaluation composes all that was spent, so their number is the time."""
+    spent = Ledger(tuple(Event(0.01 + i * 1e-5, 1.0 + i / 500, 1) for i in range(500)))
+    target = {"epsilon": 3.0, "delta": 1e-5, "spent": spent}
+
+    def evaluations(calibrate_one):
+        cached_epsilon.cache_clear()
+        return calibrate_one(), cached_epsilon.cache_info().misses
+
+    sigma, of_noise = evaluations(lambda: calibrate_noise(sampling_prob=0.01, num_steps=1000, **target))
+    steps, of_steps = evaluations(lambda: calibrate_steps(sampling_prob=0.01, noise_multiplier=1.0, **target))
+    assert max(of_noise, of_steps) <= 5
+    assert epsilon(spent.record(Event(0.01, sigma, 1000)), 1e-5).epsilon <= 3.0
+    assert epsilon(spent.record(Event(0.01, sigma * (1 - 4e-4), 1000)), 1e-5).epsilon > 3.0
+    assert epsilon(spent.record(Event(0.01, 1.0, steps)), 1e-5).epsilon <= 3.0
 
 
 def test_no_sampling_is_exact():

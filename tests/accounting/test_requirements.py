@@ -19,7 +19,7 @@ from dpfunc.accounting import (
     privacy_requirements,
     suggest_delta,
 )
-from dpfunc.accounting.requirements import total_steps
+from dpfunc.accounting.requirements import compared_sizes, total_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -50,10 +50,32 @@ def test_the_recommended_batch_is_computed(need):
     best = min(choice.noise_per_run for choice in need.choices)
     near = [choice.batch_size for choice in need.choices if choice.noise_per_run <= 1.1 * best]
     assert need.recommended_batch_size == min(near)
+    sizes = [choice.batch_size for choice in need.choices]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (1, 1000)
     for choice in need.choices:
         assert choice.noise_per_step == pytest.approx(choice.noise_multiplier / choice.batch_size)
         run = Ledger((Event(choice.sampling_prob, choice.noise_multiplier, choice.total_steps),))
         assert epsilon(run, need.delta).epsilon <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("n", "epochs", "sizes", "advice"), [(60000, 60, (256, 6000), 4096), (50, 10, (1, 20, 50), 32)]
+)
+def test_advice_does_not_depend_on_the_batch_size_asked_for(n, epochs, sizes, advice):
+    """A size asked for is one row more in the table, and no candidate."""
+    for size in sizes:
+        need = privacy_requirements(dataset_size=n, batch_size=size, epochs=epochs, target_epsilon=3.0)
+        assert need.recommended_batch_size == advice
+        assert size in [choice.batch_size for choice in need.choices]
+
+
+@pytest.mark.parametrize("n", [2, 3, 50, 2**16, 10**9])
+def test_batch_sizes_compared_reach_from_one_to_all_records(n):
+    sizes = compared_sizes(n)
+    assert (sizes[0], sizes[-1]) == (1, n)
+    assert len(sizes) <= 10
+    assert sizes == sorted(set(sizes))
 
 
 def test_guidance_is_true(need):
@@ -101,8 +123,9 @@ def test_bad_arguments_are_refused(change):
 
 @given(st.integers(2, 10**9))
 def test_suggested_delta_is_below_one_over_n(n):
-    assert 0 < suggest_delta(n) < 1 / n
+    assert 0 < suggest_delta(n) < 1 / (10 * n)
     assert suggest_delta(n) <= 1e-5
+    assert "Prefer a smaller one" not in explain_delta(suggest_delta(n), n).words
 
 
 @given(st.floats(0.0, 50.0), st.floats(1e-4, 0.999))

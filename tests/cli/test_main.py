@@ -59,11 +59,14 @@ def test_requirements():
     arguments = ("requirements", "-n", 5000, "-b", 128, "--epochs", 5, "--epsilon", 3)
     values = json.loads(run(*arguments, "--json").stdout)
     assert values["total_steps"] == 196
-    assert values["delta"] < 1 / 5000
-    assert values["recommended_batch_size"] >= 128
+    assert values["delta"] < 1 / (10 * 5000)
+    assert values["recommended_batch_size"] == 4096
     text = run(*arguments).stdout
     assert "clip norm" in text
     assert "belief of 1/2" in text
+    assert (
+        "Prefer a smaller one" not in run("requirements", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3).stdout
+    )
 
 
 def test_ledger_show(tmp_path):
@@ -83,7 +86,7 @@ def test_journal_show(tmp_path):
 
 
 def test_infinite_epsilon_is_valid_json_and_readable():
-    command = ("epsilon", "-q", 0.5, "--steps", 10, "--sigma", 0, "--delta", 1e-5)
+    command = ("epsilon", "-q", 1, "--steps", 10, "--sigma", 1e-160, "--delta", 1e-5)
     assert json.loads(run(*command, "--json").stdout)["epsilon"] is None
     table = run(*command).stdout
     assert "infinite" in table
@@ -100,6 +103,7 @@ GOOD = ["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1, "--delta", 1e-5]
 BAD = {
     "q > 1": (["epsilon", "-q", 1.5, "--steps", 10, "--sigma", 1, "--delta", 1e-5], 1, "0 < sampling_prob <= 1"),
     "negative sigma": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", -1, "--delta", 1e-5], 1, "noise_multiplier=-1.0"),
+    "no noise": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 0, "--delta", 1e-5], 2, "epsilon is infinite"),
     "NaN sigma": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", "nan", "--delta", 1e-5], 1, "noise_multiplier=nan"),
     "delta 1": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1, "--delta", 1], 1, "0 < delta < 1"),
     "no steps": (["epsilon", "-q", 0.1, "--steps", 0, "--sigma", 1, "--delta", 1e-5], 1, "steps >= 1"),
