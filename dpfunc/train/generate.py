@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfunc import distributed
-from dpfunc._utils.validation import fail, integer, positive, probability
+from dpfunc._utils.validation import fail, integer, positive, probability, unique_json, unsigned
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
@@ -116,9 +116,9 @@ def _spent(root: Path, job: Job) -> tuple[float | None, float | None]:
     if not job.privacy.dp_enabled:
         return None, None
     try:
-        values = json.loads((root / ACCOUNTING).read_text())
+        values = unsigned("record", unique_json((root / ACCOUNTING).read_bytes()))
         return float(values["epsilon"]), float(values["delta"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
         ) from error

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from journal_cases import written
+from record_cases import record
 from trainer_cases import (
     again,
     language_model,
@@ -402,8 +403,9 @@ def test_a_killed_run_leaves_no_accounting_of_an_earlier_end(killed, tmp_path):
 
     seen = []
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    spent = dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),))
     (tmp_path / "privacy_accounting.json").write_text(
-        json.dumps({"global_step": 4, "ledger": json.loads(dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),)).to_json())})
+        record(ledger=spent, epsilon=spent.epsilon(1e-5, "rdp").epsilon, accountant="rdp", global_step=4).to_json()
     )
     with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
         read_spent([tmp_path / "privacy_accounting.json"])
