@@ -25,8 +25,7 @@ from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.inputs import prompt_ids
 from dpfunc.train.model import load_base, load_processing, one_line
-from dpfunc.train.run import MODEL
-from dpfunc.train.run_folder import saved_job, trained_on
+from dpfunc.train.run_folder import MODEL, saved_job, trained_on
 from dpfunc.train.tables import read_table, same_file
 
 

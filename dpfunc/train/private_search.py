@@ -30,8 +30,8 @@ from dpfunc.train.dataset import Records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import load_processing
 from dpfunc.train.people import check_spent_units
-from dpfunc.train.run import MODEL, check_job
-from dpfunc.train.run_folder import check_folder, write_job
+from dpfunc.train.run import check_job
+from dpfunc.train.run_folder import MODEL, check_folder, write_job
 from dpfunc.train.score import MEANING, check_scored, noisy, score
 from dpfunc.types import Event
 

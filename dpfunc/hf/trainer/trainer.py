@@ -238,7 +238,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """Train to the end of the plan or of the budget, whichever is first.
 
         Args:
-            resume_from_checkpoint: True, or the path of a checkpoint: go on with that run, bit for bit.
+            resume_from_checkpoint: True, or the path of a checkpoint: go on with that run, bit for bit. With True a
+                folder in which nothing was released begins it.
             trial: refused. ignore_keys_for_eval: as in `Trainer`.
 
         Returns:
@@ -276,7 +277,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _write_accounting(self) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
-        trainer_state.write_accounting(Path(self.args.output_dir), self._accounting(self._journal()))
+        record = self._accounting(self._journal())
+        if record.global_step:
+            trainer_state.write_accounting(Path(self.args.output_dir), record)
 
     def _finish_accounting(self) -> None:
         if self._run is not None:
@@ -299,13 +302,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
-        if resume_from_checkpoint:
-            saved = self._resume(resume_from_checkpoint, data)
+        saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
+        if saved is not None:
             spent = saved.state.ledger
             distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), spent, resumed=True))
             skipping = not self.args.ignore_data_skip
             start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
-        elif self._run is None:
+        elif self._run is None or not self._run.state.step:
             distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), self.ledger))
             key = self._given_key or secure_key()
             key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
@@ -347,10 +350,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         check_repeatable(self.train_dataset, collate)
         return self._data_name or data_name(self.train_dataset)
 
-    def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
+    def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
+        """What a run goes on from; None if none was saved because nothing was released."""
+
         def find() -> bytes:
             folder = Path(self.args.output_dir)
-            return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder)).encode()
+            return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder) or "").encode()
 
         def check() -> None:
             if self._division is not None:
@@ -359,9 +364,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
 
-        path = Path(shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode())
+        path = shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode()
+        if not path:
+            _logger.warning("No step was released in %s: the run begins.", self.args.output_dir)
+            return None
         saved = trainer_state.load_run(
-            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
+            Path(path),
+            params=trainable(self.model),
+            plan=self.plan,
+            data=data,
+            journal=self._journal(),
+            ranks=self._ranks,
         )
         all_or_none(check, self._ranks, _NOT_RESUMED)
         return saved
@@ -431,6 +444,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         before = run.at(self.state.global_step)
+        saves = self.args.save_strategy != "no" and not self.args.save_only_model
+        if before.step == 0 and run.start.resumed is None and saves:
+            self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
