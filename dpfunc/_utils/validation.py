@@ -171,21 +171,13 @@ def unique_json(text: str | bytes) -> Any:
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON values with a digest of all of them, against accidents: who may write the file can write another digest.
-
-    >>> signed({"steps": 1})
-    {'steps': 1, 'digest': 'e5d0b73ca842055189a4adc7c7ad0134'}
-    """
+    """JSON values with a digest of all of them, against accidents: who may write the file can write another digest."""
     text = json.dumps({name: value for name, value in values.items() if name != "digest"}, sort_keys=True)
     return {**values, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
 def unsigned(kind: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a file without their digest, which is that of `signed`.
-
-    Raises:
-        InvalidArgument: it is not.
-    """
+    """The values of a file without their digest, once it was compared with that of `signed`."""
     if signed(values) != values:
         raise fail(
             f"a {kind} with the digest of its values", "digest", values.get("digest"),

@@ -48,7 +48,8 @@ class Ledger:
         InvalidArgument: an element that is not an `Event`, or an unknown adjacency.
 
     Guarantees:
-        tests/accounting/test_ledger.py::test_composition_laws, ::test_json_round_trip_is_exact.
+        tests/accounting/test_ledger.py::test_composition_laws, ::test_json_round_trip_is_exact;
+        tests/checkpoint/test_prior_ledgers.py::test_no_flipped_bit_changes_what_is_spent.
 
     >>> step = Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1)
     >>> Ledger().record(step).record(step)
@@ -115,9 +116,6 @@ class Ledger:
             InvalidArgument: not JSON, another schema or digest, or a field that is missing, unknown, there twice or
                 outside its domain.
                 Nothing is dropped or repaired: a ledger that lost an event would under-report.
-
-        Guarantees:
-            tests/checkpoint/test_prior_ledgers.py::test_no_flipped_bit_changes_what_is_spent.
 
         >>> ledger = Ledger((Event(0.1, 1.0, 10),), "replace_one")
         >>> Ledger.from_json(ledger.to_json()) == ledger

@@ -186,15 +186,12 @@ def check_neighbours(given: object, adjacency: Adjacency) -> None:
 
 
 def is_record(values: object) -> bool:
-    """True for the JSON values of a record of any version, also of one before records had a schema.
+    """True for the JSON values of a record of any version.
 
     >>> is_record({"schema": "dpfunc.accounting/2"}), is_record({"schema": "dpfunc.ledger/2"})
     (True, False)
     """
-    if not isinstance(values, dict):
-        return False
-    old = "schema" not in values and {"epsilon", "delta", "global_step"} <= set(values)
-    return old or str(values.get("schema")).startswith("dpfunc.accounting/")
+    return isinstance(values, dict) and str(values.get("schema")).startswith("dpfunc.accounting/")
 
 
 def read_ledger(text: str | bytes) -> Ledger:
@@ -202,10 +199,7 @@ def read_ledger(text: str | bytes) -> Ledger:
 
     Raises:
         InvalidArgument: something else, a ledger or record that cannot be read, or a record whose epsilon is not that
-            of its ledger, up to a relative 1e-4: accountants may round in other ways.
-
-    Guarantees:
-        tests/checkpoint/test_prior_ledgers.py::test_a_record_costs_what_it_states.
+            of its ledger, up to a relative 1e-4 (tests/checkpoint/test_prior_ledgers.py).
 
     >>> ledger = Ledger()
     >>> read_ledger(ledger.to_json()) == ledger

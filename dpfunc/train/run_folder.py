@@ -136,15 +136,10 @@ def _unused(folder: Path) -> bool:
 def _check_writable(folder: Path) -> None:
     """Check that files can be made in a folder, or in the nearest one above it that exists."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise InvalidArgument(
-            f"Expected an output_dir that is a folder or can be made, got output_dir={str(folder)!r}: {str(there)!r} "
-            "is a file. Name another folder: --output_dir."
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidArgument(
-            f"Expected an output_dir that can be written, got output_dir={str(folder)!r}: {str(there)!r} may not be. "
-            "Name another folder: --output_dir."
+            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
+            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
         )
 
 
@@ -193,19 +188,19 @@ def has_checkpoint(job: Job) -> bool:
     return any(is_complete(path) for path in found) if job.privacy.dp_enabled else bool(found)
 
 
-def interrupted(job: Job) -> str:
-    """Message after the user interrupts a run: its privacy cost, and how to resume or count it."""
+def interrupted(job: Job, how: str = "Interrupted") -> str:
+    """Message after the user or the system ends a run: its privacy cost, and how to resume or count it."""
     journal = Path(job.output_dir) / JOURNAL
     steps, delta = count_steps(journal), job.privacy.dp_delta
     if delta is None or not job.privacy.dp_enabled:
-        cost = "Interrupted. The twin without privacy spends nothing."
+        cost = f"{how}. The twin without privacy spends nothing."
     elif not steps:
-        cost = "Interrupted before the first step was released: nothing was spent."
+        cost = f"{how} before the first step was released: nothing was spent."
     else:
         epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
         earlier = ", earlier runs included" if job.data.spent else ""
         cost = (
-            f"Interrupted. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
+            f"{how}. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
             f"{earlier}. A new run on these records counts them: --spent {journal}."
         )
     if has_checkpoint(job):

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from full_disk import allow
 from safetensors.torch import load_file
 from text_job import write_job, write_model, write_table
 from trainer_cases import again
@@ -659,6 +660,59 @@ def test_an_interrupt_without_a_checkpoint_promises_no_resume(here, early, tmp_p
     assert interrupted(read_job("job.yaml", ["--output_dir", str(tmp_path / "lost")])).endswith(
         "There is no checkpoint to resume."
     )
+
+
+FULL = {  # when the disk is full, for files of how many bytes, what could not be written, steps that were released
+    "job": ("make_trainer", 10, "The run in {folder} could not go on: [Errno 27] File too large. Stopped", 0),
+    "first checkpoint": ("on_train_begin", 1000, "{folder}/checkpoint-0/dpfunc could not be written: ", 0),
+    "journal": ("on_step_end", 400, "{folder}/privacy_journal.jsonl could not be written: File too large", 1),
+    "checkpoint": ("on_step_end", 3000, "{folder}/checkpoint-2/dpfunc could not be written: ", 2),
+    "record": ("on_train_end", 1500, "{folder}/privacy_accounting.json could not be written: File too large", 4),
+    "model": ("check_accounting", 100, "The run in {folder} could not go on: ", 4),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkeypatch, name):
+    when, size, said, steps = FULL[name]
+    folder, make, check = tmp_path / "full", train_job.make_trainer, train_job.check_accounting
+
+    class Full(TrainerCallback):
+        pass
+
+    def made(*args):
+        trainer = make(*args)
+        if when.startswith("on_"):
+            setattr(Full, when, lambda *args, **kwargs: allow(size))
+            trainer.add_callback(Full())
+        elif when == "make_trainer":
+            allow(size)
+        return trainer
+
+    monkeypatch.setattr(train_job, "make_trainer", made)
+    if when == "check_accounting":
+        monkeypatch.setattr(train_job, when, lambda *args: [check(*args), allow(size)])
+    again(insecure_key(3))
+    try:
+        result = train("--output_dir", folder, "--insecure-seed", 3)
+    finally:
+        allow()
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert "Error: " + said.format(folder=folder) in result.stderr
+    assert "Traceback" not in result.output
+    spent = "Stopped before the first step was released: nothing was spent."
+    if steps:
+        known = journal_ledger(folder / "privacy_journal.jsonl")
+        assert known.num_steps == steps
+        spent = f"Stopped. The journal has {steps} steps, which spent epsilon={known.epsilon(1e-3).epsilon:.4g} at"
+        assert result.stderr.endswith("--resume goes on with this run.\n")
+    assert spent in result.stderr
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    again(insecure_key(3))
+    result = train("--output_dir", folder, "--insecure-seed", 3, *(["--resume"] if steps else []))
+    assert result.exit_code == 0, result.output
+    assert journal_ledger(folder / "privacy_journal.jsonl").num_steps == 4
 
 
 def test_only_the_process_that_writes_speaks_of_an_interrupt(here, capsys):

@@ -18,7 +18,7 @@ from text_job import write_job
 
 from dpfunc.accounting import RunCount, selection_epsilon
 from dpfunc.accounting.selection_record import SelectionRecord
-from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
+from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import candidates
 from dpfunc.train.candidates import noise_of
@@ -180,6 +180,16 @@ def test_a_run_that_fails_is_a_run(search, monkeypatch, failing):
     outcome = run_search(search, insecure_seed=2108)
     assert len(made.keys) == runs_of(2108, search) > 2
     assert outcome.record.chosen is not None
+
+
+def test_a_full_disk_is_no_run_that_fails(search, monkeypatch):
+    """The search goes on from before that run, with the result of one whose disk was never full."""
+    MadeUpRuns(monkeypatch, failing=[1], error=NotWritten("No space left on device"))
+    with pytest.raises(NotWritten):
+        run_search(search, insecure_seed=2108)
+    made = MadeUpRuns(monkeypatch)
+    run_search(search, resume=True, insecure_seed=2108)
+    assert len(made.keys) == runs_of(2108, search) - 1
 
 
 @pytest.mark.parametrize(

@@ -217,11 +217,7 @@ def newest(output_dir: Path) -> Path | None:
 
 
 def released(output_dir: Path) -> bool:
-    """True if the folder of a run says that a step was released there, or lacks the journal that would say so.
-
-    Raises:
-        CheckpointError: a journal that cannot be read, or lacks lines.
-    """
+    """True if the folder of a run says that a step was released there, or lacks the journal that would say so."""
     journal, start = output_dir / JOURNAL, output_dir / START
     later = [path for path in output_dir.glob("checkpoint-*") if path.name != START and _numbered(path)]
     lost = is_complete(start) and not journal.exists()

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,13 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
-from dpfunc.accounting.record import ONE_RECORD, Record
+from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.checkpoint.format import Checkpoint
+from dpfunc.checkpoint.journal import writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
-from dpfunc.errors import BudgetExhausted, InvalidArgument
+from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.tasks import infer_task
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import processes, sharded
@@ -271,7 +272,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         finally:
             self._start = None
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
-                self._write_accounting()
+                with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
+                    self._write_accounting()
         distributed.once(self._ranks, self._finish_accounting)
         return output._replace(training_loss=math.nan)
 
@@ -279,7 +281,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
         record = self._accounting(self._journal())
         if record.global_step:
-            trainer_state.write_accounting(Path(self.args.output_dir), record)
+            with writing(Path(self.args.output_dir) / RECORD_FILE, record.ledger, self.plan):
+                trainer_state.write_accounting(Path(self.args.output_dir), record)
 
     def _finish_accounting(self) -> None:
         if self._run is not None:
@@ -364,17 +367,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
 
-        path = shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode()
-        if not path:
+        found = shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode()
+        if not found:
             _logger.warning("No step was released in %s: the run begins.", self.args.output_dir)
             return None
+        path, params = Path(found), trainable(self.model)
         saved = trainer_state.load_run(
-            Path(path),
-            params=trainable(self.model),
-            plan=self.plan,
-            data=data,
-            journal=self._journal(),
-            ranks=self._ranks,
+            path, params=params, plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
         )
         all_or_none(check, self._ranks, _NOT_RESUMED)
         return saved
@@ -534,20 +533,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             return save(model, trial)  # type: ignore[no-any-return]  # of Trainer
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
-
-        if not args.save_only_model:  # which is also how to get a checkpoint without the key
-            trainer_state.save_run(
-                folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
-                ranks=self._ranks,
-                **({} if self._division is None else sharded.parts_of_run(self._division, self.optimizer, run.params)),
-            )  # fmt: skip
-        distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
-        self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
-        try:
-            all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
-        finally:
-            self.args = args
-        distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
+        parts = {} if self._division is None else sharded.parts_of_run(self._division, self.optimizer, run.params)
+        with writing(folder, run.state.ledger, self.plan):
+            if not args.save_only_model:  # which is also how to get a checkpoint without the key
+                trainer_state.save_run(
+                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
+                    ranks=self._ranks, **parts,
+                )  # fmt: skip
+            distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
+            self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
+            try:
+                all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
+            finally:
+                self.args = args
+            distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's own. All processes call it for a sharded model, which the writing one puts together."""

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from full_disk import allow
 from journal_cases import written
 from record_cases import record
 from trainer_cases import (
@@ -29,7 +30,7 @@ import dpfunc
 from dpfunc.checkpoint.chain import head_path, known_end
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.checkpoint.prior_ledgers import read_spent
-from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict
+from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -380,6 +381,7 @@ class Copied(TrainerCallback):
 def early(tmp_path_factory):
     """A folder after the first release of a run that would save at its end."""
     folder = tmp_path_factory.mktemp("early")
+    again(KEY)
     run(folder / "run", key=KEY, changes={"save_steps": 50}, callbacks=[Copied(folder / "killed")]).train()
     return folder / "killed"
 
@@ -530,6 +532,32 @@ def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
     resumed.train(resume_from_checkpoint=True)
     assert resumed.ledger == resumed.plan.ledger()
     assert journal_ledger(journal) == resumed.plan.ledger()
+
+
+@pytest.mark.parametrize("when", ["on_step_begin", "on_train_end"])
+def test_a_full_disk_loses_nothing(tmp_path, when):
+    """Nor does the accounting that cannot be written hide why a run ended."""
+    full = type("Full", (TrainerCallback,), {when: lambda *args, **kwargs: allow(700)})
+    trainer = run(tmp_path, key=dpfunc.secure_key(), callbacks=[full()])
+    try:
+        with pytest.raises(NotWritten, match=r"could not be written: .* steps were released and epsilon=\d") as told:
+            trainer.train()
+    finally:
+        allow()
+    assert ("privacy_accounting.json" if "end" in when else "checkpoint-0") in str(told.value).split(" could")[0]
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger == resumed.plan.ledger()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    trainer = run(tmp_path / "run")
+    trainer.args.output_dir = str(tmp_path / "file" / "run")
+    with pytest.raises(
+        InvalidArgument, match=r"Expected a folder that can be written, got .*: Not a directory. Nothing"
+    ):
+        trainer.train()
 
 
 def test_a_journal_that_lost_steps_is_no_accounting(tmp_path, monkeypatch):
