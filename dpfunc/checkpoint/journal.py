@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
 
+from safetensors import SafetensorError
+
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.chain import (
     RESTORE,
@@ -35,9 +37,12 @@ if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for 
     from dpfunc.state import StepState
 
 
+REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a file could not be written
+
+
 def unwritten(error: BaseException) -> bool:
-    """True for an error of the system, also as torch and safetensors pass it on, which have no type for it."""
-    return isinstance(error, (OSError, NotWritten)) or any(w in str(error) for w in ("inline_container", "I/O error"))
+    """True for those of `REFUSED` that say so: torch has no type for a file that it could not write."""
+    return not isinstance(error, RuntimeError) or isinstance(error, NotWritten) or "inline_container" in str(error)
 
 
 @contextmanager
@@ -49,7 +54,7 @@ def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except REFUSED as error:
         if isinstance(error, NotWritten) or not unwritten(error):
             raise
         spent = ledger.epsilon(plan.delta, plan.accountant).epsilon

@@ -76,7 +76,7 @@ def importing() -> Iterator[None]:
 @contextmanager
 def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
     """After Ctrl-C, or a file that cannot be written, tell the privacy cost of the run; click then ends the command."""
-    from dpfunc.checkpoint.journal import unwritten
+    from dpfunc.checkpoint.journal import REFUSED, unwritten
     from dpfunc.train.run_folder import interrupted
 
     try:
@@ -85,7 +85,7 @@ def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
         if ranks is None or ranks.writes:
             click.echo(f"\n{interrupted(job)}", err=True)  # not on the line of the progress bar
         raise
-    except Exception as error:
+    except REFUSED as error:
         if not unwritten(error):
             raise
         what = "" if isinstance(error, NotWritten) else f"The run in {job.output_dir} could not go on: "

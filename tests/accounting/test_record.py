@@ -93,7 +93,8 @@ def test_a_ledger_that_is_read_from_other_files():
     old = {"epsilon": 1.0, "delta": 1e-5, "global_step": 3, "ledger": ledger}
     with pytest.raises(InvalidArgument, match="or name its journal: before version 2 files had no digest"):
         read_ledger(json.dumps(old))
-    assert is_record(old)
+    assert is_record({"schema": "dpfunc.accounting/1"})
+    assert not is_record(old)
     for other in ({"schema": 1, "ledger": ledger}, {"schema": "dpfunc.accounting/2", "ledger": ledger}, 3):
         with pytest.raises(InvalidArgument):
             read_ledger(json.dumps(signed(other) if isinstance(other, dict) else [other]))

@@ -97,7 +97,7 @@ def test_a_changed_record_is_refused(folder, command):
     for changed, message in (
         ({**values, "epsilon": 0.1}, "Expected a record with the digest of its values"),
         ({**values, "schema": "dpfunc.accounting/1"}, "before version 2 files had no digest"),
-        (old, "before version 2 files had no digest"),
+        (old, "which is none of them. The journal of a run"),
     ):
         path.write_text(json.dumps(changed))
         result = run(command, folder, "--delta", 1e-5)

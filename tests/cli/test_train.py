@@ -214,7 +214,7 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
     process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 600
-    while not any(map(is_complete, Path("killed").glob("checkpoint-*"))):
+    while not any(map(is_complete, Path("killed").glob("checkpoint-[1-9]*"))):
         assert process.poll() is None, "finished before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -241,7 +241,7 @@ def early(folder):
 
     class Copied(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            shutil.copytree("early", "killed")
+            shutil.copytree("early", "early-killed")
             raise KeyboardInterrupt
 
     def made(*args):
@@ -254,7 +254,7 @@ def early(folder):
         patch.chdir(folder[0])
         patch.setattr(train_job, "make_trainer", made)
         assert train("--output_dir", "early", "--insecure-seed", 3).exit_code == 1
-    return folder[0] / "killed"
+    return folder[0] / "early-killed"
 
 
 BEFORE_THE_FIRST_STEP = {  # what is in the folder

@@ -39,8 +39,7 @@ _logger = logging.getLogger(__name__)
 
 JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
-START = "checkpoint-0"
-"""The checkpoint before the first step, which stays until there is a later one."""
+START = "checkpoint-0"  # before the first step; it stays until there is a later one
 _TRAINER_STATE = "trainer_state.json"
 FILES = "trainer_files.json"
 """A digest of every file that the Trainer has written into a checkpoint."""
@@ -182,10 +181,7 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
 
 
 def newest(output_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run; one that a kill left half-written is passed over.
-
-    Returns:
-        None if there is none because nothing was released there: the run begins.
+    """The newest complete checkpoint of a run, without those that a kill left half-written; None before any release.
 
     Raises:
         CheckpointError: there is none after a release, or it is not clear of which run.
