@@ -39,6 +39,10 @@ class CheckpointError(DPFuncError, RuntimeError):
     """A checkpoint is missing, incomplete, or belongs to another plan, data set or model."""
 
 
+class NotWritten(CheckpointError):
+    """A file of a run could not be written, e.g. on a full disk. What was released before counts."""
+
+
 class RankMismatch(DPFuncError, RuntimeError):
     """The processes of a run disagree about the step, the plan, the key or the parameters. Nothing was spent."""
 

@@ -111,7 +111,12 @@ def only_process(folder: Path) -> Iterator[None]:
 
 def _taken(path: Path, folder: Path) -> int:
     while True:
-        handle = _opened(path)
+        try:
+            handle = _opened(path)
+        except OSError as error:
+            raise InvalidArgument(
+                f"Expected a folder that can be written, got {str(folder)!r}: {error.strerror}. Nothing was spent."
+            ) from error
         if not lock(handle, wait=False):
             owner = os.read(handle, 20).decode("ascii", "replace").strip()
             os.close(handle)

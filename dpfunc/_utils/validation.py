@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import inspect
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc._utils.words import WORDS
@@ -194,6 +195,22 @@ def unique_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def signed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values with a digest of all of them, against accidents: who may write the file can write another digest."""
+    text = json.dumps({name: value for name, value in values.items() if name != "digest"}, sort_keys=True)
+    return {**values, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def unsigned(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a file without their digest, once it was compared with that of `signed`."""
+    if signed(values) != values:
+        raise fail(
+            f"a {kind} with the digest of its values", "digest", values.get("digest"),
+            "The file was changed or damaged after it was written, or by hand. Restore it, or name its journal.",
+        )  # fmt: skip
+    return {name: value for name, value in values.items() if name != "digest"}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

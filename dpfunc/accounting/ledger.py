@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from dpfunc._utils.validation import apart, fail, one_of, unique_json
+from dpfunc._utils.validation import apart, fail, one_of, signed, unique_json, unsigned
 from dpfunc.errors import DPFuncError, InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 if TYPE_CHECKING:
     from dpfunc.accounting.guarantee import Guarantee
 
-_SCHEMA = "dpfunc.ledger/1"
+_SCHEMA = "dpfunc.ledger/2"
+OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: before version 2 files had no digest."
 _LEDGER_FIELDS = {"schema", "adjacency", "events"}
 _EVENT_FIELDS = {"sampling_prob", "noise_multiplier", "num_steps"}
 _SHOWN_EVENTS = 4
@@ -47,7 +48,8 @@ class Ledger:
         InvalidArgument: an element that is not an `Event`, or an unknown adjacency.
 
     Guarantees:
-        tests/accounting/test_ledger.py::test_composition_laws, ::test_json_round_trip_is_exact.
+        tests/accounting/test_ledger.py::test_composition_laws, ::test_json_round_trip_is_exact;
+        tests/checkpoint/test_prior_ledgers.py::test_no_flipped_bit_changes_what_is_spent.
 
     >>> step = Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1)
     >>> Ledger().record(step).record(step)
@@ -99,20 +101,20 @@ class Ledger:
         return other.beyond(self).num_steps
 
     def to_json(self) -> str:
-        """The ledger as JSON, with its schema; floats are written so that they read back exactly."""
+        """The ledger as JSON, with its schema and a digest; floats are written so that they read back exactly."""
         events = [
             {"sampling_prob": e.sampling_prob, "noise_multiplier": e.noise_multiplier, "num_steps": e.num_steps}
             for e in self.events
         ]
-        return json.dumps({"schema": _SCHEMA, "adjacency": self.adjacency, "events": events})
+        return json.dumps(signed({"schema": _SCHEMA, "adjacency": self.adjacency, "events": events}))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ledger:
         """Read a ledger that `to_json` wrote.
 
         Raises:
-            InvalidArgument: not JSON, another schema, or a field that is missing, unknown, there twice or outside its
-                domain.
+            InvalidArgument: not JSON, another schema or digest, or a field that is missing, unknown, there twice or
+                outside its domain.
                 Nothing is dropped or repaired: a ledger that lost an event would under-report.
 
         >>> ledger = Ledger((Event(0.1, 1.0, 10),), "replace_one")
@@ -125,7 +127,8 @@ class Ledger:
             raise InvalidArgument(f"Expected a ledger as JSON: {error}.") from error
         if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
             found = values.get("schema") if isinstance(values, dict) else type(values).__name__
-            raise fail(f"a ledger with schema {_SCHEMA!r}", "schema", found, "Use the version of dpfunc that wrote it.")
+            raise fail(f"a ledger with schema {_SCHEMA!r}", "schema", found, OTHER_VERSION)
+        values = unsigned("ledger", values)
         _same_fields("ledger", values, _LEDGER_FIELDS)
         if not isinstance(values["events"], list):
             raise fail("a list of events", "events", values["events"])

@@ -18,14 +18,17 @@ from dpfunc._utils.validation import (
     open_unit,
     positive,
     probability,
+    signed,
     unique_json,
+    unsigned,
 )
-from dpfunc.accounting.ledger import Ledger
+from dpfunc.accounting.ledger import OTHER_VERSION, Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency
 
 RECORD_FILE = "privacy_accounting.json"
-_SCHEMA = "dpfunc.accounting/1"
+_ROUNDING = 1e-4  # relative; as tight as the accountants are
+_SCHEMA = "dpfunc.accounting/2"
 SELECTION = "dpfunc.selection/"  # the schema of the record of a search, see selection_record.py
 
 NEIGHBOURS: dict[Adjacency, str] = {
@@ -122,27 +125,28 @@ class Record:
             raise fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
 
     def to_json(self) -> str:
-        """The record as JSON, with its schema; an infinite epsilon is null, as JSON has no infinity."""
+        """The record as JSON, with its schema and a digest; an infinite epsilon is null, as JSON has no infinity."""
         values = {
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
             **{name: _finite(getattr(self, name)) for name in ("epsilon", "epsilon_rdp")},
             "ledger": json.loads(self.ledger.to_json()),
         }
-        return json.dumps({"schema": _SCHEMA, **values, "neighbours": NEIGHBOURS[self.adjacency]}, indent=1)
+        return json.dumps(signed({"schema": _SCHEMA, **values, "neighbours": NEIGHBOURS[self.adjacency]}), indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
         """Read a record that `to_json` wrote.
 
         Raises:
-            InvalidArgument: not JSON, no schema or another one, or a field that is missing, unknown, there twice or
-                outside its domain.
+            InvalidArgument: not JSON, no schema or another one, another digest, or a field that is missing, unknown,
+                there twice or outside its domain.
         """
         values = parsed(text, "the record of a run")
         if not is_record(values):
             raise InvalidArgument(f"Expected the record of a run, as {RECORD_FILE} holds it, got other JSON.")
         if values.get("schema") != _SCHEMA:
-            raise fail(f"a record with schema {_SCHEMA!r}", "schema", values.get("schema"), _OTHER_SCHEMA)
+            raise fail(f"a record with schema {_SCHEMA!r}", "schema", values.get("schema"), OTHER_VERSION)
+        values = unsigned("record", values)
         check_fields(cls, values, _SCHEMA)
         for name in ("epsilon", "epsilon_rdp"):
             if values[name] is None:
@@ -182,46 +186,44 @@ def check_neighbours(given: object, adjacency: Adjacency) -> None:
 
 
 def is_record(values: object) -> bool:
-    """True for the JSON values of a record of any version; those without a schema are older than the first schema.
+    """True for the JSON values of a record of any version.
 
-    >>> is_record({"schema": "dpfunc.accounting/1"}), is_record({"schema": "dpfunc.ledger/1"})
+    >>> is_record({"schema": "dpfunc.accounting/2"}), is_record({"schema": "dpfunc.ledger/2"})
     (True, False)
     """
-    if not isinstance(values, dict):
-        return False
-    return str(values.get("schema")).startswith("dpfunc.accounting/") or is_old_record(values)
-
-
-def is_old_record(values: dict[str, Any]) -> bool:
-    """True for the values of a record that was written before records had a schema."""
-    return "schema" not in values and {"epsilon", "delta", "global_step"} <= set(values)
+    return isinstance(values, dict) and str(values.get("schema")).startswith("dpfunc.accounting/")
 
 
 def read_ledger(text: str | bytes) -> Ledger:
-    """The ledger in the text of a file: a ledger, or the record of a run, of any version that has one.
+    """The ledger in the text of a file: a ledger, or the record of a run.
 
     Raises:
-        InvalidArgument: something else, or a ledger or record that cannot be read.
+        InvalidArgument: something else, a ledger or record that cannot be read, or a record whose epsilon is not that
+            of its ledger, up to a relative 1e-4 (tests/checkpoint/test_prior_ledgers.py).
 
     >>> ledger = Ledger()
-    >>> read_ledger(ledger.to_json()) == read_ledger(json.dumps({"ledger": json.loads(ledger.to_json())})) == ledger
+    >>> read_ledger(ledger.to_json()) == ledger
     True
     """
     values = parsed(text, "a ledger or the record of a run")
     if not isinstance(values, dict):
         raise InvalidArgument("Expected a ledger or the record of a run, got other JSON.")
-    if "schema" not in values and "ledger" in values:
-        return Ledger.from_json(json.dumps(values["ledger"]))
     if str(values.get("schema")).startswith(SELECTION):
         raise InvalidArgument(
             "Expected a ledger or the record of a run, got the record of a search: its cost is no sum over steps. Its "
             "epsilon and delta add to those of other runs on the same records: leave them out of the budget of this "
             "one, and publish the sums."
         )
-    return Record.from_json(text).ledger if is_record(values) else Ledger.from_json(text)
-
-
-_OTHER_SCHEMA = "Use the version of dpfunc that wrote it, or name its journal, or a file with its ledger alone."
+    if not is_record(values):
+        return Ledger.from_json(text)
+    record = Record.from_json(text)
+    found = record.ledger.epsilon(record.delta, record.accountant).epsilon
+    if not math.isclose(record.epsilon, found, rel_tol=_ROUNDING):
+        raise fail(
+            f"a record whose epsilon is that of its ledger, {found:.6g} by {record.accountant}", "epsilon",
+            record.epsilon, "One of them was changed. Restore the file, or name its journal.",
+        )  # fmt: skip
+    return record.ledger
 
 
 def _finite(value: float) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, real
+from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, real, signed, unsigned
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.accounting.record import (
@@ -29,7 +29,7 @@ from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
 
-_SCHEMA = f"{SELECTION}1"
+_SCHEMA = f"{SELECTION}2"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SelectionRecord:
         return search_cost(self.runs, self.ledgers, self.score_noise, delta, self.spent)
 
     def to_json(self) -> str:
-        """The record as JSON, with its schema; a shape of null is that of the Poisson distribution."""
+        """The record as JSON, with its schema and a digest; a shape of null is that of the Poisson distribution."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {
             "runs": {"mean": self.runs.mean, "shape": None if self.runs.shape == math.inf else self.runs.shape},
@@ -98,7 +98,7 @@ class SelectionRecord:
             "spent": json.loads(self.spent.to_json()),
         }
         neighbours = NEIGHBOURS[self.spent.adjacency]
-        return json.dumps({"schema": _SCHEMA, **values, "neighbours": neighbours}, indent=1, allow_nan=False)
+        return json.dumps(signed({"schema": _SCHEMA, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SelectionRecord:
@@ -113,6 +113,7 @@ class SelectionRecord:
             raise InvalidArgument(
                 f"Expected a record with schema {_SCHEMA!r}, got another: use the version that wrote it."
             )
+        values = unsigned("record", values)
         check_fields(cls, values, _SCHEMA)
         read = {field.name: _READ.get(field.name, _same)(values[field.name]) for field in dataclasses.fields(cls)}
         record = cls(**read)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
+
+from safetensors import SafetensorError
 
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.chain import (
@@ -26,12 +29,41 @@ from dpfunc.checkpoint.chain import (
     resumes,
     sync_directory,
 )
-from dpfunc.errors import CheckpointError, LedgerConflict
+from dpfunc.errors import CheckpointError, LedgerConflict, NotWritten
 from dpfunc.types import Adjacency, Event
 
 if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for torch
     from dpfunc.plan import Plan
     from dpfunc.state import StepState
+
+
+REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a file could not be written
+
+
+def unwritten(error: BaseException) -> bool:
+    """True for those of `REFUSED` that say so: torch has no type for a file that it could not write."""
+    return not isinstance(error, RuntimeError) or isinstance(error, NotWritten) or "inline_container" in str(error)
+
+
+@contextmanager
+def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
+    """Inside files of a run are written: an error says which could not be, why, what was spent, and what to do.
+
+    Raises:
+        NotWritten: e.g. the disk is full (tests/checkpoint/test_full_disk.py).
+    """
+    try:
+        yield
+    except REFUSED as error:
+        if isinstance(error, NotWritten) or not unwritten(error):
+            raise
+        spent = ledger.epsilon(plan.delta, plan.accountant).epsilon
+        raise NotWritten(
+            f"{getattr(error, 'filename', None) or path} could not be written: "
+            f"{getattr(error, 'strerror', None) or error}. At most {ledger.num_steps} steps were released and "
+            f"epsilon={spent:.4g} at delta={plan.delta:g} is spent. Make room, or make it writable; then resume from "
+            "the newest checkpoint, with the journal."
+        ) from error
 
 
 class Taken(NamedTuple):
@@ -95,6 +127,7 @@ class Journal:
     each begins with the cost of those before it, `dp_step.init(params, key, journal_ledger(path))`.
 
     Raises:
+        NotWritten: when a step cannot be written. Nothing of it was released.
         CheckpointError: when a step is written, if the file has that step of the run with another release, or if lines
             are missing or were changed.
         LedgerConflict: when the first step of a run is written, if its ledger lacks steps of the runs in the file.
@@ -148,7 +181,7 @@ class Journal:
         values = {
             "run": run, "step": step, "adjacency": self.plan.adjacency, "events": _as_lists(own), "release": release
         }  # fmt: skip
-        with locked(self.file) as file:
+        with writing(self.file, after.ledger, self.plan), locked(self.file) as file:
             self._known.read(file, self.file)
             runs = self._known.runs
             if run in runs:

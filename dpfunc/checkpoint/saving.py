@@ -40,7 +40,7 @@ from dpfunc.checkpoint.format import (
     sync_file,
     write_json,
 )
-from dpfunc.checkpoint.journal import saved_end
+from dpfunc.checkpoint.journal import saved_end, writing
 from dpfunc.checkpoint.plan_json import plan_to_dict
 from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes
 from dpfunc.checkpoint.run_layout import layout
@@ -98,6 +98,7 @@ def save(
         StateReused: without a journal, a state after which this process released steps: nothing would count them.
         RankMismatch: the processes hold different states, plans or unsharded tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
+        NotWritten: this process could not.
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
@@ -145,7 +146,7 @@ def save(
     check_agreement({**texts, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
     files[STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
-    with ExitStack() as stack:
+    with writing(parent, state.ledger, plan), ExitStack() as stack:
         begun = all_or_none(partial(_begin, parent, state, ranks, stack), ranks, _FAILED)
         work = parent / shared(begun, ranks).decode()
         write_tensors(work, tensors, group)

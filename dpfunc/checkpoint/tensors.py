@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import distributed, is_dtensor, local
+from dpfunc._utils.validation import shorten
 from dpfunc.checkpoint.format import METADATA, describe
 from dpfunc.checkpoint.values import Slot, encode, slots
 from dpfunc.errors import CheckpointError
@@ -119,14 +120,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.Process
     """Write this process's share of all tensors; collective: all processes of the group write, or none.
 
     Raises:
-        CheckpointError: on all processes, when one could not write.
+        OSError: on all processes, when one could not write.
     """
     from torch.distributed.checkpoint import state_dict_saver as saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     writer = FileSystemWriter(path, overwrite=False, sync_files=True)
     save = saver.save if "no_dist" in signature(saver.save).parameters else saver.save_state_dict  # torch < 2.7
-    with _translated("written", path):
+    with _translated(OSError):
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
@@ -140,12 +141,12 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGrou
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     load = loader.load if "no_dist" in signature(loader.load).parameters else loader.load_state_dict  # torch < 2.7
-    with _translated("read", path):
+    with _translated(CheckpointError, f"The tensors of {path} could not be read: "):
         load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _translated(done: str, path: Path) -> Iterator[None]:
+def _translated(kind: type[Exception], what: str = "") -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -157,7 +158,8 @@ def _translated(done: str, path: Path) -> Iterator[None]:
             warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # its own call, in torch 2.6
             yield
     except CheckpointException as error:  # not an Exception: it would pass all handlers
-        raise CheckpointError(f"The tensors of {path} could not be {done}: {error}.") from error
+        causes = [failure for failure, _ in error.failures.values()]
+        raise kind(what + shorten([str(cause) for cause in causes])) from error
 
 
 def read_table(path: Path) -> Table:

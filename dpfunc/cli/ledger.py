@@ -13,10 +13,10 @@ from typing import Any
 import click
 
 from dpfunc import accounting
-from dpfunc._utils.validation import open_unit, unique_json
+from dpfunc._utils.validation import unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_old_record, is_record
+from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_record
 from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.checkpoint.journal import Taken, journal_ledger, read_steps, steps_ledger
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
@@ -35,16 +35,12 @@ class _Source:
     Args:
         path: of the file that was read. ledger: all that it counts. record: None for a ledger or a journal.
         uncounted: steps in the journals of the same folder that the ledger does not count; None without a journal.
-        old: the record is older than the first schema.
-        delta: that the file claims an epsilon at; None for a ledger or a journal.
     """
 
     path: Path
     ledger: Ledger
     record: Record | None = None
     uncounted: int | None = None
-    old: bool = False
-    delta: float | None = None
 
 
 def _read_source(path: Path) -> _Source:
@@ -58,17 +54,8 @@ def _read_source(path: Path) -> _Source:
         return _Source(file, journal_ledger(file))
     values = _json_of(file)
     if is_record(values):
-        old = is_old_record(values)
-        if old and "ledger" not in values:
-            raise InvalidArgument(
-                f"Expected a record with a ledger, got {str(file)!r}, which has none: nothing in it can be computed "
-                "again. Name the journal or the ledger of its run."
-            )
-        record = None if old else Record.from_json(file.read_bytes())
-        counted = Ledger.from_json(json.dumps(values["ledger"]))
-        return _Source(
-            file, counted, record, _uncounted(file.parent, counted), old, open_unit("delta", values["delta"])
-        )
+        record = Record.from_json(file.read_bytes())
+        return _Source(file, record.ledger, record, _uncounted(file.parent, record.ledger))
     # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
     if isinstance(values, dict) and str(values.get("schema")).startswith("dpfunc.ledger/"):
         return _Source(file, Ledger.from_json(file.read_bytes()))
@@ -154,8 +141,8 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
 
 
 def _required_delta(source: _Source) -> float:
-    if source.delta is not None:
-        return source.delta
+    if source.record is not None:
+        return source.record.delta
     raise click.UsageError(
         f"Missing option '--delta' / '-d'. {str(source.path)!r} has no delta of its own: choose one below "
         "1 / number of records."
@@ -174,12 +161,6 @@ def _note(source: _Source) -> None:
     """Say on stderr what a reader of the numbers must know first."""
     if source.record is not None and source.record.noise_key == GUESSABLE:
         click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
-    if source.old:
-        click.echo(
-            "Note: this record is older than the first schema: only its ledger is used. The unit, the key and what is "
-            "not covered were not recorded.",
-            err=True,
-        )
     if source.path.parent.name.startswith("checkpoint-"):
         click.echo(
             "Note: this is the record of a checkpoint. The cost of the finished run is in the folder above it.",

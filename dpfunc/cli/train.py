@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpfunc.cli.output import json_option, print_json
-from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.errors import DPFuncError, InvalidArgument, NotWritten
 
 if TYPE_CHECKING:
     from dpfunc.distributed.ranks import Ranks
@@ -75,7 +75,8 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
-    """After Ctrl-C, print the privacy cost of the run on the process that writes; click then ends the command."""
+    """After Ctrl-C, or a file that cannot be written, tell the privacy cost of the run; click then ends the command."""
+    from dpfunc.checkpoint.journal import REFUSED, unwritten
     from dpfunc.train.run_folder import interrupted
 
     try:
@@ -84,6 +85,11 @@ def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
         if ranks is None or ranks.writes:
             click.echo(f"\n{interrupted(job)}", err=True)  # not on the line of the progress bar
         raise
+    except REFUSED as error:
+        if not unwritten(error):
+            raise
+        what = "" if isinstance(error, NotWritten) else f"The run in {job.output_dir} could not go on: "
+        raise click.ClickException(f"{what}{str(error).rstrip('.')}. {interrupted(job, 'Stopped')}") from error
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.grid import KEYS, Trial
 from dpfunc.train.model import choose_parameters, load_base
 from dpfunc.train.recipe import with_recipe, with_shape
-from dpfunc.train.run import MODEL, Prepared, make_trainer, save_model
+from dpfunc.train.run import Prepared, make_trainer, save_model
+from dpfunc.train.run_folder import MODEL
 from dpfunc.types import schedule_at
 
 

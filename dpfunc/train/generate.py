@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfunc import distributed
-from dpfunc._utils.validation import fail, integer, positive, probability
+from dpfunc._utils.validation import fail, integer, positive, probability, unique_json, unsigned
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
@@ -25,8 +25,7 @@ from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.inputs import prompt_ids
 from dpfunc.train.model import load_base, load_processing, one_line
-from dpfunc.train.run import MODEL
-from dpfunc.train.run_folder import saved_job, trained_on
+from dpfunc.train.run_folder import MODEL, saved_job, trained_on
 from dpfunc.train.tables import read_table, same_file
 
 
@@ -116,9 +115,9 @@ def _spent(root: Path, job: Job) -> tuple[float | None, float | None]:
     if not job.privacy.dp_enabled:
         return None, None
     try:
-        values = json.loads((root / ACCOUNTING).read_text())
+        values = unsigned("record", unique_json((root / ACCOUNTING).read_bytes()))
         return float(values["epsilon"]), float(values["delta"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
         ) from error

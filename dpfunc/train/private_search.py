@@ -20,7 +20,7 @@ from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.format import remove, sweep
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.checkpoint.record import versions
-from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
+from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling.records import data_name
@@ -30,8 +30,8 @@ from dpfunc.train.dataset import Records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import load_processing
 from dpfunc.train.people import check_spent_units
-from dpfunc.train.run import MODEL, check_job
-from dpfunc.train.run_folder import check_folder, write_job
+from dpfunc.train.run import check_job
+from dpfunc.train.run_folder import MODEL, check_folder, write_job
 from dpfunc.train.score import MEANING, check_scored, noisy, score
 from dpfunc.types import Event
 
@@ -274,6 +274,8 @@ def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
     try:
         model = train_candidate(candidate, secret / slot, fold_in(key, "training"))
         value = score(candidate.prepared, model, candidate.prepared.records.evaluation)
+    except NotWritten:  # no fault of the run: the search goes on from here
+        raise
     except (DPFuncError, ArithmeticError, RuntimeError, ValueError) as error:
         # A run that fails counts as the worst: without it the number of runs would depend on the data.
         return dataclasses.replace(state, done=done, failure=state.failure or f"{type(error).__name__}: {error}")

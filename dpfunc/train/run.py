@@ -41,10 +41,9 @@ from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train.people import check_spent_units, left_out, unit_of
 from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.run_folder import check_accounting, check_folder, recorded_job, write_job
+from dpfunc.train.run_folder import MODEL, check_accounting, check_folder, has_checkpoint, recorded_job, write_job
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
-MODEL = "model"
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
 LOSSES = {
     "text_classification": "sequence_classification",
@@ -184,7 +183,8 @@ def _run(
     if not resume:
         reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
         distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
-    trainer.train(resume_from_checkpoint=True if resume else None)
+    goes_on = resume and (job.privacy.dp_enabled or has_checkpoint(job))  # a twin that saved nothing begins again
+    trainer.train(resume_from_checkpoint=True if goes_on else None)
     if job.privacy.dp_enabled:
         distributed.once(ranks, lambda: check_accounting(folder))
     distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))

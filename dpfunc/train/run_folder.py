@@ -13,11 +13,13 @@ from dpfunc._utils.validation import shorten, unique_json
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
+from dpfunc.checkpoint.format import remove
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf.trainer.files import JOURNAL, is_complete, newest
+from dpfunc.hf.trainer.files import JOURNAL, START, is_complete, newest, released
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
 
+MODEL = "model"
 _JOB_FILE = "job.json"
 # A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
 _FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
@@ -31,6 +33,7 @@ def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, i
         folder: of the run. insecure_seed: see `run_job`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remove(folder / START)  # of a run that was killed here before its first step
     content = {
         "job": job_to_dict(job), "filled": job_to_dict(filled), "recipe": dict(reasons), "insecure_seed": insecure_seed,
         "trained_on": str(Path(job.data.train).absolute()),
@@ -99,35 +102,44 @@ def recorded_job(job: Job) -> Job:
 
 
 def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
-    """Check that the output folder can be made and is empty, or that it holds the run to resume.
+    """Check that a run can begin in the output folder, or that it holds the run to resume.
+
+    A run that was killed before its first step begins again, with --resume or without.
 
     Raises:
         InvalidArgument: a new run in a folder with files, or in none that can be written.
-        CheckpointError: nothing to resume, or another job.
+        CheckpointError: nothing to resume, another job, or a journal that lacks lines.
+
+    Guarantees:
+        tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again.
     """
     folder = Path(job.output_dir)
     _check_writable(folder)
     if resume:
         _check_same_job(job, folder, insecure_seed)
-    elif folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
+    elif folder.exists() and not _unused(folder):
+        journal = folder / JOURNAL
+        goes_on = "Go on with the run there: --resume; or name" if has_checkpoint(job) else "Name"
+        spent = f", and count what was spent here: --spent {journal}" if count_steps(journal) else ""
         raise InvalidArgument(
-            f"Expected an empty output_dir, got {str(folder)!r}, which is not. Go on with the run there: --resume; "
-            f"or name another folder, --output_dir, and count what was spent here: --spent {folder / JOURNAL}."
+            f"Expected an empty output_dir, got {str(folder)!r}, which is not. {goes_on} another folder, "
+            f"--output_dir{spent}."
         )
+
+
+def _unused(folder: Path) -> bool:
+    """True if a folder is empty, or dpfunc train was killed in it before its first step."""
+    names = {path.name for path in folder.iterdir()} - {LOCK_FILE, f"{_JOB_FILE}.new"}
+    return not names or (_JOB_FILE in names and MODEL not in names and not released(folder))
 
 
 def _check_writable(folder: Path) -> None:
     """Check that files can be made in a folder, or in the nearest one above it that exists."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise InvalidArgument(
-            f"Expected an output_dir that is a folder or can be made, got output_dir={str(folder)!r}: {str(there)!r} "
-            "is a file. Name another folder: --output_dir."
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidArgument(
-            f"Expected an output_dir that can be written, got output_dir={str(folder)!r}: {str(there)!r} may not be. "
-            "Name another folder: --output_dir."
+            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
+            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
         )
 
 
@@ -144,7 +156,7 @@ def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
             f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
             "repeats steps with the same noise, so nothing else may change."
         )
-    if not _has_checkpoint(job):
+    if not has_checkpoint(job):
         newest(folder)  # raises, and says how the steps of the journal are counted
 
 
@@ -170,30 +182,30 @@ def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _has_checkpoint(job: Job) -> bool:
+def has_checkpoint(job: Job) -> bool:
     """True if the folder has a checkpoint that `--resume` can continue from."""
     found = list(Path(job.output_dir).glob("checkpoint-*"))
     return any(is_complete(path) for path in found) if job.privacy.dp_enabled else bool(found)
 
 
-def interrupted(job: Job) -> str:
-    """Message after the user interrupts a run: its privacy cost, and how to resume or count it."""
+def interrupted(job: Job, how: str = "Interrupted") -> str:
+    """Message after the user or the system ends a run: its privacy cost, and how to resume or count it."""
     journal = Path(job.output_dir) / JOURNAL
     steps, delta = count_steps(journal), job.privacy.dp_delta
     if delta is None or not job.privacy.dp_enabled:
-        cost = "Interrupted. The twin without privacy spends nothing."
+        cost = f"{how}. The twin without privacy spends nothing."
     elif not steps:
-        cost = "Interrupted before the first step was released: nothing was spent."
+        cost = f"{how} before the first step was released: nothing was spent."
     else:
         epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
         earlier = ", earlier runs included" if job.data.spent else ""
         cost = (
-            f"Interrupted. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
+            f"{how}. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
             f"{earlier}. A new run on these records counts them: --spent {journal}."
         )
-    return (
-        f"{cost} {'--resume goes on with this run.' if _has_checkpoint(job) else 'There is no checkpoint to resume.'}"
-    )
+    if has_checkpoint(job):
+        return f"{cost} --resume goes on with this run."
+    return f"{cost} {'There is no checkpoint to resume.' if steps else 'The same command starts it again.'}"
 
 
 def check_accounting(folder: Path) -> None:

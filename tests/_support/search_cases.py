@@ -47,13 +47,14 @@ class MadeUpRuns:
     """Runs without training, in the place of `train_candidate` and `score`.
 
     Args:
-        interrupted: number of the run in which Ctrl-C comes. failing: numbers of runs that fail.
+        interrupted: number of the run in which Ctrl-C comes. failing: numbers of runs that fail. error: of these.
     """
 
-    def __init__(self, monkeypatch, interrupted=None, failing=()):
+    def __init__(self, monkeypatch, interrupted=None, failing=(), error=None):
         from dpfunc.train import private_search  # which imports torch
 
         self.scores, self.keys, self.interrupted, self.failing = [], [], interrupted, failing
+        self.error = error or FloatingPointError("no number")
         monkeypatch.setattr(private_search, "train_candidate", self.train)
         monkeypatch.setattr(private_search, "score", lambda prepared, model, records: model.value)
 
@@ -68,6 +69,6 @@ class MadeUpRuns:
         if number == self.interrupted:
             raise KeyboardInterrupt
         if number in self.failing:
-            raise FloatingPointError("no number")
+            raise self.error
         self.scores.append(100 * float(stream(key).random()))
         return SimpleNamespace(value=self.scores[-1])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpfunc._utils.validation import signed
 from dpfunc.accounting import Ledger, compose, epsilon
 from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Event
@@ -66,15 +67,16 @@ def test_json_round_trip_is_exact(items, adjacency):
 def broken(change):
     values = json.loads(Ledger((Event(0.1, 1.0, 5),)).to_json())
     change(values)
-    return json.dumps(values)
+    return json.dumps(signed(values))
 
 
 BROKEN = {
     "not JSON": "{",
     "not an object": "[]",
     "empty object": "{}",
-    "other schema": broken(lambda v: v.update(schema="dpfunc.ledger/2")),
+    "other schema": broken(lambda v: v.update(schema="dpfunc.ledger/1")),
     "no schema": broken(lambda v: v.pop("schema")),
+    "no digest": json.dumps({"schema": "dpfunc.ledger/2", "adjacency": "add_remove", "events": []}),
     "no events": broken(lambda v: v.pop("events")),
     "unknown field": broken(lambda v: v.update(amplification=0.5)),
     "unknown adjacency": broken(lambda v: v.update(adjacency="swap")),

@@ -9,13 +9,21 @@ import math
 import pytest
 from record_cases import RECORD, record
 
+from dpfunc._utils.validation import signed
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import NEIGHBOURS, NOT_COVERED, Record, is_record, read_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.types import ADJACENCIES
+from dpfunc.types import ADJACENCIES, Event
 
 
-@pytest.mark.parametrize("changes", [{}, {"epsilon": math.inf, "epsilon_rdp": math.inf}, {"target_epsilon": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"epsilon": math.inf, "epsilon_rdp": math.inf, "ledger": Ledger((Event(1.0, 0.0, 10),))},
+        {"target_epsilon": None},
+    ],
+)
 def test_a_record_reads_back_exactly(changes):
     written = record(**changes)
     text = written.to_json()
@@ -26,7 +34,7 @@ def test_a_record_reads_back_exactly(changes):
 
 def test_published_facts_are_in_sentences():
     values = json.loads(RECORD.to_json())
-    assert values["schema"] == "dpfunc.accounting/1"
+    assert values["schema"] == "dpfunc.accounting/2"
     assert values["neighbours"] == NEIGHBOURS["add_remove"]
     assert set(NEIGHBOURS) == set(ADJACENCIES)
     assert list(NOT_COVERED) == values["not_covered"]
@@ -54,7 +62,7 @@ DAMAGED = {
     "no versions": lambda v: {**v, "versions": {}},
     "a ledger that lost its events": lambda v: {
         **v,
-        "ledger": {"schema": "dpfunc.ledger/1", "adjacency": "add_remove"},
+        "ledger": signed({"schema": "dpfunc.ledger/2", "adjacency": "add_remove"}),
     },
     "no ledger": lambda v: {**v, "ledger": None},
 }
@@ -64,7 +72,7 @@ DAMAGED = {
 def test_damaged_records_are_refused(name):
     changed = DAMAGED[name](json.loads(RECORD.to_json()))
     with pytest.raises(DPFuncError):
-        Record.from_json(changed if isinstance(changed, str) else json.dumps(changed))
+        Record.from_json(changed if isinstance(changed, str) else json.dumps(signed(changed)))
 
 
 def test_a_name_that_occurs_twice_is_refused():
@@ -80,11 +88,14 @@ def test_each_field_is_checked(name):
 
 
 def test_a_ledger_that_is_read_from_other_files():
-    """Of records of any version, but not of the state of a checkpoint, which lacks the steps after it."""
+    """Not of the state of a checkpoint, which lacks the steps after it, nor of records before they had a schema."""
     ledger = json.loads(RECORD.ledger.to_json())
-    assert read_ledger(json.dumps({"epsilon": 1.0, "delta": 1e-5, "global_step": 3, "ledger": ledger})) == RECORD.ledger
-    assert is_record({"epsilon": 1.0, "delta": 1e-5, "global_step": 3})
-    for other in ({"schema": 1, "ledger": ledger}, {"schema": "dpfunc.accounting/2", "ledger": ledger}, [], {}):
+    old = {"epsilon": 1.0, "delta": 1e-5, "global_step": 3, "ledger": ledger}
+    with pytest.raises(InvalidArgument, match="or name its journal: before version 2 files had no digest"):
+        read_ledger(json.dumps(old))
+    assert is_record({"schema": "dpfunc.accounting/1"})
+    assert not is_record(old)
+    for other in ({"schema": 1, "ledger": ledger}, {"schema": "dpfunc.accounting/2", "ledger": ledger}, 3):
         with pytest.raises(InvalidArgument):
-            read_ledger(json.dumps(other))
+            read_ledger(json.dumps(signed(other) if isinstance(other, dict) else [other]))
     assert not is_record(json.loads(Ledger().to_json()))

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from search_cases import RECORD, search_record
 
+from dpfunc._utils.validation import signed
 from dpfunc.accounting import Ledger, RunCount
 from dpfunc.accounting.record import GUESSABLE, is_record, read_ledger
 from dpfunc.accounting.selection_record import SelectionRecord, search_cost
@@ -45,7 +46,7 @@ DAMAGED = {
     "ledgers that are none": lambda v: {**v, "ledgers": 3},
     "other words for neighbours": lambda v: {**v, "neighbours": "none"},
     "control characters": lambda v: {**v, "unit": "one row\x1b[2K"},
-    "replaced records": lambda v: {**v, "spent": {**v["spent"], "adjacency": "replace_one"}},
+    "replaced records": lambda v: {**v, "spent": signed({**v["spent"], "adjacency": "replace_one"})},
 }
 
 
@@ -53,7 +54,7 @@ DAMAGED = {
 def test_damaged_records_are_refused(name):
     changed = DAMAGED[name](json.loads(RECORD.to_json()))
     with pytest.raises(DPFuncError):
-        SelectionRecord.from_json(changed if isinstance(changed, str) else json.dumps(changed))
+        SelectionRecord.from_json(changed if isinstance(changed, str) else json.dumps(signed(changed)))
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SelectionRecord)])

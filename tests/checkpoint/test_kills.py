@@ -1,4 +1,4 @@
-"""Killed runs: resumed bit for bit, or counted; see kills.py. `tools/kill_fuzz.py` is the long version."""
+"""Killed runs: resumed bit for bit; see kills.py. `tools/kill_fuzz.py` is the long version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps({**summary(tallies), "said": first_problems(tallies)}))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [{"plain": 12, "sharded": 3}, {"trainer": 3, "command": 3}], ids=["loop", "trainer"])
-def test_killed_runs_go_on_bit_for_bit_or_are_counted(tmp_path, kills):
+def test_killed_runs_go_on_bit_for_bit(tmp_path, kills):
     """A process of its own, which computes nothing itself: its forks are killed at any change of a file."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "_support")])
     done = subprocess.run(
@@ -36,7 +36,5 @@ def test_killed_runs_go_on_bit_for_bit_or_are_counted(tmp_path, kills):
     assert not found.pop("said")
     for name, points in kills.items():
         assert found[name]["kills"] >= points
-        assert found[name]["resumed"] + found[name]["lost"] >= 1
+        assert found[name]["resumed"] >= 1
         assert found[name]["changes"] > 100
-    if "plain" in kills:
-        assert found["plain"]["lost"] == 0

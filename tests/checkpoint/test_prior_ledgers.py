@@ -6,14 +6,18 @@ import json
 
 import pytest
 import torch
+from record_cases import LEDGER, RECORD, record
 
 from dpfunc import clipping, sampling
+from dpfunc._utils.validation import signed
+from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.step import make_dp_step
+from dpfunc.types import Event
 
 
 def plan(adjacency="add_remove"):
@@ -42,7 +46,9 @@ def test_a_killed_run_without_checkpoints_is_counted(tmp_path):
 def test_all_kinds_of_files_together(tmp_path):
     ledger = plan().ledger(3)
     (tmp_path / "b.json").write_text(ledger.to_json())
-    (tmp_path / "c.json").write_text(json.dumps({"epsilon": 1.0, "ledger": json.loads(ledger.to_json())}))
+    (tmp_path / "c.json").write_text(
+        record(ledger=ledger, epsilon=ledger.epsilon(1e-5).epsilon, accountant="tilted").to_json()
+    )
     names = [journal(tmp_path / "a.jsonl", plan()), tmp_path / "b.json", str(tmp_path / "c.json")]
     assert read_spent(names).num_steps == 7
     assert read_spent(()) is read_spent(None) is None
@@ -52,6 +58,57 @@ def test_other_neighbours_do_not_add_up(tmp_path):
     names = [journal(tmp_path / f"{kind}.jsonl", plan(kind)) for kind in ("add_remove", "zero_out")]
     with pytest.raises(LedgerConflict):
         read_spent(names)
+
+
+WRITTEN = {
+    "ledger.json": lambda path: path.write_text(Ledger((Event(0.01, 1.0, 1000),)).to_json()),
+    "privacy_accounting.json": lambda path: path.write_text(RECORD.to_json()),
+    "journal.jsonl": lambda path: journal(path, plan()),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_no_flipped_bit_changes_what_is_spent(tmp_path, name):
+    """It is refused, or read as the same; of each byte three bits of a ledger, one of longer files."""
+    path, refused = tmp_path / name, 0
+    WRITTEN[name](path)
+    text, spent = path.read_bytes(), read_spent([path])
+    for place, byte in enumerate(text):
+        for bit in (0, 1, 4) if name == "ledger.json" else (place % 5,):
+            path.write_bytes(text[:place] + bytes([byte ^ 1 << bit]) + text[place + 1 :])
+            try:
+                assert read_spent([path]) == spent, (place, bit)
+            except InvalidArgument:
+                refused += 1
+    assert refused > 0.8 * len(text)
+
+
+@pytest.mark.parametrize("steps", [1, 9, 11, 100])
+def test_a_record_costs_what_it_states(tmp_path, steps):
+    """An edited ledger in it that has a digest of its own, and another one of the record."""
+    path = tmp_path / "privacy_accounting.json"
+    path.write_text(record(ledger=Ledger((Event(1.0, 5.0, steps),))).to_json())
+    with pytest.raises(
+        InvalidArgument, match=r"Expected a record whose epsilon is that of its ledger, .*got epsilon=2.59"
+    ):
+        read_spent([path])
+    path.write_text(record(epsilon=RECORD.epsilon * (1 + 5e-5)).to_json())
+    assert read_spent([path]) == LEDGER  # as another version of a library may round
+
+
+@pytest.mark.parametrize("name", ["ledger", "record"])
+def test_a_file_without_a_digest_is_refused_with_what_to_do(tmp_path, name):
+    """As earlier versions wrote it; or by hand."""
+    values = json.loads((LEDGER if name == "ledger" else RECORD).to_json())
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({key: value for key, value in values.items() if key != "digest"}))
+    with pytest.raises(InvalidArgument, match="The file was changed or damaged after it was written, or by hand"):
+        read_spent([path])
+    path.write_text(json.dumps(signed({**values, "schema": values["schema"].replace("/2", "/1")})))
+    with pytest.raises(
+        InvalidArgument, match=r"Expected a (ledger|record) with schema '.*/2', .*/1'.*name its journal"
+    ):
+        read_spent([path])
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_an_error_while_saving(tmp_path):
     found = run(2, "checkpoint_jobs:trouble_while_saving", tmp_path, ERRORS)
     for (moment, rank, _), *errors in zip(ERRORS, *found, strict=True):
         assert "no space left" in errors[rank], moment
-        assert errors[1 - rank].startswith("CheckpointError: "), moment
+        assert errors[1 - rank].startswith(("CheckpointError: ", "NotWritten: ")), moment
     assert newest(tmp_path).extra == {"number": 0}
     assert [path.name for path in folders(tmp_path / "c")] == ["step-00000000.000"]
 

@@ -89,23 +89,25 @@ def test_a_folder_of_no_run(tmp_path):
     assert "with 2 of them. Name the file." in run("show", tmp_path).stderr
 
 
-def test_an_older_record_is_read_as_its_ledger(tmp_path):
-    path = tmp_path / "privacy_accounting.json"
-    old = {"epsilon": 2.6, "delta": 1e-5, "global_step": 10}
-    path.write_text(json.dumps({**old, "ledger": json.loads(LEDGER.to_json())}))
-    result = run("show", path)
-    assert result.exit_code == 0
-    assert "older than the first schema: only its ledger is used" in result.stderr
-    assert "2.594" in result.stdout
-    path.write_text(json.dumps(old))
-    result = run("show", path, "--delta", 1e-5)
-    assert result.exit_code == 1
-    assert "which has none: nothing in it can be computed again" in result.stderr
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_a_changed_record_is_refused(folder, command):
+    """Also one that is older than digests."""
+    path, values = folder / "privacy_accounting.json", json.loads(RECORD.to_json())
+    old = {"epsilon": 2.6, "delta": 1e-5, "global_step": 10, "ledger": values["ledger"]}
+    for changed, message in (
+        ({**values, "epsilon": 0.1}, "Expected a record with the digest of its values"),
+        ({**values, "schema": "dpfunc.accounting/1"}, "before version 2 files had no digest"),
+        (old, "which is none of them. The journal of a run"),
+    ):
+        path.write_text(json.dumps(changed))
+        result = run(command, folder, "--delta", 1e-5)
+        assert result.exit_code == 1
+        assert message in result.stderr
 
 
 def test_a_record_of_a_later_version_is_refused(folder):
     values = json.loads(RECORD.to_json())
-    (folder / "privacy_accounting.json").write_text(json.dumps({**values, "schema": "dpfunc.accounting/2"}))
+    (folder / "privacy_accounting.json").write_text(json.dumps({**values, "schema": "dpfunc.accounting/3"}))
     for command in ("show", "check"):
         result = run(command, folder)
         assert result.exit_code == 1

@@ -226,10 +226,10 @@ def test_exit_codes_are_as_the_help_says(monkeypatch):
 def test_damaged_ledgers_and_journals(tmp_path):
     """An error in one line, never a traceback."""
     texts = {
-        "twice.json": '{"schema": "dpfunc.ledger/1", "schema": "dpfunc.ledger/1"}',
+        "twice.json": '{"schema": "dpfunc.ledger/2", "schema": "dpfunc.ledger/2"}',
         "deep.json": "[" * 100_000,
         "short.json": Ledger((Event(1.0, 5.0, 10),)).to_json()[:-4],
-        "pair.json": '{"schema": "dpfunc.ledger/1", "adjacency": "\\ud800", "events": []}',
+        "pair.json": '{"schema": "dpfunc.ledger/2", "adjacency": "\\ud800", "events": []}',
         "deep.jsonl": "[" * 100_000 + "\n",
         "list.jsonl": "[1]\n",
         "bytes.jsonl": "\udcff\udcfe\n",

@@ -19,23 +19,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from full_disk import allow
 from safetensors.torch import load_file
 from text_job import write_job, write_model, write_table
+from trainer_cases import again
 from transformers import TrainerCallback
 
 import dpfunc
+from dpfunc.checkpoint.chain import known_end
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.cli.main import main
 from dpfunc.cli.train import _interruptible
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.files import is_complete
-from dpfunc.rng import secure_key
+from dpfunc.rng import insecure_key, secure_key
 from dpfunc.train import run as train_job
 from dpfunc.train.config import SECTIONS, STRATEGIES
 from dpfunc.train.config_file import read_job
 from dpfunc.train.dataset import PadRight, read_records
 from dpfunc.train.inputs import language_record, prompt_ids
 from dpfunc.train.model import choose_parameters, load_base, load_processing
+from dpfunc.train.run_folder import interrupted
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,7 +214,7 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
     process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 600
-    while not any(map(is_complete, Path("killed").glob("checkpoint-*"))):
+    while not any(map(is_complete, Path("killed").glob("checkpoint-[1-9]*"))):
         assert process.poll() is None, "finished before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -231,8 +235,116 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     assert spent[0] == spent[1]
 
 
+@pytest.fixture(scope="module")
+def early(folder):
+    """A folder that a kill would leave after the first step, and one from before it."""
+
+    class Copied(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            shutil.copytree("early", "early-killed")
+            raise KeyboardInterrupt
+
+    def made(*args):
+        trainer = make(*args)
+        trainer.add_callback(Copied())
+        return trainer
+
+    make = train_job.make_trainer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder[0])
+        patch.setattr(train_job, "make_trainer", made)
+        assert train("--output_dir", "early", "--insecure-seed", 3).exit_code == 1
+    return folder[0] / "early-killed"
+
+
+BEFORE_THE_FIRST_STEP = {  # what is in the folder
+    "a lock": [".dpfunc.lock"],
+    "half a job": ["job.json.new"],
+    "the job": ["job.json"],
+    "the job and logs": ["job.json", "runs"],
+    "a journal without lines": ["job.json", "journal"],
+    "half a checkpoint": ["job.json", "journal", "checkpoint-0", "half"],
+    "a checkpoint": ["job.json", "journal", "checkpoint-0"],
+}
+
+
+def left_in(folder, early, names):
+    """A folder with these files of a run that was killed before its first step."""
+    folder.mkdir()
+    for name in names:
+        if name == "journal":
+            known_end(folder / "privacy_journal.jsonl")
+        elif name == "half":
+            (folder / "checkpoint-0" / "trainer_state.json").unlink()
+        elif (early / name).is_dir():
+            shutil.copytree(early / name, folder / name)
+        elif (early / name).is_file():
+            shutil.copy(early / name, folder)
+        elif "." in name:
+            (folder / name).touch()
+        else:
+            (folder / name).mkdir()
+
+
+@pytest.mark.parametrize("mode", [[], ["--resume"]], ids=["start", "resume"])
+@pytest.mark.parametrize("name", BEFORE_THE_FIRST_STEP)
+def test_a_run_killed_before_its_first_step_begins_again(here, early, tmp_path, name, mode):
+    """Whichever of the two is tried, and with the same result; where there is no job yet, there is nothing to resume."""
+    names, target = BEFORE_THE_FIRST_STEP[name], tmp_path / "again"
+    left_in(target, early, names)
+    result = train("--output_dir", target, "--insecure-seed", 3, *mode, "--dry-run")
+    if mode and "job.json" not in names:
+        assert "found none. Start it without --resume." in result.stderr
+        return
+    assert result.exit_code == 0, result.output
+    if name == "half a checkpoint":
+        again(insecure_key(3))
+        result = train("--output_dir", target, "--insecure-seed", 3, *mode)
+        assert result.exit_code == 0, result.output
+        assert journal_ledger(target / "privacy_journal.jsonl").num_steps == 4
+        assert not (target / "checkpoint-0").exists()
+
+
+def test_a_run_killed_at_its_first_step_goes_on(here, early, tmp_path):
+    """Its start names --resume, and a journal that exists; the rest of the run is that of one that nobody killed."""
+    target = tmp_path / "killed"
+    shutil.copytree(early, target)
+    start = train("--output_dir", target, "--insecure-seed", 3)
+    assert start.exit_code == 1
+    assert "which is not. Go on with the run there: --resume; or name another folder, --output_dir" in start.stderr
+    assert f", and count what was spent here: --spent {target}/privacy_journal.jsonl." in start.stderr
+    again(insecure_key(3))
+    assert train("--output_dir", target, "--insecure-seed", 3, "--resume").exit_code == 0
+    again(insecure_key(3))
+    assert train("--output_dir", tmp_path / "whole", "--insecure-seed", 3).exit_code == 0
+    one, two = (load_file(tmp_path / name / "model/adapter_model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert journal_ledger(target / "privacy_journal.jsonl").num_steps == 4
+
+
+NOT_OURS = {  # what is in the folder besides, and what is said
+    "a file of the user": (["notes.txt"], "which is not. Name another folder, --output_dir."),
+    "a run that lost its journal": (["job.json", "checkpoint-0"], "which is not. Go on"),
+    "a step without a checkpoint": (["job.json", "privacy_journal.jsonl", "privacy_journal.jsonl.head"], "--spent"),
+    "a journal that lost a line": (["job.json", "privacy_journal.jsonl.head"], "those after it are missing"),
+    "a model": (["job.json", "model"], "which is not. Name another folder, --output_dir."),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_a_folder_in_which_something_may_have_been_released_is_not_used(here, early, tmp_path, name):
+    names, said = NOT_OURS[name]
+    left_in(tmp_path / "used", early, names)
+    before = files(tmp_path)
+    result = train("--output_dir", tmp_path / "used", "--insecure-seed", 3)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert ("--spent" in result.stderr) == ("--spent" in said)
+    assert files(tmp_path) == before
+
+
 def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
-    """The message says how, and the noise of the next run is for what is left."""
+    """As one that was killed by an earlier version. The message says how, and the next noise is for what is left."""
     flags = ["--steps", "4", "--save_steps", "50"]
     code = (
         "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.train import run as train_job\n"
@@ -248,6 +360,7 @@ def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, check=False, env=environment)
     assert child.returncode == -signal.SIGKILL, child.stderr
+    shutil.rmtree("lost/checkpoint-0")
     told = train(*flags, "--output_dir", "lost", "--resume")
     assert told.exit_code == 1
     assert train(*flags, "--output_dir", "lost", "--resume", "--dry-run").stderr == told.stderr
@@ -531,16 +644,75 @@ def test_an_interrupt_says_what_was_spent(here, stop_at):
     assert "with 4 steps of earlier runs" in dry.stdout
 
 
-def test_an_interrupt_before_the_first_checkpoint_promises_no_resume(here, stop_at):
-    stop_at(1)
-    said = train("--output_dir", "early").stderr
+def test_an_interrupt_after_the_first_step(here, stop_at):
+    undo = stop_at(1)
+    said = train("--output_dir", "first").stderr
     assert "The journal has 1 steps" in said
-    assert "There is no checkpoint to resume." in said
-    twin = train("--output_dir", "early", "--no-dp").stderr
-    assert "The twin without privacy spends nothing. There is no checkpoint to resume." in twin
-    again = train("--output_dir", "early", "--no-dp", "--resume")
-    assert again.exit_code == 1
-    assert "Expected a checkpoint in early-no-dp, found none" in again.stderr
+    assert "--resume goes on with this run." in said
+    twin = train("--output_dir", "first", "--no-dp").stderr
+    assert "The twin without privacy spends nothing. The same command starts it again." in twin
+    undo()
+    assert train("--output_dir", "first", "--no-dp", "--resume").exit_code == 0
+
+
+def test_an_interrupt_without_a_checkpoint_promises_no_resume(here, early, tmp_path):
+    left_in(tmp_path / "lost", early, ["job.json", "privacy_journal.jsonl", "privacy_journal.jsonl.head"])
+    assert interrupted(read_job("job.yaml", ["--output_dir", str(tmp_path / "lost")])).endswith(
+        "There is no checkpoint to resume."
+    )
+
+
+FULL = {  # when the disk is full, for files of how many bytes, what could not be written, steps that were released
+    "job": ("make_trainer", 10, "The run in {folder} could not go on: [Errno 27] File too large. Stopped", 0),
+    "first checkpoint": ("on_train_begin", 1000, "{folder}/checkpoint-0/dpfunc could not be written: ", 0),
+    "journal": ("on_step_end", 400, "{folder}/privacy_journal.jsonl could not be written: File too large", 1),
+    "checkpoint": ("on_step_end", 3000, "{folder}/checkpoint-2/dpfunc could not be written: ", 2),
+    "record": ("on_train_end", 1500, "{folder}/privacy_accounting.json could not be written: File too large", 4),
+    "model": ("check_accounting", 100, "The run in {folder} could not go on: ", 4),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkeypatch, name):
+    when, size, said, steps = FULL[name]
+    folder, make, check = tmp_path / "full", train_job.make_trainer, train_job.check_accounting
+
+    class Full(TrainerCallback):
+        pass
+
+    def made(*args):
+        trainer = make(*args)
+        if when.startswith("on_"):
+            setattr(Full, when, lambda *args, **kwargs: allow(size))
+            trainer.add_callback(Full())
+        elif when == "make_trainer":
+            allow(size)
+        return trainer
+
+    monkeypatch.setattr(train_job, "make_trainer", made)
+    if when == "check_accounting":
+        monkeypatch.setattr(train_job, when, lambda *args: [check(*args), allow(size)])
+    again(insecure_key(3))
+    try:
+        result = train("--output_dir", folder, "--insecure-seed", 3)
+    finally:
+        allow()
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert "Error: " + said.format(folder=folder) in result.stderr
+    assert "Traceback" not in result.output
+    spent = "Stopped before the first step was released: nothing was spent."
+    if steps:
+        known = journal_ledger(folder / "privacy_journal.jsonl")
+        assert known.num_steps == steps
+        spent = f"Stopped. The journal has {steps} steps, which spent epsilon={known.epsilon(1e-3).epsilon:.4g} at"
+        assert result.stderr.endswith("--resume goes on with this run.\n")
+    assert spent in result.stderr
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    again(insecure_key(3))
+    result = train("--output_dir", folder, "--insecure-seed", 3, *(["--resume"] if steps else []))
+    assert result.exit_code == 0, result.output
+    assert journal_ledger(folder / "privacy_journal.jsonl").num_steps == 4
 
 
 def test_only_the_process_that_writes_speaks_of_an_interrupt(here, capsys):

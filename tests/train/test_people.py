@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_job import rows, write_job
 
+from dpfunc._utils.validation import signed
 from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.config_file import read_job
@@ -96,7 +97,7 @@ def test_costs_for_records_and_for_people_do_not_add_up(finished, monkeypatch):
     assert "which protected 'an unknown unit'" in unknown.stderr
     assert "with 4 steps of earlier runs" in train(*flags, "--batch_size", 6, "--spent", "bare.json").stdout
     own = {**json.loads(Path("run/privacy_accounting.json").read_text()), "unit": "one person: all texts of one author"}
-    Path("own.json").write_text(json.dumps(own))  # of a DPTrainer, whose unit is a text of its user
+    Path("own.json").write_text(json.dumps(signed(own)))  # of a DPTrainer, whose unit is a text of its user
     refused = train(*flags, "--batch_size", 6, "--spent", "own.json")
     assert "which protected 'one person: all texts of one author'" in refused.stderr
     assert not Path("next").exists()

@@ -18,7 +18,7 @@ from text_job import write_job
 
 from dpfunc.accounting import RunCount, selection_epsilon
 from dpfunc.accounting.selection_record import SelectionRecord
-from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
+from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import candidates
 from dpfunc.train.candidates import noise_of
@@ -150,7 +150,7 @@ def test_nothing_tells_how_many_runs_there_were(search, monkeypatch, capfd):
         shape = {str(p.relative_to(folder)): len(p.read_text()) for p in (folder / "model").rglob("*")}
         assert min(path.stat().st_mtime for path in folder.rglob("*")) > before - 1
         record = json.loads((folder / "privacy_accounting.json").read_text())
-        hidden = {k: v for k, v in record.items() if k not in ("chosen", "chosen_score", "date")}
+        hidden = {k: v for k, v in record.items() if k not in ("chosen", "chosen_score", "date", "digest")}
         seen.append((shape, hidden, capfd.readouterr()))
     assert runs_of(2101, search) != runs_of(2102, search)
     assert seen[0] == seen[1]
@@ -180,6 +180,16 @@ def test_a_run_that_fails_is_a_run(search, monkeypatch, failing):
     outcome = run_search(search, insecure_seed=2108)
     assert len(made.keys) == runs_of(2108, search) > 2
     assert outcome.record.chosen is not None
+
+
+def test_a_full_disk_is_no_run_that_fails(search, monkeypatch):
+    """The search goes on from before that run, with the result of one whose disk was never full."""
+    MadeUpRuns(monkeypatch, failing=[1], error=NotWritten("No space left on device"))
+    with pytest.raises(NotWritten):
+        run_search(search, insecure_seed=2108)
+    made = MadeUpRuns(monkeypatch)
+    run_search(search, resume=True, insecure_seed=2108)
+    assert len(made.keys) == runs_of(2108, search) - 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
-from dpfunc.checkpoint.chain import replace_file
+from dpfunc.checkpoint.chain import RESTORE, replace_file
 from dpfunc.checkpoint.format import (
     Checkpoint,
     complete_checkpoints,
@@ -39,6 +39,7 @@ _logger = logging.getLogger(__name__)
 
 JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
+START = "checkpoint-0"  # before the first step; it stays until there is a later one
 _TRAINER_STATE = "trainer_state.json"
 FILES = "trainer_files.json"
 """A digest of every file that the Trainer has written into a checkpoint."""
@@ -74,6 +75,9 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:
         own = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
         names = [path.relative_to(checkpoint) for path in own]
         write_json(checkpoint / FOLDER / FILES, {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER})
+    if checkpoint.name == START:  # those of earlier runs stay until a step of this one is saved
+        return
+    remove(checkpoint.with_name(START))
     for path in outdated(Path(args.output_dir), args.save_total_limit, state.best_model_checkpoint):
         remove(path)
 
@@ -176,14 +180,15 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
         )
 
 
-def newest(output_dir: Path) -> Path:
-    """The newest complete checkpoint of a run; one that a kill left half-written is passed over.
+def newest(output_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, without those that a kill left half-written; None before any release.
 
     Raises:
-        CheckpointError: there is none, or it is not clear of which run.
+        CheckpointError: there is none after a release, or it is not clear of which run.
 
     Guarantees:
-        tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about.
+        tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
+        ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not.
     """
     found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _numbered(path))]
     complete: list[Path] = []
@@ -195,14 +200,24 @@ def newest(output_dir: Path) -> Path:
     if complete:
         _of_one_run(complete, output_dir / JOURNAL)
         return complete[0]
+    if not released(output_dir):
+        return None
     steps = count_steps(output_dir / JOURNAL)
     more = (
         f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
         f"DPTrainer(..., ledger=journal_ledger(path)), or dpfunc train with --spent {output_dir / JOURNAL} and another "
         "--output_dir."
-        if steps else " No step is in its journal: if that was not lost, nothing was released."
+        if steps else f" Other files there are of steps that its journal lacks. {RESTORE}"
     )  # fmt: skip
     raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run.{more}")
+
+
+def released(output_dir: Path) -> bool:
+    """True if the folder of a run says that a step was released there, or lacks the journal that would say so."""
+    journal, start = output_dir / JOURNAL, output_dir / START
+    later = [path for path in output_dir.glob("checkpoint-*") if path.name != START and _numbered(path)]
+    lost = is_complete(start) and not journal.exists()
+    return bool(count_steps(journal) or later or (output_dir / ACCOUNTING).exists() or lost)
 
 
 def _of_one_run(checkpoints: list[Path], journal: Path) -> None:

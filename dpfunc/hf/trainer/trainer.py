@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,13 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
-from dpfunc.accounting.record import ONE_RECORD, Record
+from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.checkpoint.format import Checkpoint
+from dpfunc.checkpoint.journal import writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.distributed.data import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
-from dpfunc.errors import BudgetExhausted, InvalidArgument
+from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.tasks import infer_task
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import processes, sharded
@@ -238,7 +239,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """Train to the end of the plan or of the budget, whichever is first.
 
         Args:
-            resume_from_checkpoint: True, or the path of a checkpoint: go on with that run, bit for bit.
+            resume_from_checkpoint: True, or the path of a checkpoint: go on with that run, bit for bit. With True a
+                folder in which nothing was released begins it.
             trial: refused. ignore_keys_for_eval: as in `Trainer`.
 
         Returns:
@@ -270,13 +272,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         finally:
             self._start = None
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
-                self._write_accounting()
+                with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
+                    self._write_accounting()
         distributed.once(self._ranks, self._finish_accounting)
         return output._replace(training_loss=math.nan)
 
     def _write_accounting(self) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
-        trainer_state.write_accounting(Path(self.args.output_dir), self._accounting(self._journal()))
+        record = self._accounting(self._journal())
+        if record.global_step:
+            with writing(Path(self.args.output_dir) / RECORD_FILE, record.ledger, self.plan):
+                trainer_state.write_accounting(Path(self.args.output_dir), record)
 
     def _finish_accounting(self) -> None:
         if self._run is not None:
@@ -299,13 +305,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
-        if resume_from_checkpoint:
-            saved = self._resume(resume_from_checkpoint, data)
+        saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
+        if saved is not None:
             spent = saved.state.ledger
             distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), spent, resumed=True))
             skipping = not self.args.ignore_data_skip
             start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
-        elif self._run is None:
+        elif self._run is None or not self._run.state.step:
             distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), self.ledger))
             key = self._given_key or secure_key()
             key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
@@ -347,10 +353,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         check_repeatable(self.train_dataset, collate)
         return self._data_name or data_name(self.train_dataset)
 
-    def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint:
+    def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
+        """What a run goes on from; None if none was saved because nothing was released."""
+
         def find() -> bytes:
             folder = Path(self.args.output_dir)
-            return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder)).encode()
+            return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder) or "").encode()
 
         def check() -> None:
             if self._division is not None:
@@ -359,9 +367,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
 
-        path = Path(shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode())
+        found = shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode()
+        if not found:
+            _logger.warning("No step was released in %s: the run begins.", self.args.output_dir)
+            return None
+        path, params = Path(found), trainable(self.model)
         saved = trainer_state.load_run(
-            path, params=trainable(self.model), plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
+            path, params=params, plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
         )
         all_or_none(check, self._ranks, _NOT_RESUMED)
         return saved
@@ -431,6 +443,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         before = run.at(self.state.global_step)
+        saves = self.args.save_strategy != "no" and not self.args.save_only_model
+        if before.step == 0 and run.start.resumed is None and saves:
+            self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
@@ -518,20 +533,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             return save(model, trial)  # type: ignore[no-any-return]  # of Trainer
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
-
-        if not args.save_only_model:  # which is also how to get a checkpoint without the key
-            trainer_state.save_run(
-                folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
-                ranks=self._ranks,
-                **({} if self._division is None else sharded.parts_of_run(self._division, self.optimizer, run.params)),
-            )  # fmt: skip
-        distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
-        self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
-        try:
-            all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
-        finally:
-            self.args = args
-        distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
+        parts = {} if self._division is None else sharded.parts_of_run(self._division, self.optimizer, run.params)
+        with writing(folder, run.state.ledger, self.plan):
+            if not args.save_only_model:  # which is also how to get a checkpoint without the key
+                trainer_state.save_run(
+                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
+                    ranks=self._ranks, **parts,
+                )  # fmt: skip
+            distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
+            self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
+            try:
+                all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
+            finally:
+                self.args = args
+            distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's own. All processes call it for a sharded model, which the writing one puts together."""

@@ -11,7 +11,9 @@ import sys
 
 import pytest
 import torch
+from full_disk import allow
 from journal_cases import written
+from record_cases import record
 from trainer_cases import (
     again,
     language_model,
@@ -25,10 +27,10 @@ from trainer_runs import CHANGES, DATA, KEY, run
 from transformers import TrainerCallback
 
 import dpfunc
-from dpfunc.checkpoint.chain import head_path
+from dpfunc.checkpoint.chain import head_path, known_end
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.checkpoint.prior_ledgers import read_spent
-from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict
+from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -364,6 +366,90 @@ def test_nothing_to_resume(killed, tmp_path):
         run(tmp_path).train(resume_from_checkpoint=True)
 
 
+class Copied(TrainerCallback):
+    """The folder as a kill would leave it after one step, and before the first; then the run is stopped."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        shutil.copytree(args.output_dir, self.folder)
+        control.should_training_stop = True
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory):
+    """A folder after the first release of a run that would save at its end."""
+    folder = tmp_path_factory.mktemp("early")
+    again(KEY)
+    run(folder / "run", key=KEY, changes={"save_steps": 50}, callbacks=[Copied(folder / "killed")]).train()
+    return folder / "killed"
+
+
+def test_a_run_killed_after_its_first_step_goes_on_bit_for_bit(early, uninterrupted, tmp_path):
+    folder = copy_of(early, tmp_path)
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-0"]
+    assert journal_ledger(folder / "privacy_journal.jsonl").num_steps == 1
+    again(KEY)
+    trainer = run(folder, changes={"save_steps": 50})
+    trainer.train(resume_from_checkpoint=True)
+    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert journal_ledger(folder / "privacy_journal.jsonl") == trainer.ledger == trainer.plan.ledger()
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-10"]
+
+
+LEFT = {  # of a run that was killed before its first step: what is missing
+    "nothing": ["checkpoint-0", "privacy_journal.jsonl", "privacy_journal.jsonl.head"],
+    "an empty journal": ["checkpoint-0"],
+    "half a checkpoint": ["checkpoint-0/trainer_state.json"],
+}
+
+
+def empty_journal(folder):
+    for name in ("privacy_journal.jsonl", "privacy_journal.jsonl.head"):
+        (folder / name).unlink(missing_ok=True)
+    known_end(folder / "privacy_journal.jsonl")
+
+
+def taken_away(folder, *names):
+    for name in names:
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_run_that_released_nothing_begins_again(early, tmp_path, name):
+    folder = copy_of(early, tmp_path)
+    empty_journal(folder)
+    taken_away(folder, *LEFT[name])
+    (folder / "runs").mkdir()  # of a logger
+    trainer = run(folder, changes={"max_steps": 1})
+    trainer.train(resume_from_checkpoint=True)
+    assert journal_ledger(folder / "privacy_journal.jsonl") == trainer.ledger == trainer.plan.ledger(1)
+
+
+RELEASED = {  # what is missing, and what is said
+    "no checkpoint": (["checkpoint-0"], "The journal counts 1 steps"),
+    "half a checkpoint": (["checkpoint-0/trainer_state.json"], "The journal counts 1 steps"),
+    "no journal, nor its end": (["privacy_journal.jsonl", "privacy_journal.jsonl.head"], "if it was lost, restore it"),
+    "no journal": (["privacy_journal.jsonl", "checkpoint-0"], "line 1 and those after it are missing"),
+    "only the accounting": (
+        ["privacy_journal.jsonl", "privacy_journal.jsonl.head", "checkpoint-0"],
+        "Other files there are of steps that its journal lacks. Restore",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_run_that_may_have_released_a_step_does_not(early, tmp_path, name):
+    folder = copy_of(early, tmp_path)
+    missing, said = RELEASED[name]
+    taken_away(folder, *missing)
+    if "accounting" in name:
+        (folder / "privacy_accounting.json").write_text("of an earlier end")
+    with pytest.raises(CheckpointError, match=said):
+        run(folder).train(resume_from_checkpoint=True)
+
+
 def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
     """An earlier run whose model may have been kept is not forgotten, and the new one begins with its cost."""
     copy_journal(killed, tmp_path)
@@ -402,8 +488,9 @@ def test_a_killed_run_leaves_no_accounting_of_an_earlier_end(killed, tmp_path):
 
     seen = []
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    spent = dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),))
     (tmp_path / "privacy_accounting.json").write_text(
-        json.dumps({"global_step": 4, "ledger": json.loads(dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),)).to_json())})
+        record(ledger=spent, epsilon=spent.epsilon(1e-5, "rdp").epsilon, accountant="rdp", global_step=4).to_json()
     )
     with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
         read_spent([tmp_path / "privacy_accounting.json"])
@@ -445,6 +532,32 @@ def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
     resumed.train(resume_from_checkpoint=True)
     assert resumed.ledger == resumed.plan.ledger()
     assert journal_ledger(journal) == resumed.plan.ledger()
+
+
+@pytest.mark.parametrize("when", ["on_step_begin", "on_train_end"])
+def test_a_full_disk_loses_nothing(tmp_path, when):
+    """Nor does the accounting that cannot be written hide why a run ended."""
+    full = type("Full", (TrainerCallback,), {when: lambda *args, **kwargs: allow(700)})
+    trainer = run(tmp_path, key=dpfunc.secure_key(), callbacks=[full()])
+    try:
+        with pytest.raises(NotWritten, match=r"could not be written: .* steps were released and epsilon=\d") as told:
+            trainer.train()
+    finally:
+        allow()
+    assert ("privacy_accounting.json" if "end" in when else "checkpoint-0") in str(told.value).split(" could")[0]
+    resumed = run(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger == resumed.plan.ledger()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    trainer = run(tmp_path / "run")
+    trainer.args.output_dir = str(tmp_path / "file" / "run")
+    with pytest.raises(
+        InvalidArgument, match=r"Expected a folder that can be written, got .*: Not a directory. Nothing"
+    ):
+        trainer.train()
 
 
 def test_a_journal_that_lost_steps_is_no_accounting(tmp_path, monkeypatch):
