@@ -29,6 +29,7 @@ def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
     few = rows(batch, 0, 2)
     if batch_size(few) < 2:
         return 1
+    few = tree_map(torch.clone, few)  # no other row is in their memory
     one, two = (_saved_bytes(loss_fn, params, rows(few, 0, count)) for count in (1, 2))
     device = next(iter(params.values())).device
     allowed = _CPU_BYTES
