@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfunc.batches import batch_size, rows
+from dpfunc.batches import batch_size, rows, tree_map
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params

@@ -180,8 +180,8 @@ def refuse_kept(loss_fn: object) -> None:
     if loss_fn in _keeping:
         raise UnsupportedModel(
             f"The loss gives numbers of its rows to Python ({_keeping[loss_fn]}), and what it keeps from call to call "
-            "has changed (a list, an attribute, a cache): records of one row or step would reach the gradients of "
-            "another. Keep nothing, or compute without Python numbers."
+            "has changed (a list, an attribute, a cache): samples of this step or of later ones would influence each "
+            "other. Keep nothing, or compute without Python numbers."
         )
 
 

@@ -319,7 +319,9 @@ class Trace(DispatchMode):
             return
         values = (*args, *kwargs.values())
         code = code_inside(func, values, self.modes)
-        if code and code not in self.reads and any(map(self._may_depend, tensors_of(values))):
+        with torch._C.DisableTorchFunction():  # classes of tensors are not asked before their state is known
+            depends = bool(code) and code not in self.reads and any(map(self._may_depend, tensors_of(values)))
+        if depends:
             self._doubt_read(code)
 
     def _may_depend(self, tensor: Tensor) -> bool:
@@ -444,8 +446,8 @@ class Trace(DispatchMode):
         self.lifted += known.lifts
         self.given += known.gives
         before = part(args[0]).untyped_storage().nbytes() if known.resizes else 0
-        if self.alone and known.shapes and any(self.type_of(tensor) is not None for tensor in tensors_of(args)):
-            self._doubt_read(f"a shape that follows from values of the batch, by {known.name}")
+        if known.foreign or (known.shapes and (self.alone or self.allowed == _MANY)):
+            self._note_unseen_read(known, (*args, *kwargs.values()))
         random = self.recording and known.random
         if known.random and not self.alone and kwargs.get("generator") is not None:
             self.doubts.append(
@@ -470,6 +472,12 @@ class Trace(DispatchMode):
         else:
             self._type(known, args, kwargs, result, constants, split=False)
         return result
+
+    def _note_unseen_read(self, known: Known, given: tuple[Any, ...]) -> None:
+        """Note a doubt before an operation on the batch whose code may keep numbers, or whose result has their shape."""
+        if any(self.type_of(tensor) is not None for tensor in tensors_of(given)):
+            library = "an operation of another library, which may keep numbers of the batch"
+            self._doubt_read(f"{known.name}, {library if known.foreign else 'whose shape follows from its values'}")
 
     def _note_draw(self, known: Known, call: RandomCall) -> None:
         """Note that random numbers are about to be drawn; a doubt if the loss has set the generator.
@@ -506,8 +514,6 @@ class Trace(DispatchMode):
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
         written = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
         self._type_by_rule(known, call, args, constants)
-        if known.foreign and not call.constant():
-            self._doubt_read(f"{known.name}, an operation of another library, which may keep numbers of the batch")
         kept = not self.numbers_read and (
             self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
         )
