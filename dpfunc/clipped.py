@@ -25,6 +25,7 @@ from dpfunc.compiled import ClipMicrobatch, Compilation, Compile, Compiler, RunF
 from dpfunc.distributed.processes import FullNorms
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
 from dpfunc.engines.guards.lockstep import in_lockstep
+from dpfunc.engines.guards.loss import unfollowed_code_is_an_error
 from dpfunc.engines.guards.parameters import check_params
 from dpfunc.engines.guards.python_state import python_state, refuse_counting
 from dpfunc.engines.marks import ReadTogether
@@ -250,7 +251,7 @@ def _shapes(batch: Batch) -> tuple[object, ...]:
 
 
 def _seeded(compute: ClipMicrobatch, params: Params, chunk: Batch, mask_B: Tensor, key: Key | None) -> MicrobatchSums:
-    with torch_seed(key) if key else nullcontext():
+    with torch_seed(key) if key else nullcontext(), unfollowed_code_is_an_error():
         return compute(params, chunk, mask_B, key)
 
 

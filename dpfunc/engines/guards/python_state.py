@@ -146,6 +146,7 @@ _INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
     ((BuiltinFunctionType, MethodWrapperType), _bound),
     ((FunctionType,), _reached),
     ((GeneratorType,), _frame),
+    ((torch.jit.ScriptModule,), lambda value: (value._c.dump_to_str(False, True, False),)),
     ((property,), lambda value: (value.fget, value.fset)),
     ((random.Random,), lambda value: (value.getstate(),)),
     ((torch.Generator,), lambda value: (value.get_state().numpy().tobytes(),)),

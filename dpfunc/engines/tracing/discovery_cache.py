@@ -96,8 +96,9 @@ class DiscoveryCache:
                 result = compute(discovery)
                 if before or not trace.noticed:  # else the loss has caught it
                     break
-            except FirstRead:
-                pass
+            except (FirstRead, RuntimeError):  # TorchScript makes the second of the first
+                if before or not trace.noticed:
+                    raise
             except WrongGuess as error:  # a guess by shape, which the gradient has shown to be wrong
                 wrong.add(error.args[0])
             except Unsettled:
