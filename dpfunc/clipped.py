@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -214,10 +214,12 @@ class ClippedGrad:
 
         def check(sq_norms: Mapping[str, Tensor]) -> None:
             credited = credited_by(per_sample, sq_norms)
+            if credited is not None:
+                credited = replace(credited, evidence=credited.evidence._replace(changes=changes))
             self._audits.note(credited)
             if credited is not None:
-                with self._audits.choose_rows(key, microbatch, credited.evidence, seconds, changes) as chosen:
-                    audit(self.loss_fn, params, microbatch, credited, chosen, changes)
+                with self._audits.choose_rows(key, microbatch, credited.evidence, seconds) as chosen:
+                    audit(self.loss_fn, params, microbatch, credited, chosen)
 
         return self._clip_and_sum(parts, bounds, params, per_sample, mask_B, check)
 

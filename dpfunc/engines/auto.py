@@ -127,9 +127,7 @@ class Auto:
         history.failed()
         return self._alone(loss_fn, params, batch, history, reason)
 
-    def _attempt(
-        self, loss_fn: LossFn, params: Params, batch: Batch
-    ) -> tuple[PerSample | GroupwiseSums | None, str]:
+    def _attempt(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSample | GroupwiseSums | None, str]:
         """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
         fast = self.fast if self._group_factors is None else self.fast.groupwise(self._group_factors)
         result: PerSample | GroupwiseSums | None = None

@@ -53,7 +53,7 @@ def _from_minus_one():
 
 def _global():
     def change():
-        global COUNT  # noqa: PLW0603  (what this is about)
+        global COUNT
         COUNT += 1
 
     before = COUNT
@@ -177,7 +177,7 @@ def _iterator():
 
 def _generator_function():
     kept = (number for number in range(1000))
-    return lambda: (kept.gi_frame.f_locals.get("number", -1) + 1), lambda: next(kept)
+    return lambda: kept.gi_frame.f_locals.get("number", -1) + 1, lambda: next(kept)
 
 
 def _next_of_an_iterator():

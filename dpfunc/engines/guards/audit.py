@@ -67,20 +67,17 @@ class Audits:
         self.random = credited is not None and bool(credited.evidence.random_calls)
         self.coarse = credited is not None and credited.evidence.coarse
 
-    def due(
-        self, batch: Batch, evidence: Evidence = NOTHING_FOUND, seconds: float = 0.0, changes: bool = False
-    ) -> int:
+    def due(self, batch: Batch, evidence: Evidence = NOTHING_FOUND, seconds: float = 0.0) -> int:
         """Choose how many rows of this batch to compute alone: more for a step with doubts or untraced tensors.
 
         Args:
-            batch, evidence: of the step. seconds: that the engine took. changes: the loss changes what it keeps at
-                each call, so that the number of calls must be the same in each step.
+            batch, evidence: of the step. seconds: that the engine took.
         """
         count = batch_size(batch)
         self.saved += TIME_SHARE * seconds
         if on_any_process(bool(evidence.doubts)):  # all processes compute the same number of rows
             return min(count, max(_UNPROVEN_ROWS, -(-count // _UNPROVEN_IN)))
-        if changes:
+        if evidence.changes:  # the number of calls is the same in each step
             return 1
         size = (count, *signature(batch))
         wanted, new, untraced = count // ROWS_IN, size not in self.sizes, evidence.untraced
@@ -101,19 +98,14 @@ class Audits:
 
     @contextmanager
     def choose_rows(
-        self,
-        key: Key | None,
-        batch: Batch,
-        evidence: Evidence = NOTHING_FOUND,
-        seconds: float = 0.0,
-        changes: bool = False,
+        self, key: Key | None, batch: Batch, evidence: Evidence = NOTHING_FOUND, seconds: float = 0.0
     ) -> Iterator[list[int]]:
         """Rows of this batch to compute alone, which is done inside and timed; see `due`.
 
         Args:
-            key: of the step, see `_random_rows`. batch, evidence, seconds, changes: as for `due`.
+            key: of the step, see `_random_rows`. batch, evidence, seconds: as for `due`.
         """
-        wanted = self.due(batch, evidence, seconds, changes)
+        wanted = self.due(batch, evidence, seconds)
         start = time.perf_counter()
         yield _random_rows(key, batch_size(batch), wanted)
         self.paid(wanted, time.perf_counter() - start)
@@ -163,9 +155,7 @@ def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | N
     return Credited(per_sample.losses_B, sq_norms, per_sample.evidence, own)
 
 
-def audit(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int], changes: bool = False
-) -> None:
+def audit(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> None:
     """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
 
     Raises:
@@ -175,7 +165,7 @@ def audit(
     if not chosen:
         return
     try:
-        problem = _problem(loss_fn, params, batch, credited, chosen, changes)
+        problem = _problem(loss_fn, params, batch, credited, chosen)
     except OtherRandomCalls:
         problem = "alone it draws other random numbers" if credited.evidence.doubts else ""
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
@@ -200,13 +190,11 @@ def _on_any_rank(problem: str, params: Params) -> bool:
     return found
 
 
-def _problem(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int], changes: bool
-) -> str:
+def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int]) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
     alone = {row: _alone(loss_fn, params, batch, credited.evidence.random_calls, row) for row in chosen}
     problem = _compare(params, credited, alone, {})
-    if problem and changes:  # more calls would show its state, not rounding
+    if problem and credited.evidence.changes:  # more calls would show its state, not rounding
         return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"
     if not _on_any_rank(problem, params):
         return problem

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import pickle
 import random
 import sys
 import warnings
@@ -103,7 +104,7 @@ def _reduced(value: Any) -> Iterable[Any]:
         with warnings.catch_warnings(action="ignore"):
             found = value.__reduce_ex__(2)
         return found[1:] if isinstance(found, tuple) else ()
-    except Exception:  # noqa: BLE001  (others raise what they like)
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PickleError):
         return (next(_never_equal),) if isinstance(value, Iterator) else ()
 
 

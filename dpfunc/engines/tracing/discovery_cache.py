@@ -23,8 +23,8 @@ from dpfunc.engines.tracing.any_values import AnyValuesTrace
 from dpfunc.engines.tracing.backward import Unsettled
 from dpfunc.engines.tracing.credit import WrongGuess
 from dpfunc.engines.tracing.entries import part
-from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, Key
 from dpfunc.engines.tracing.readers import FirstRead
+from dpfunc.engines.tracing.sample_axis_discovery import CachedSampleAxes, DiscoveryRecorder, Key
 from dpfunc.engines.tracing.trace import Trace, state_before
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
@@ -89,8 +89,8 @@ class DiscoveryCache:
         wrong = self.wrong.setdefault(loss_fn, set())
         before = self._state_before(loss_fn, params, batch)
         while True:
-            trace = Trace(batch_size(batch), recording=True, whole=self.settled.get(loss_fn, False))
-            trace.allowed = math.inf if before else 0
+            whole, allowed = self.settled.get(loss_fn, False), math.inf if before else 0
+            trace = Trace(batch_size(batch), recording=True, whole=whole, allowed=allowed)
             discovery = DiscoveryRecorder(trace, wrong)
             try:
                 result = compute(discovery)

@@ -128,7 +128,7 @@ def known_operation(func: Any) -> Known:
 
 def undeclared(known: Known, args: Sequence[Any]) -> list[Tensor]:
     """Running statistics that an operation writes into: those of batch norm, in training mode."""
-    if not known.statistics or args[5:6] and args[5] is False:
+    if not known.statistics or (args[5:6] and args[5] is False):
         return []
     return list(tensors_of(args[at] for at in known.statistics))
 

@@ -7,12 +7,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from types import FrameType
 
-
-
-class FirstRead(BaseException):
-    """Numbers of the batch are about to be given to a loss whose state is not known; never leaves the engines."""
-
-
 # Loops over the experts that any token chose: the others would add nothing.
 _LOOPING = (
     ("transformers.models.dbrx.*", "DbrxExperts.forward"),
@@ -89,6 +83,10 @@ _TRACING_MODULES = (
     "torch.autograd",
 )
 _SHAPE_CHECKING_MODULES = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
+
+
+class FirstRead(BaseException):
+    """Numbers of the batch are about to be given to a loss whose state is not known; never leaves the engines."""
 
 
 def listed(listed: Sequence[tuple[str, str]], module: str, name: str) -> bool:

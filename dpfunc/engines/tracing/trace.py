@@ -474,7 +474,7 @@ class Trace(DispatchMode):
         return result
 
     def _note_unseen_read(self, known: Known, given: tuple[Any, ...]) -> None:
-        """Note a doubt before an operation on the batch whose code may keep numbers, or whose result has their shape."""
+        """Note a doubt before an operation whose code may keep numbers, or whose result has a shape that tells them."""
         if any(self.type_of(tensor) is not None for tensor in tensors_of(given)):
             library = "an operation of another library, which may keep numbers of the batch"
             self._doubt_read(f"{known.name}, {library if known.foreign else 'whose shape follows from its values'}")
@@ -633,8 +633,10 @@ def state_before(loss_fn: LossFn, params: Params, batch: Batch, *, alone: bool =
         zeros = pytree.tree_map(torch.zeros_like, batch)
         leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
         trace = Trace(batch_size(batch), alone=alone, allowed=_MANY)
-        with suppress(Exception, FirstRead), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)):
-            with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside():
-                with following(trace, zeros), PythonValues(trace):
-                    loss_fn(leaves, zeros)
+        with (
+            suppress(Exception, FirstRead), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)),
+            torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), following(trace, zeros),
+            PythonValues(trace),
+        ):  # fmt: skip
+            loss_fn(leaves, zeros)
     return python_state(loss_fn)
