@@ -11,6 +11,7 @@ import itertools
 import logging
 import pickle
 import random
+import site
 import sys
 import warnings
 from collections import deque
@@ -30,8 +31,10 @@ _MAX_OBJECTS = 100_000
 _SMALL = 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE = (ModuleType, logging.Logger, logging.Handler)
-# Packages whose classes and functions keep nothing of a loss by themselves; what their objects hold is looked at.
-_LIBRARIES = frozenset(("torch", "torchvision", "numpy", "transformers", "dpfunc", *sys.stdlib_module_names))
+# Classes and functions of these, and of packages that are installed, keep nothing of a loss by themselves; what their
+# objects hold is looked at.
+_LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
+_INSTALLED = tuple(site.getsitepackages())
 _never_equal = itertools.count()
 
 
@@ -73,7 +76,8 @@ def _numbers(tensor: Tensor) -> tuple[object, ...]:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
         return ("tensor",)
     own = part(tensor)
-    if key_of(own) in EARLIER_MEMORY or own.is_inference() or own.is_meta:
+    earlier = EARLIER_MEMORY.get(key_of(own))
+    if (earlier is not None and not earlier.expired()) or own.is_inference() or own.is_meta:
         return ("tensor",)
     return own._version, repr(own.tolist()) if own.numel() <= _SMALL else tuple(own.shape)
 
@@ -93,7 +97,14 @@ def _elements(value: Any) -> Iterable[Any]:
 
 
 def _of_library(value: Any) -> bool:
-    return str(getattr(value, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return _is_library(str(name or "builtins").partition(".")[0])
+
+
+@functools.cache
+def _is_library(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in _LIBRARIES or str(file).startswith(_INSTALLED)
 
 
 def _reduced(value: Any) -> Iterable[Any]:
@@ -122,8 +133,8 @@ def _reached(function: Any) -> Iterable[Any]:
     for scope in todo:  # modules that it names, with their names
         here = [scope[name] for name in names if name in scope]
         found += here
-        new = (vars(value) for value in here if isinstance(value, ModuleType) and value.__name__ not in _LIBRARIES)
-        todo += [other for other in new if not any(other is known for known in todo)]
+        own = [vars(value) for value in here if isinstance(value, ModuleType) and not _of_library(value)]
+        todo += [other for other in own if not any(other is known for known in todo)]
     return (*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
