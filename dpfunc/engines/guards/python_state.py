@@ -42,11 +42,11 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
     """Values that change when what a function keeps changes: sizes and plain values of all that it reaches.
 
     >>> kept = [0.0]
-    >>> before = python_state(lambda: kept)
-    >>> before == python_state(lambda: kept)
+    >>> before = python_state(lambda kept=kept: kept)
+    >>> before == python_state(lambda kept=kept: kept)
     True
     >>> kept[0] = 1.0
-    >>> before == python_state(lambda: kept)
+    >>> before == python_state(lambda kept=kept: kept)
     False
     """
     visited: dict[int, object] = {}  # what is kept alive keeps its identity
