@@ -98,14 +98,14 @@ def latch(place, wanted=True):
     return make
 
 
-def counter(place):
-    """Each other call is flipped."""
+def counter(place, period=2):
+    """Each other call is flipped; or two of four calls, which an audit after each call may not see."""
 
     def make():
         value, change = place()
 
         def loss_fn(p, x):
-            losses = linear(p, x, value() % 2 == 1)
+            losses = linear(p, x, value() % period >= period / 2)
             change()
             return losses
 
@@ -166,6 +166,7 @@ def test_a_counter_over_microbatches(place, engine):
         assert excess(counter(place), engine, size=4, step=step) < 1e-4
     assert refused(counter(place), engine, size=4)
     assert refused(counter(place), engine, [batch(5, 0), batch(6, 1)], size=4)
+    assert refused(counter(place, 1000), engine, size=4)
 
 
 @every_engine
