@@ -475,9 +475,15 @@ class Trace(DispatchMode):
 
     def _note_unseen_read(self, known: Known, given: tuple[Any, ...]) -> None:
         """Note a doubt before an operation whose code may keep numbers, or whose result has a shape that tells them."""
-        if any(self.type_of(tensor) is not None for tensor in tensors_of(given)):
-            library = "an operation of another library, which may keep numbers of the batch"
-            self._doubt_read(f"{known.name}, {library if known.foreign else 'whose shape follows from its values'}")
+        tensors = list(tensors_of(given))
+        masked = known.name != "index" or any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:])
+        if not masked or all(self.type_of(tensor) is None for tensor in tensors):
+            return
+        if known.foreign:
+            self._doubt_read(f"{known.name}, an operation of another library, which may keep numbers of the batch")
+        else:
+            self._notice()
+            self.reads.append(f"{known.name}, the shape of whose result follows from values of the batch")
 
     def _note_draw(self, known: Known, call: RandomCall) -> None:
         """Note that random numbers are about to be drawn; a doubt if the loss has set the generator.
