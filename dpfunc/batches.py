@@ -104,6 +104,11 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
     return tree_map(lambda leaf: leaf[start:stop], batch)
 
 
+def row_alone(batch: Batch, row: int) -> Batch:
+    """A copy of one row: no other row is in its memory."""
+    return tree_map(lambda leaf: leaf[row : row + 1].clone(), batch)
+
+
 def pad_rows(batch: Batch, size: int) -> Batch:
     """The batch with its first row repeated at the end up to `size` rows (give those rows weight 0)."""
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal
 
@@ -26,7 +26,9 @@ from dpfunc.compiled import ClipMicrobatch, Compilation, Compile, Compiler, RunF
 from dpfunc.distributed.processes import FullNorms
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
 from dpfunc.engines.guards.lockstep import in_lockstep
+from dpfunc.engines.guards.loss import unfollowed_code_is_an_error
 from dpfunc.engines.guards.parameters import check_params
+from dpfunc.engines.guards.python_state import python_state, refuse_counting
 from dpfunc.engines.marks import ReadTogether
 from dpfunc.engines.microbatch import automatic_size
 from dpfunc.engines.numerics import accumulation_dtype, exact
@@ -64,6 +66,7 @@ class ClippedGrad:
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
+    _unchanging: set[tuple[object, ...]] = field(default_factory=set, repr=False, compare=False)
 
     def __call__(
         self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
@@ -105,11 +108,18 @@ class ClippedGrad:
         seen: list[tuple[Tensor, Tensor]] = []
         total: dict[str, Tensor] = {}
         size, padded, compute = self._microbatches(params, batch, num_samples, parts, bounds, run)
+        several = 0 < size < num_samples and not in_lockstep()
+        state = python_state(self.loss_fn) if several else ()
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             own_key = fold_in(key, "microbatch", number) if key else None
-            with torch_seed(own_key) if own_key else nullcontext():
-                result = compute(params, chunk, chunk_mask_B, own_key)
+            once = partial(_seeded, compute, params, chunk, chunk_mask_B, own_key)
+            result = once()
+            if several and (start + size >= num_samples or _shapes(chunk) not in self._unchanging):
+                if python_state(self.loss_fn) != state:  # what it builds for a shape is there for all rows
+                    state, result = python_state(self.loss_fn), once()
+                refuse_counting(self.loss_fn, state)
+                self._unchanging.add(_shapes(chunk))
             total = {name: total[name].add_(value) for name, value in result.sums.items()} if seen else result.sums
             real = min(size, num_samples - start)
             seen.append((result.losses_B[:real], result.norms_BG[:real]))
@@ -211,11 +221,18 @@ class ClippedGrad:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         start = time.perf_counter()
         engine = self._engine_of(params, parts, bounds, mask_B)
+        unknown = _shapes(microbatch) not in self._unchanging and not in_lockstep()
+        state = python_state(self.loss_fn) if unknown else ()
         per_sample = engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
+        changes = unknown and python_state(self.loss_fn) != state
+        if not changes:
+            self._unchanging.add(_shapes(microbatch))
 
         def check(sq_norms: Mapping[str, Tensor]) -> None:
             credited = credited_by(per_sample, sq_norms)
+            if credited is not None:
+                credited = replace(credited, evidence=credited.evidence._replace(changes=changes))
             self._audits.note(credited)
             if credited is not None:
                 with self._audits.choose_rows(key, microbatch, credited.evidence, seconds) as chosen:
@@ -246,6 +263,15 @@ class ClippedGrad:
             return Unreleased(torch.zeros(0), torch.zeros(0, num_groups))
         losses_B, norms_BG = (torch.cat(pieces) for pieces in zip(*seen, strict=True))
         return Unreleased(losses_B, norms_BG) if mask_B is None else Unreleased(losses_B[mask_B], norms_BG[mask_B])
+
+
+def _shapes(batch: Batch) -> tuple[object, ...]:
+    return batch_size(batch), *signature(batch)
+
+
+def _seeded(compute: ClipMicrobatch, params: Params, chunk: Batch, mask_B: Tensor, key: Key | None) -> MicrobatchSums:
+    with torch_seed(key) if key else nullcontext(), unfollowed_code_is_an_error():
+        return compute(params, chunk, mask_B, key)
 
 
 def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:

@@ -11,16 +11,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import one_of, shorten
-from dpfunc.batches import batch_size, signature
+from dpfunc.batches import batch_size, rows, signature
 from dpfunc.engines.bookkeeping import Bookkeeping, bookkeeping
 from dpfunc.engines.caught_grads import GroupwiseSums
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_rank, refused_by_all
 from dpfunc.engines.guards.loss import refuse_unproven
-from dpfunc.engines.guards.python_state import python_state, refuse_kept
+from dpfunc.engines.guards.python_state import note_kept, refuse_kept
 from dpfunc.engines.guards.reference_probe import take_probe
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample
+from dpfunc.engines.tracing.trace import state_before
 from dpfunc.engines.vmap import vmap
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import UNPROVEN, Batch, Engine, GroupFactors, LossFn, Params, PerSampleGrads, Unproven
@@ -53,14 +54,9 @@ class _History:
     """Earlier steps of a loss function on rows of one shape: those without a proof, and the engine for rows alone."""
 
     failures: int = 0
-    state_checked: bool = False
     alone: Engine | None = None
     name: str = ""
     reason: str = ""
-
-    def checked_state(self) -> None:
-        """Note that the Python state of the loss was compared before and after a step."""
-        self.state_checked = True
 
     def proved(self) -> None:
         """Forget the failures before a step that was proven."""
@@ -99,7 +95,7 @@ class Auto:
         history = self._histories.setdefault(loss_fn, {}).setdefault(shapes, _History())
         if history.alone is not None and history.failures >= _MAX_UNPROVEN:
             return self._alone(loss_fn, params, batch, history, history.reason)
-        result, reason = self._attempt(loss_fn, params, batch, history)
+        result, reason = self._attempt(loss_fn, params, batch)
         doubts = () if result is None else result.evidence.doubts
         impossible, doubted = on_any_rank(params, result is None, bool(doubts))
         found = None if impossible else result
@@ -132,11 +128,8 @@ class Auto:
         history.failed()
         return self._alone(loss_fn, params, batch, history, reason)
 
-    def _attempt(
-        self, loss_fn: LossFn, params: Params, batch: Batch, history: _History
-    ) -> tuple[PerSample | GroupwiseSums | None, str]:
+    def _attempt(self, loss_fn: LossFn, params: Params, batch: Batch) -> tuple[PerSample | GroupwiseSums | None, str]:
         """Gradients by the fast engine; or None, and the reason. Refuses a loss that keeps numbers of its rows."""
-        before = python_state(loss_fn) if not history.state_checked else 0
         fast = self.fast if self._group_factors is None else self.fast.groupwise(self._group_factors)
         result: PerSample | GroupwiseSums | None = None
         reason = ""
@@ -146,11 +139,8 @@ class Auto:
             failed(error)
             refuse_out_of_memory(error)
             reason = f"bookkeeping cannot: {str(error).splitlines()[0]}"
-        read = fast.first_read(loss_fn)
         with refused_by_all():
-            if read and not history.state_checked:
-                refuse_kept(loss_fn, before, read)
-        history.checked_state()
+            refuse_kept(loss_fn)
         return result, reason
 
     def _alone(self, loss_fn: LossFn, params: Params, batch: Batch, history: _History, reason: str) -> PerSampleGrads:
@@ -158,6 +148,7 @@ class Auto:
         if history.alone is not None:
             self._decide(loss_fn, Decision(history.name, f"rows alone, since {reason}"))
             return history.alone(loss_fn, params, batch)
+        before = state_before(loss_fn, params, rows(batch, 0, 1), alone=True) if self.fast.watches(loss_fn) else ()
         check_isolated(loss_fn, params, batch)
         name, result = "vmap", None
         try:
@@ -169,6 +160,10 @@ class Auto:
         (impossible,) = on_any_rank(params, result is None)
         if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
             name, result = "loop", loop()(loss_fn, params, batch)
+        if before:
+            note_kept(loss_fn, before, reason)
+        with refused_by_all():
+            refuse_kept(loss_fn)
         history.settle(vmap() if name == "vmap" else loop(), name, reason)
         self._decide(loss_fn, Decision(name, f"rows alone, since {reason}"))
         return result

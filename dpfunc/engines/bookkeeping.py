@@ -226,9 +226,7 @@ class Bookkeeping:
         if batch_size(batch) < 2:  # one sample's gradient is an ordinary gradient
             return loop()(loss_fn, params, batch)
         compute = partial(self._forward_and_backward, loss_fn, params, batch)
-        result: PerSample | GroupwiseSums = self._cache.run_with_rediscovery(
-            loss_fn, params, batch_size(batch), compute
-        )
+        result: PerSample | GroupwiseSums = self._cache.run_with_rediscovery(loss_fn, params, batch, compute)
         # A sample that is not finite must be left out of all groups.
         if isinstance(result, GroupwiseSums) and not result.is_finite():
             return replace(self, _group_factors=None)(loss_fn, params, batch)
@@ -236,9 +234,9 @@ class Bookkeeping:
             refuse_unproven(result.evidence.doubts)
         return result
 
-    def first_read(self, loss_fn: LossFn) -> str:
-        """The first read of numbers of the batch by Python, in words; empty if there was none."""
-        return self._cache.reads.get(loss_fn, "")
+    def watches(self, loss_fn: LossFn) -> bool:
+        """True if the loss was told something of a batch, and must not change what it keeps."""
+        return loss_fn in self._cache.watched
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Engine:
         """Trace one step now; an engine for batches like this one, that can be compiled.

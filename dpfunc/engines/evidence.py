@@ -14,13 +14,14 @@ class Evidence(NamedTuple):
         doubts: why it is not proven that samples do not influence each other; empty where it is.
         random_calls: operations that drew random numbers, for an audit.
         untraced: a tensor was made without an operation that the trace follows, unlike before.
-        coarse: there were numbers of 16 bits.
+        coarse: there were numbers of 16 bits. changes: the loss changes what it keeps at each call.
     """
 
     doubts: tuple[str, ...] = ()
     random_calls: tuple[RandomCall, ...] = ()
     untraced: bool = False
     coarse: bool = False
+    changes: bool = False
 
 
 NOTHING_FOUND = Evidence()

@@ -220,9 +220,7 @@ class GhostEngine:
         """Compute the losses and norms of a batch; sums follow in a second backward pass."""
         if batch_size(batch) < 2:
             return loop()(loss_fn, params, batch)
-        result = self._cache.run_with_rediscovery(
-            loss_fn, params, batch_size(batch), partial(_measure, loss_fn, params, batch)
-        )
+        result = self._cache.run_with_rediscovery(loss_fn, params, batch, partial(_measure, loss_fn, params, batch))
         if self.unproven == "refuse":
             refuse_unproven(result.evidence.doubts)
         return result

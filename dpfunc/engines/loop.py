@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import local
-from dpfunc.batches import batch_size, rows
+from dpfunc.batches import batch_size, row_alone, rows
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines.guards.lockstep import on_any_process, refused_by_all
 from dpfunc.engines.guards.loss import check_depends, check_differentiable, parameters_unchanged, refuse_reentrant
-from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
+from dpfunc.engines.guards.python_state import note_kept, refuse_counting, refuse_kept, was_kept
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.tracing.trace import Trace, tracing_rows_alone
+from dpfunc.engines.tracing.trace import Trace, state_before, tracing_rows_alone
 from dpfunc.engines.uses.tensor_parallel import local_like
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
@@ -50,9 +50,9 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
         parts = {name: local(param.detach()) for name, param in params.items()}
         grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
         reached, reads = not num_samples, list[str]()
-        random, before = 0, python_state(loss_fn)
+        random, before = 0, state_before(loss_fn, params, rows(batch, 0, 1), alone=True)
         for sample in range(num_samples):
-            losses_1, grads, trace = _single(loss_fn, params, rows(batch, sample, sample + 1), recorder)
+            losses_1, grads, trace = _single(loss_fn, params, row_alone(batch, sample), recorder)
             reached |= bool(grads)
             reads, random = reads + trace.reads, random + len(trace.random_calls)
             losses.append(losses_1)
@@ -64,10 +64,14 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
             check_replicated(losses_B, grads_B, params, recorder.meshes)
         result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
         if on_any_process(bool(reads) or was_kept(loss_fn)):
+            note_kept(loss_fn, before, next(iter(reads), ""))
             with refused_by_all():
-                refuse_kept(loss_fn, before, next(iter(reads), ""))
+                refuse_kept(loss_fn)
             if not random:
                 _check_repeats(engine, loss_fn, params, batch, result)
+        with refused_by_all():
+            if num_samples > 1:
+                refuse_counting(loss_fn, before)
         return result
 
     return engine

@@ -16,7 +16,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from dpfunc._utils.validation import shorten
 from dpfunc.engines.guards.collectives import initialized
 from dpfunc.engines.guards.lockstep import is_independent
-from dpfunc.engines.guards.loss import refuse_reentrant
+from dpfunc.engines.guards.loss import refuse_reentrant, unfollowed_code_is_an_error
 from dpfunc.engines.guards.scope import Scope, until_backward
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import (
@@ -28,7 +28,7 @@ from dpfunc.functional.fsdp import (
     refuse_swapped,
 )
 from dpfunc.functional.names import check_params, select, storage_places
-from dpfunc.functional.refuse import checkpoint_is_an_error, fullgraph_is_an_error, refuse_unsupported, unwrapped
+from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
 
 
@@ -65,7 +65,7 @@ class Forward:
         refuse_unsupported(self.module)
         refuse_old_vmap(self.module)
         with (
-            fullgraph_is_an_error(),
+            unfollowed_code_is_an_error(),
             checkpoint_is_an_error(),
             self._writing_is_an_error(),
             recovered(self.module),
@@ -79,7 +79,7 @@ class Forward:
         """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
         needs them when it repeats parts of the forward pass."""
         refuse_unsupported(self.module, checkpointing=True)
-        with fullgraph_is_an_error(), self._writing_is_an_error():
+        with unfollowed_code_is_an_error(), self._writing_is_an_error():
             scope.hold(lambda: self._swapped(params))
             with _put_back(self.module):
                 return self.module(*args, **kwargs)

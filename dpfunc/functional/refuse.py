@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -56,7 +57,7 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
 
     Raises:
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, an embedding that
-            renormalises its weight, or LLM.int8 layers.
+            renormalises its weight, LLM.int8 layers, or parts that torch.jit compiled.
     """
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
     _refuse_batchnorm(parts)
@@ -65,6 +66,12 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
     if on and not checkpointing:
         raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
     _refuse_renormalised(parts)
+    scripted = [name for name, part in parts if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise UnsupportedModel(
+            f"The parts {shorten(scripted)} are compiled by torch.jit, whose parameters cannot be replaced. "
+            "Functionalize the module from which they were made, before torch.jit.script or torch.jit.trace."
+        )
 
 
 def _refuse_batchnorm(parts: Sequence[tuple[str, nn.Module]]) -> None:
@@ -126,24 +133,3 @@ def checkpoint_is_an_error() -> Iterator[None]:
             if message in str(error):
                 raise UnsupportedModel(message) from error
             raise
-
-
-@contextmanager
-def fullgraph_is_an_error() -> Iterator[None]:
-    """Inside, a part that its user compiled with `fullgraph=True` is named in the error about it.
-
-    A step runs all code without torch.compile, since it must see each operation. Compiled parts do not mind, but those.
-
-    Raises:
-        UnsupportedModel: there is such a part.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "fullgraph=True found no compiled frames" in str(error):
-            raise UnsupportedModel(
-                "A part of the model was compiled with fullgraph=True, and a step must see its operations one by one. "
-                "Leave fullgraph out: inside of a step that part then runs without compilation. To compile the step "
-                "itself: make_dp_step(..., compile=True, microbatch_size=...)."
-            ) from error
-        raise

@@ -78,6 +78,8 @@ class Audits:
         self.saved += TIME_SHARE * seconds
         if on_any_process(bool(evidence.doubts)):  # all processes compute the same number of rows
             return min(count, max(_UNPROVEN_ROWS, -(-count // _UNPROVEN_IN)))
+        if evidence.changes:  # the number of calls is the same in each step
+            return 1
         size = (count, *signature(batch))
         wanted, new, untraced = count // ROWS_IN, size not in self.sizes, evidence.untraced
         if in_lockstep():  # each process has a clock, sizes and tensors of its own
@@ -196,6 +198,8 @@ def _problem(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, 
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
     alone = {row: _alone(loss_fn, params, batch, credited.evidence.random_calls, row) for row in chosen}
     problem = _compare(params, credited, alone, {})
+    if problem and credited.evidence.changes:  # more calls would show its state, not rounding
+        return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"
     if not _on_any_rank(problem, params):
         return problem
     unstable = {row: _unstable(loss_fn, params, batch, credited, row, alone[row]) for row in chosen}

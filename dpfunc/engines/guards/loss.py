@@ -129,3 +129,48 @@ def parameters_unchanged(params: Params) -> Iterator[None]:
             f"The loss writes into the parameters {shorten(written)}: they are overwritten now. Use out-of-place "
             "operations, and start again from the last checkpoint."
         )
+
+
+# Parts of torch's messages about code that a step cannot follow -> advice.
+_NOT_FOLLOWED = {
+    ("fullgraph=True found no compiled frames",): (
+        "A part of the model was compiled with fullgraph=True, and a step must see its operations one by one. Leave "
+        "fullgraph out: inside of a step that part then runs without compilation. To compile the step itself: "
+        "make_dp_step(..., compile=True, microbatch_size=...)."
+    ),
+    ("HigherOrderOperator", "TransformType"): (
+        "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. Use "
+        "torch.where where a condition is each row's own, and if or for in Python where it is the same for all."
+    ),
+    ("TorchScript", "Jitted modules"): (
+        "A part of the loss was compiled by torch.jit, and failed inside of a step. Call the function or module from "
+        "which it was made, before torch.jit.script or torch.jit.trace."
+    ),
+    ("Cannot access storage of TensorWrapper", "Cannot access data pointer"): (
+        "The loss asks for the memory of a tensor (untyped_storage, data_ptr, numpy), which vmap does not have. Use "
+        'operations of torch, or engine="loop".'
+    ),
+    ("Batching rule not implemented",): (
+        'The loss runs an operation that vmap cannot compute. Use engine="auto", or "loop".'
+    ),
+    ("Batch norm got a batched tensor",): (
+        "BatchNorm in training mode writes statistics of the batch into its buffers. Use "
+        "dpfunc.replace_batchnorm(model), or model.eval() if its statistics come from public data."
+    ),
+}
+
+
+@contextmanager
+def unfollowed_code_is_an_error() -> Iterator[None]:
+    """Inside, an error of torch about code that a step cannot follow says what to do.
+
+    Raises:
+        UnsupportedModel: there is such code. It does not repeat torch's message, which may show records.
+    """
+    try:
+        yield
+    except (RuntimeError, KeyError) as error:
+        for symptoms, advice in _NOT_FOLLOWED.items():
+            if any(symptom in str(error) for symptom in symptoms):
+                raise UnsupportedModel(advice) from error
+        raise

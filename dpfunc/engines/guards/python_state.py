@@ -1,66 +1,94 @@
-"""Python values that a loss keeps from call to call: what it reaches by closures, attributes and global names.
+"""State that a loss keeps from call to call: what it reaches by closures, attributes, classes and global names.
 
-Only compared where a loss gives numbers of its batch to Python: if such a loss changes what it keeps, records of one
-row or step may reach the gradients of another.
+Compared where a loss gives numbers of its batch to Python, and where it is called several times for one batch: if such
+a loss changes what it keeps, records of one row or step may reach the gradients of another.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, MutableMapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+import itertools
+import logging
+import pickle
+import random
+import site
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextvars import ContextVar
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpfunc.engines.tracing.entries import EARLIER_MEMORY, key_of, part
 from dpfunc.errors import UnsupportedModel
 
 _MAX_OBJECTS = 100_000
+_SMALL = 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OPAQUE = (type, ModuleType, BuiltinFunctionType)
+_OPAQUE = (ModuleType, logging.Logger, logging.Handler)
+# Classes and functions of these, and of packages that are installed, keep nothing of a loss by themselves; what their
+# objects hold is looked at.
+_LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
+_INSTALLED = tuple(site.getsitepackages())
+_never_equal = itertools.count()
 
 
-def python_state(loss_fn: object) -> int:
-    """A number that changes when what a function keeps changes: sizes and plain values of all that it reaches.
+def python_state(loss_fn: object) -> tuple[object, ...]:
+    """Values that change when what a function keeps changes: sizes and plain values of all that it reaches.
 
     >>> kept = [0.0]
-    >>> before = python_state(lambda: kept)
-    >>> before == python_state(lambda: kept)
+    >>> before = python_state(lambda kept=kept: kept)
+    >>> before == python_state(lambda kept=kept: kept)
     True
     >>> kept[0] = 1.0
-    >>> before == python_state(lambda: kept)
+    >>> before == python_state(lambda kept=kept: kept)
     False
     """
-    visited: set[int] = set()
-    values: list[object] = []
+    visited: dict[int, object] = {}  # what is kept alive keeps its identity
+    values: list[object] = [torch.initial_seed()]
     todo: list[Any] = [loss_fn]
     while todo and len(visited) < _MAX_OBJECTS:
         value = todo.pop()
-        if id(value) in visited or isinstance(value, _OPAQUE):
+        if id(value) in visited or isinstance(value, _OPAQUE) or (isinstance(value, type) and _of_library(value)):
             continue
-        visited.add(id(value))
-        if isinstance(value, functools._lru_cache_wrapper):
-            values.append(value.cache_info()[3])
-            todo.append(value.__wrapped__)
-            continue
+        visited[id(value)] = value
         for item in _inside(value):
             if isinstance(item, _PLAIN):
                 values.append(item)
-            elif isinstance(item, Tensor):  # the trace refuses those that depend on a batch where they are used
-                values.append("tensor")
+            elif isinstance(item, Tensor):
+                values += _numbers(item)
             else:
                 todo.append(item)
         values.append(type(value).__name__)
-    return hash(tuple(values))
+    return tuple(values)
+
+
+def _numbers(tensor: Tensor) -> tuple[object, ...]:
+    """How often a tensor was written into; its numbers, if they are few.
+
+    The trace refuses those that depend on a batch where they are used.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
+        return ("tensor",)
+    own = part(tensor)
+    earlier = EARLIER_MEMORY.get(key_of(own))
+    if (earlier is not None and not earlier.expired()) or own.is_inference() or own.is_meta:
+        return ("tensor",)
+    return own._version, repr(own.tolist()) if own.numel() <= _SMALL else tuple(own.shape)
 
 
 def _inside(value: object) -> Iterable[Any]:
-    """Values that an object refers to: elements, attributes, and what a function reaches."""
+    """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
+    attributes = vars(value).values() if hasattr(value, "__dict__") else None
     for kinds, inside in _INSIDE:
         if isinstance(value, kinds):
-            return inside(value)
-    return vars(value).values() if hasattr(value, "__dict__") else ()
+            return (*inside(value), *(attributes or ()), type(value))
+    return (*(_reduced(value) if attributes is None else attributes), type(value))
 
 
 def _elements(value: Any) -> Iterable[Any]:
@@ -68,20 +96,74 @@ def _elements(value: Any) -> Iterable[Any]:
     return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
 
 
+def _of_library(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return _is_library(str(name or "builtins").partition(".")[0])
+
+
+@functools.cache
+def _is_library(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in _LIBRARIES or str(file).startswith(_INSTALLED)
+
+
+def _reduced(value: Any) -> Iterable[Any]:
+    """What `pickle` would keep of an object without attributes: generators of random numbers, iterators, slots."""
+    if hasattr(value, "tobytes"):  # arrays
+        return (value.tobytes(),)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = value.__reduce_ex__(2)
+        return found[1:] if isinstance(found, tuple) else ()
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PickleError):
+        return (next(_never_equal),) if isinstance(value, Iterator) else ()
+
+
+@functools.lru_cache(4096)
+def _names(code: CodeType) -> frozenset[str]:
+    """Global names and names of attributes that a function uses, and those in functions inside of it."""
+    inside = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*inside)
+
+
 def _reached(function: Any) -> Iterable[Any]:
     """Values that a function reaches: in its closure, among global names that it uses, and its defaults."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    used = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    return (*cells, *used, *(function.__defaults__ or ()))
+    found = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    names, todo = sorted(_names(function.__code__)), [] if _of_library(function) else [function.__globals__]
+    for scope in todo:  # modules that it names, with their names
+        here = [scope[name] for name in names if name in scope]
+        found += here
+        own = [vars(value) for value in here if isinstance(value, ModuleType) and not _of_library(value)]
+        todo += [other for other in own if not any(other is known for known in todo)]
+    return (*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _frame(generator: Any) -> Iterable[Any]:
+    frame = generator.gi_frame
+    return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+
+
+def _bound(method: Any) -> Iterable[Any]:
+    return () if isinstance(method.__self__, (type, ModuleType)) else (method.__self__,)
 
 
 _INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
     ((dict,), lambda value: (*value.keys(), *value.values())),
-    ((list, tuple), lambda value: value),
+    ((list, tuple, deque), lambda value: value),
     ((set, frozenset), _elements),
+    ((bytearray,), lambda value: (bytes(value),)),
     ((functools.partial,), lambda value: (value.func, *value.args, *value.keywords.values())),
+    ((functools._lru_cache_wrapper,), lambda value: (value.__wrapped__, *value.cache_info()[1:])),
     ((MethodType,), lambda value: (value.__self__, value.__func__)),
+    ((BuiltinFunctionType, MethodWrapperType), _bound),
     ((FunctionType,), _reached),
+    ((GeneratorType,), _frame),
+    ((torch.jit.ScriptModule,), lambda value: (value._c.dump_to_str(False, True, False),)),
+    ((property,), lambda value: (value.fget, value.fset)),
+    ((random.Random,), lambda value: (value.getstate(),)),
+    ((torch.Generator,), lambda value: (value.get_state().numpy().tobytes(),)),
+    ((ContextVar,), lambda value: (value.get(None),)),
+    ((type,), lambda value: value.__bases__),
 )
 
 
@@ -96,22 +178,41 @@ def _filled(cell: Any) -> bool:
 _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
-def refuse_kept(loss_fn: object, before: int, read: str) -> None:
+def note_kept(loss_fn: object, before: object, read: str) -> None:
+    """Note a loss that has given numbers of its rows to Python, if what it keeps is not what it was before that."""
+    if loss_fn not in _keeping and python_state(loss_fn) != before:
+        _keeping[loss_fn] = read
+
+
+def refuse_kept(loss_fn: object) -> None:
     """Refuse a loss that gives numbers of its rows to Python and keeps something from call to call.
 
     Raises:
-        UnsupportedModel: what it keeps is not what it was `before`.
+        UnsupportedModel: it was noted.
     """
-    if loss_fn not in _keeping and python_state(loss_fn) != before:
-        _keeping[loss_fn] = read
     if loss_fn in _keeping:
         raise UnsupportedModel(
             f"The loss gives numbers of its rows to Python ({_keeping[loss_fn]}), and what it keeps from call to call "
-            "has changed (a list, an attribute, a cache): records of one row or step would reach the gradients of "
-            "another. Keep nothing, or compute without Python numbers."
+            "has changed (a list, an attribute, a cache): samples of this step or of later ones would influence each "
+            "other. Keep nothing, or compute without Python numbers."
         )
 
 
 def was_kept(loss_fn: object) -> bool:
     """True if a loss has kept numbers of its rows."""
     return loss_fn in _keeping
+
+
+def refuse_counting(loss_fn: object, before: object) -> None:
+    """Refuse a loss that changes what it keeps at each call, where a batch needs several: rows would see their number.
+
+    Raises:
+        UnsupportedModel: what it keeps is not what it was `before`.
+    """
+    if python_state(loss_fn) != before:
+        raise UnsupportedModel(
+            "The loss changes what it keeps at each call (a counter, a list, a buffer, a random generator of its own), "
+            "and is called several times for one batch: the number of calls follows from the other records. Keep "
+            "nothing from call to call: model.eval() for BatchNorm and spectral norm, torch's default generator for "
+            "random numbers; or count in the training loop, and give the count as a column of the batch."
+        )

@@ -11,10 +11,11 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import shorten
-from dpfunc.batches import batch_size, rows
+from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines.guards.lockstep import refused_by_all
 from dpfunc.engines.guards.loss import check_losses
+from dpfunc.engines.guards.python_state import python_state, refuse_counting
 from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.numerics import COARSE, TOLERANCES, accumulation_dtype, tolerance_of
@@ -81,7 +82,10 @@ def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, recorder: Coll
             with following(trace, few):
                 together_B = _losses(loss_fn, params, few, count)
             alone_B = _alone(loss_fn, params, few, count, trace.random_calls)
+            before = python_state(loss_fn)
             again_B = _alone(loss_fn, params, few, count, trace.random_calls)
+            with refused_by_all():
+                refuse_counting(loss_fn, before)
         except OtherRandomCalls:  # nothing can be compared; an engine that computes rows alone is right nevertheless
             return COARSE
     tolerance = tolerance_of(together_B.dtype, *(value.dtype for value in params.values()))
@@ -104,7 +108,7 @@ def _alone(
     try:
         for row in range(num_samples):
             with replayed(random_calls, row, num_samples):
-                losses.append(_losses(loss_fn, params, rows(batch, row, row + 1), 1))
+                losses.append(_losses(loss_fn, params, row_alone(batch, row), 1))
     except (RuntimeError, ValueError, IndexError) as error:
         refuse_out_of_memory(error)
         raise UnsupportedModel(

@@ -8,10 +8,11 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dpfunc.engines.guards.collectives import communicates
 from dpfunc.engines.guards.random_calls import is_random
-from dpfunc.engines.tracing.call import Call
+from dpfunc.engines.tracing.call import Call, tensors_of
 from dpfunc.engines.tracing.families import EXCHANGES, FAMILIES, FOUR_BITS, PURE
 
 
@@ -37,7 +38,8 @@ class Known:
             types alone, whatever the numbers are. number: of its own. lifts: it makes a tensor of Python values.
             gives: it gives a number to Python. unwritten: its result, or what `resize_` adds, has the numbers that
             were in this memory before, perhaps of other samples. resizes: it is `resize_`. foreign: it is in no table,
-            and not of torch.
+            and not of torch. shapes: the shape of its result follows from values.
+            statistics: arguments that it writes into in training mode, undeclared.
     """
 
     kind: Kind
@@ -54,6 +56,8 @@ class Known:
     unwritten: bool = False
     resizes: bool = False
     foreign: bool = False
+    shapes: bool = False
+    statistics: tuple[int, ...] = ()
 
 
 _FILLED = frozenset((
@@ -84,8 +88,12 @@ PLACING = frozenset((
     "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add",
     "scatter_reduce", "masked_scatter", "slice_scatter", "select_scatter",
 ))  # fmt: skip
-# They write statistics into arguments 3 and 4, which their schema does not declare.
-WRITING_STATISTICS = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+# Their running statistics, into which they write; not all declare it in their schema.
+_STATISTICS = {
+    "batch_norm": (3, 4), "_batch_norm_impl_index": (3, 4), "native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4),
+    "miopen_batch_norm": (3, 4), "batch_norm_update_stats": (1, 2), "batch_norm_gather_stats": (3, 4),
+    "batch_norm_gather_stats_with_counts": (3, 4),
+}  # fmt: skip
 # Families that know what to do with rows in an order that depends on several samples.
 ORDERED = frozenset((
     "index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_add", "index_copy",
@@ -118,6 +126,13 @@ def known_operation(func: Any) -> Known:
     return found[1]
 
 
+def undeclared(known: Known, args: Sequence[Any]) -> list[Tensor]:
+    """Running statistics that an operation writes into: those of batch norm, in training mode."""
+    if not known.statistics or (args[5:6] and args[5] is False):
+        return []
+    return list(tensors_of(args[at] for at in known.statistics))
+
+
 def _look_up(func: Any) -> Known:
     if not isinstance(func, torch._ops.OpOverload):
         return Known(Kind.UNKNOWN, str(func), None, ())
@@ -129,6 +144,7 @@ def _look_up(func: Any) -> Known:
     return replace(
         found, random=random, exchange=exchange, shares=shares, pure=pure, lifts=name in _LIFTING,
         gives=name == "_local_scalar_dense", unwritten=name in _UNWRITTEN, resizes=name == "resize_",
+        statistics=_STATISTICS.get(name, ()), shapes=torch.Tag.dynamic_output_shape in func.tags,
         foreign=found.kind is Kind.UNKNOWN and not exchange and func.namespace not in _TORCHS,
     )  # fmt: skip
 
@@ -144,7 +160,7 @@ def _written_arguments(arguments: Sequence[Any]) -> tuple[int | str, ...]:
 
 def _follows_from_types(known: Known, namespace: str) -> bool:
     """True if the type of the result follows from shapes, types and Python numbers, whatever the numbers are."""
-    if known.written or known.name in WRITING_STATISTICS or known.name in _UNWRITTEN:
+    if known.written or known.name in _STATISTICS or known.name in _UNWRITTEN:
         return False
     if known.kind is Kind.FAMILY:
         return known.name in PURE

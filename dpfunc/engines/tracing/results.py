@@ -16,9 +16,9 @@ from dpfunc.engines.tracing.operations import (
     ORDERED,
     PLACING,
     RECEIVING,
-    WRITING_STATISTICS,
     Kind,
     Known,
+    undeclared,
 )
 from dpfunc.engines.tracing.readers import DRAWING, listed, reader
 from dpfunc.engines.tracing.reviewed import as_numbers, kept_numbers
@@ -39,8 +39,8 @@ def type_results(trace: Trace, known: Known, call: Call) -> None:
         _type_constants(trace, known, call, results)
     else:
         _type_dependent(trace, known, call, results)
-        if known.name in WRITING_STATISTICS and call.args[5] is True:
-            _mark_statistics(trace, known, call)
+        for statistic in map(part, undeclared(known, call.args)):  # of this step: others are refused
+            trace.note(statistic, Mixed(f"statistics of {known.name}"))
 
 
 def _type_dependent(trace: Trace, known: Known, call: Call, results: Sequence[Any]) -> None:
@@ -52,13 +52,6 @@ def _type_dependent(trace: Trace, known: Known, call: Call, results: Sequence[An
         if isinstance(result, Tensor):
             _mark_sparse(trace, call, result)
             trace.store(result, kind, Constant.ANY)
-
-
-def _mark_statistics(trace: Trace, known: Known, call: Call) -> None:
-    """Mark the statistics of a batch as mixed, where they are of this step; others are refused when they are used."""
-    for statistic in tensors_of(call.args[3:5]):
-        if trace.entry_of(statistic) is not None:
-            trace.note(part(statistic), Mixed(f"statistics of {known.name}"))
 
 
 def _type_constants(trace: Trace, known: Known, call: Call, results: Sequence[Any]) -> None:

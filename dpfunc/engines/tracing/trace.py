@@ -6,9 +6,11 @@ each loss, and each gradient that is credited, has rows without a doubt is prove
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
+from torch.utils.weak import WeakIdKeyDictionary
 
+from dpfunc.batches import batch_size, signature
 from dpfunc.engines.guards.collectives import check_own, note_meshes
+from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.modes import DispatchMode, unseen
+from dpfunc.engines.guards.python_state import python_state
 from dpfunc.engines.guards.random_calls import RandomCall, random_call
+from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.tracing import declared
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.backward import Unsettled, is_plain, saving_hooked
@@ -45,7 +52,7 @@ from dpfunc.engines.tracing.entries import (
 )
 from dpfunc.engines.tracing.operations import Kind, Known, known_operation
 from dpfunc.engines.tracing.python_values import ERRORS, SHARING, PythonValues
-from dpfunc.engines.tracing.readers import checks_itself, reader
+from dpfunc.engines.tracing.readers import TRUSTED, FirstRead, checks_itself, listed, reader
 from dpfunc.engines.tracing.repeated import is_keyed_write, keep, key_of_call, recall
 from dpfunc.engines.tracing.results import check_complete, type_copies, type_exchanged, type_results
 from dpfunc.engines.tracing.reviewed import may_measure, may_read
@@ -62,12 +69,13 @@ from dpfunc.engines.tracing.rows import (
 from dpfunc.engines.tracing.writes import clear_unwritten, copy_before_write, refuse_writes, write
 from dpfunc.engines.uses.sample_axis import SampleAxis
 from dpfunc.errors import UnsupportedModel
-from dpfunc.rng import generator_state
-from dpfunc.types import Batch
+from dpfunc.rng import cpu_seeds, generator_state, insecure_key, torch_seed
+from dpfunc.types import Batch, LossFn, Params
 
 __all__ = ["Trace", "WrongGuess", "backward_pass", "current_trace", "following", "tracing_rows_alone"]
 
 _KEPT_INTEGERS = 8
+_MANY = 100
 SEVERAL = "several results"
 """What is heard of an operation with several results."""
 
@@ -97,6 +105,8 @@ class Trace(DispatchMode):
             not followed, which is right only if the step is settled. skipped: one did.
         modes: number of dispatch modes, this one included, before the loss is called.
         states: of torch's generators, at the beginning and after each draw.
+        noticed: how often the loss was told something about the batch; allowed: how often it may be, before its state
+            must be known. Where there is a limit, nothing may be told on which rows could differ.
     """
 
     num_samples: int
@@ -124,6 +134,8 @@ class Trace(DispatchMode):
     skipped: bool = False
     states: list[Tensor] = field(default_factory=list)
     modes: int = 0
+    noticed: int = 0
+    allowed: float = math.inf
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -256,16 +268,30 @@ class Trace(DispatchMode):
         if kind is None and what in SHARING and self.entry_of(value) is not None:
             self.shared.add(key_of(part(value)))
             self.note(part(value), Constant.ANY)
-        if kind is None or (isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees):
+        if kind is None:
             return
         module, line, name = reader()
-        if not may_read(self, value, kind, module, name):
+        if isinstance(kind, Mixed) and kind.agrees is not None and bool(result) == kind.agrees:
+            if not listed(TRUSTED, module, name):
+                self._notice(harmless=True)
+        elif not may_read(self, value, kind, module, name):
             self._doubt_read(f"{what} of numbers of the batch, in {module} line {line}")
 
     def _doubt_read(self, doubt: str) -> None:
         """Note a doubt about something that Python has learnt of the batch, and may keep for later steps."""
+        self._notice()
         self.reads.append(doubt)
         self.doubts.append(doubt)
+
+    def _notice(self, *, harmless: bool = False) -> None:
+        """Note that the loss is about to learn something of the batch.
+
+        Raises:
+            FirstRead: its state must be known before that.
+        """
+        self.noticed += 1
+        if self.noticed > self.allowed or (not harmless and self.allowed < math.inf):
+            raise FirstRead
 
     def mark(self, what: str, tensor: Tensor) -> None:
         """Note something about a tensor, and about all tensors at the same position of its memory."""
@@ -293,7 +319,9 @@ class Trace(DispatchMode):
             return
         values = (*args, *kwargs.values())
         code = code_inside(func, values, self.modes)
-        if code and code not in self.reads and any(map(self._may_depend, tensors_of(values))):
+        with torch._C.DisableTorchFunction():  # classes of tensors are not asked before their state is known
+            depends = bool(code) and code not in self.reads and any(map(self._may_depend, tensors_of(values)))
+        if depends:
             self._doubt_read(code)
 
     def _may_depend(self, tensor: Tensor) -> bool:
@@ -412,12 +440,14 @@ class Trace(DispatchMode):
             check_own(func)
         constants = None
         self.clean = self.clean and not saving_hooked()
-        if known.written:
+        if known.written or known.statistics:
             refuse_writes(self, known, args, kwargs)
             constants = copy_before_write(self, known, args)
         self.lifted += known.lifts
         self.given += known.gives
         before = part(args[0]).untyped_storage().nbytes() if known.resizes else 0
+        if known.foreign or (known.shapes and (self.alone or self.allowed == _MANY)):
+            self._note_unseen_read(known, (*args, *kwargs.values()))
         random = self.recording and known.random
         if known.random and not self.alone and kwargs.get("generator") is not None:
             self.doubts.append(
@@ -442,6 +472,18 @@ class Trace(DispatchMode):
         else:
             self._type(known, args, kwargs, result, constants, split=False)
         return result
+
+    def _note_unseen_read(self, known: Known, given: tuple[Any, ...]) -> None:
+        """Note a doubt before an operation whose code may keep numbers, or whose result has a shape that tells them."""
+        tensors = list(tensors_of(given))
+        masked = known.name != "index" or any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:])
+        if not masked or all(self.type_of(tensor) is None for tensor in tensors):
+            return
+        if known.foreign:
+            self._doubt_read(f"{known.name}, an operation of another library, which may keep numbers of the batch")
+        else:
+            self._notice()
+            self.reads.append(f"{known.name}, the shape of whose result follows from values of the batch")
 
     def _note_draw(self, known: Known, call: RandomCall) -> None:
         """Note that random numbers are about to be drawn; a doubt if the loss has set the generator.
@@ -478,8 +520,6 @@ class Trace(DispatchMode):
         call = Call.of(self, known.name, args if constants is None else (constants, *args[1:]), kwargs, result)
         written = self.heard is not None and not split and is_keyed_write(self, known, args, kwargs)
         self._type_by_rule(known, call, args, constants)
-        if known.foreign and not call.constant():
-            self._doubt_read(f"{known.name}, an operation of another library, which may keep numbers of the batch")
         kept = not self.numbers_read and (
             self._is_certain(args[0]) if written else key is not None and keep(self, key, call.inputs, result)
         )
@@ -581,3 +621,28 @@ def tracing_rows_alone(batch: Batch) -> Iterator[Trace]:
     trace = Trace(1, alone=True, recording=True)
     with following(trace, batch), PythonValues(trace):
         yield trace
+
+
+# Losses, and the shapes of batches that they were called with to build what they keep; no result depends on it.
+_warmed: MutableMapping[LossFn, set[object]] = WeakIdKeyDictionary()
+
+
+def state_before(loss_fn: LossFn, params: Params, batch: Batch, *, alone: bool = False) -> tuple[object, ...]:
+    """The state of a loss before a step whose rows it may see.
+
+    At the first batch of a shape it is called with zeros, which are nobody's: what it builds for a shape (a mask, a
+    table of positions) is no change then. It is stopped where it would be told their numbers.
+    """
+    warmed, shapes = _warmed.setdefault(loss_fn, set()), (alone, *signature(batch))
+    if shapes not in warmed and not in_lockstep():
+        warmed.add(shapes)
+        zeros = pytree.tree_map(torch.zeros_like, batch)
+        leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+        trace = Trace(batch_size(batch), alone=alone, allowed=_MANY)
+        with (
+            suppress(Exception, FirstRead), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)),
+            torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), following(trace, zeros),
+            PythonValues(trace),
+        ):  # fmt: skip
+            loss_fn(leaves, zeros)
+    return python_state(loss_fn)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfunc.engines.tracing import rows as rows_module
 from dpfunc.engines.tracing.call import Call, Type, broadcast, combined, tensors_of
 from dpfunc.engines.tracing.entries import Constant, Entry, doubted, fits, key_of, part, pieces_of
-from dpfunc.engines.tracing.operations import Kind, Known
+from dpfunc.engines.tracing.operations import Kind, Known, undeclared
 from dpfunc.engines.tracing.results import constant_of, law_of_draws, types_of
 from dpfunc.engines.tracing.rows import ONE_SAMPLE, Mixed, Rows, Stored, located, stored
 from dpfunc.errors import UnsupportedModel
@@ -65,7 +65,7 @@ def _was_uniform(constants: Tensor | None, made: Stored) -> bool:
 
 def refuse_writes(trace: Trace, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse writes into the caller's batch, and of values of the batch into memory from outside of the loss."""
-    for target in _written(known, args, kwargs):
+    for target in (*_written(known, args, kwargs), *undeclared(known, args)):
         own = part(target)
         if own.layout is not torch.strided or not own.numel():
             continue
