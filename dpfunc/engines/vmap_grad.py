@@ -27,7 +27,7 @@ from dpfunc.engines.auto import Decision
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
-from dpfunc.engines.guards.python_state import python_state, refuse_kept, was_kept
+from dpfunc.engines.guards.python_state import note_kept, python_state, refuse_counting, refuse_kept
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.islands import FORMS, NATIVE, native, operation, recurrent
 from dpfunc.engines.levels import (
@@ -102,7 +102,8 @@ class RowPass(TorchFunctionMode):
         uses: dict[object, Use],
     ) -> None:
         super().__init__()
-        self.loss_fn, self.kept, self.first_read = loss_fn, 0, ""
+        self.loss_fn, self.first_read = loss_fn, ""
+        self.kept: tuple[object, ...] = ()
         self._depth = 0
         self.levels, self.settings, self.draws, self.uses = over, settings, draws, uses
         self.budget = DEFAULT_BUDGET
@@ -126,12 +127,15 @@ class RowPass(TorchFunctionMode):
     def reading(self, read: str) -> None:
         """Note what the loss keeps, before Python learns anything of the rows."""
         if not self.first_read:
-            self.kept, self.first_read = python_state(self.loss_fn), read
+            with Below():
+                self.kept, self.first_read = python_state(self.loss_fn), read
 
     def check_kept(self) -> None:
         """Refuse a loss that has changed what it keeps since it began to read numbers of rows."""
         if self.first_read:
-            refuse_kept(self.loss_fn, self.kept, self.first_read)
+            with Below():
+                note_kept(self.loss_fn, self.kept, self.first_read)
+            refuse_kept(self.loss_fn)
 
     def begin_backward(self, losses: object) -> None:
         """Note that the backward pass of the losses begins."""
@@ -413,6 +417,26 @@ class Grouped:
         return total
 
 
+class _Calls:
+    """Calls of a loss for one batch: their number follows from the rows, so that nothing may change with it."""
+
+    def __init__(self, loss_fn: LossFn, seed: Tensor) -> None:
+        self.loss_fn, self.seed, self.number = loss_fn, seed, 0
+        self.kept: tuple[object, ...] = ()
+
+    def begin(self) -> None:
+        """Begin a call: rows draw the same in each; what the loss keeps is noted before the second one."""
+        torch.default_generator.set_state(self.seed)
+        self.number += 1
+        if self.number == 2:
+            self.kept = python_state(self.loss_fn)
+
+    def check(self) -> None:
+        """Refuse a loss that has changed what it keeps since."""
+        if self.number > 1:
+            refuse_counting(self.loss_fn, self.kept)
+
+
 @dataclass(frozen=True)
 class VmapGrad:
     """Engine that `vmap_grad` returns; it remembers for each loss how its rows could be computed."""
@@ -434,9 +458,8 @@ class VmapGrad:
             )
         if not num_rows:
             return loop()(loss_fn, params, batch)
-        if was_kept(loss_fn):
-            refuse_kept(loss_fn, 0, "")
-        seed = torch.default_generator.get_state()
+        refuse_kept(loss_fn)
+        calls = _Calls(loss_fn, torch.default_generator.get_state())
         todo, done, passes, read = [list(range(num_rows))], list[tuple[list[int], PerSample]](), 0, ""
         before = self._decisions.pop(loss_fn, None)
         with parameters_unchanged(params):
@@ -445,7 +468,7 @@ class VmapGrad:
                 chosen = batch if len(rows) == num_rows else _rows(batch, rows)
                 passes += 1
                 try:
-                    result = self._try(loss_fn, params, chosen, rows, seed)
+                    result = self._try(loss_fn, params, chosen, rows, calls)
                 except Diverged as stop:
                     read = stop.read
                     if passes + len(todo) + len(stop.groups) > _MAX_PASSES:
@@ -454,6 +477,7 @@ class VmapGrad:
                         todo += [[rows[place] for place in group] for group in stop.groups]
                     continue
                 done.append((rows, result))
+        calls.check()
         if loss_fn not in self._decisions:
             told = f"{len(done)} groups of rows, which do not agree on what Python reads ({read})"
             self._decide(loss_fn, "groups" if read else "vmap_grad", told if read else "one pass over all rows")
@@ -474,13 +498,13 @@ class VmapGrad:
         """How the last step of a loss function was computed, and why; None before its first batch."""
         return self._decisions.get(loss_fn)
 
-    def _try(self, loss_fn: LossFn, params: Params, batch: Batch, rows: list[int], seed: Tensor) -> PerSample:
+    def _try(self, loss_fn: LossFn, params: Params, batch: Batch, rows: list[int], calls: _Calls) -> PerSample:
         """Gradients of these rows by one pass, or by the loop where no settings compute them."""
         settings = self._settings.get(loss_fn, Settings(self.rules))
         uses = self._uses.setdefault(loss_fn, {})
         reason = ""
         for tried in _from(settings):
-            torch.default_generator.set_state(seed)  # rows draw the same in each pass
+            calls.begin()
             try:
                 result = _one_pass(loss_fn, params, batch, rows, tried, uses)
             except NoRules as stop:
