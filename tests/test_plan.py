@@ -223,8 +223,8 @@ NOISY = {"epsilon": 0.1, "delta": 1e-5, "dataset_size": 1000, "num_steps": 100, 
 
 
 def test_a_plan_whose_noise_hides_all_is_said():
-    """Noise multiplier 170: from public facts, with a number of records that helps."""
-    with pytest.warns(NoiseWarning, match=r"room for at least 100 trained parameters, got room for 5\d") as caught:
+    """Noise multiplier above 150: from public facts, with a number of records that helps."""
+    with pytest.warns(NoiseWarning, match=r"room for at least 100 trained parameters, got room for 6\d") as caught:
         noisy = Plan.for_budget(**NOISY, clip=clipping.Automatic())
     assert noisy.noise_multiplier > 150
     assert caught[0].filename == __file__

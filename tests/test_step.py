@@ -474,7 +474,7 @@ BAD_MAKES = {
     "plan": ({"plan": "plan"}, "Expected plan to be a dpfunc.Plan"),
     "engine": (
         {"engine": "bookkeping"},
-        "Expected engine to be one of 'auto', 'bookkeeping', 'ghost', 'vmap', 'loop', got engine='bookkeping'",
+        "Expected engine to be one of 'auto', 'bookkeeping', 'ghost', 'vmap', 'loop', 'vmap_grad', got engine='bookkeping'",
     ),
     "unproven": ({"unproven": "pass"}, "Expected unproven to be one of"),
     "unproven, alone": (

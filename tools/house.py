@@ -101,13 +101,13 @@ def way_of_a_batch() -> list[str]:
         return forward(params, batch["x"]).square().sum(1)
 
     plan = dpfunc.Plan.for_budget(
-        epsilon=8.0, delta=1e-3, dataset_size=64, expected_batch_size=8, num_steps=2, clip=dpfunc.clipping.Automatic()
+        epsilon=8.0, delta=1e-3, dataset_size=640, expected_batch_size=80, num_steps=2, clip=dpfunc.clipping.Automatic()
     )
     step = dpfunc.make_dp_step(loss_fn, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InsecureKeyWarning)  # the same draws and audits in each run
         state = step.init(params, key=dpfunc.insecure_key(9120))
-    data = {"x": torch.randn(64, 4)}
+    data = {"x": torch.randn(640, 4)}
     reached: dict[str, None] = {}
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

@@ -48,6 +48,7 @@ def make_record(
     Guarantees:
         tests/checkpoint/test_record.py::test_a_record_says_what_the_run_was.
 
+    >>> import torch
     >>> from dpfunc import clipping, sampling
     >>> from dpfunc.plan import Plan
     >>> from dpfunc.rng import secure_key

@@ -8,7 +8,8 @@ grad. A mode of torch functions, active during the call only, gives operations o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from dpfunc.engines.auto import Decision
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
-from dpfunc.engines.guards.python_state import note_kept, python_state, refuse_counting, refuse_kept
+from dpfunc.engines.guards.python_state import note_kept, python_state, refuse_counting, refuse_kept, was_kept
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.islands import FORMS, NATIVE, native, operation, recurrent
 from dpfunc.engines.levels import (
@@ -130,12 +131,21 @@ class RowPass(TorchFunctionMode):
             with Below():
                 self.kept, self.first_read = python_state(self.loss_fn), read
 
-    def check_kept(self) -> None:
-        """Refuse a loss that has changed what it keeps since it began to read numbers of rows."""
-        if self.first_read:
-            with Below():
-                note_kept(self.loss_fn, self.kept, self.first_read)
-            refuse_kept(self.loss_fn)
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Refuse a loss that inside changes what it keeps after it has begun to read numbers of rows.
+
+        Compared while the parameters of the pass are still in the modules, as they are at the first read.
+        """
+        try:
+            yield
+        finally:
+            if self.first_read:
+                with Below(), torch._C.DisableTorchFunction():
+                    note_kept(self.loss_fn, self.kept, self.first_read)
+                if was_kept(self.loss_fn):
+                    self.stopped = None  # an error of dpfunc, whatever else has ended the pass
+                    refuse_kept(self.loss_fn)
 
     def begin_backward(self, losses: object) -> None:
         """Note that the backward pass of the losses begins."""
@@ -334,7 +344,7 @@ def _one_pass(
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), batch)
         try:
-            with backward_inside(), mode, custom_functions(settings.plain_functions):
+            with backward_inside(), mode, custom_functions(settings.plain_functions), mode.keeping():
                 losses_1 = loss_fn(dict(mode.leaves), record)
                 if mode.stopped is not None:
                     raise mode.stopped
@@ -344,16 +354,11 @@ def _one_pass(
                     check_depends(losses_1.requires_grad)
                     loss = losses_1.sum()
                 found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
-        except Stop:
-            mode.check_kept()
-            raise
         except ORDINARY as error:
-            mode.check_kept()
             refuse_out_of_memory(error)
             if mode.stopped is not None:
                 raise mode.stopped from error
             raise
-        mode.check_kept()
         if mode.stopped is not None:
             raise mode.stopped
         rest = {name: _all_rows(grad, num_rows) for name, grad in zip(params, found, strict=True) if grad is not None}
