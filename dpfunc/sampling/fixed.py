@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer
-from dpfunc.rng import Key
-from dpfunc.sampling.base import check_key, check_span, generator_of
+from dpfunc.rng import Key, check_key
+from dpfunc.sampling.base import check_span, generator_of
 from dpfunc.types import Adjacency, Event
 
 
