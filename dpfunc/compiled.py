@@ -25,7 +25,7 @@ from dpfunc.engines.guards.audit import Audits, Credited, audit
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.modes import DispatchMode
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.numerics import COARSE, full_precision, tolerance_of
+from dpfunc.engines.numerics import full_precision
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, insecure_key, torch_seed
 from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
@@ -256,7 +256,8 @@ class _Compiled:
         result = self._run(params, microbatch, mask_B)
         new = result is None or _graphs() != before or not self.compared  # graphs may be those of another dp_step
         if result is not None and not new and not self.random:
-            self._audit(params, microbatch, key, result, time.perf_counter() - start)
+            with self.audits.choose_rows(key, microbatch, seconds=time.perf_counter() - start) as chosen:
+                audit(self.loss_fn, params, microbatch, _credited(params, result, self.audits.coarse), chosen)
             return result
         if result is not None and not new and not self.audits.due(microbatch):
             return result
@@ -324,12 +325,6 @@ class _Compiled:
         self.traced = None
         _log.log(level, "not compiled: %s", self.reason)
 
-    def _audit(
-        self, params: Params, microbatch: Batch, key: Key | None, result: MicrobatchSums, seconds: float
-    ) -> None:
-        with self.audits.choose_rows(key, microbatch, seconds=seconds) as chosen:
-            audit(self.loss_fn, params, microbatch, _credited(params, result, self.audits.coarse), chosen)
-
     def _compare(
         self, params: Params, microbatch: Batch, mask_B: Tensor, result: MicrobatchSums, expected: MicrobatchSums
     ) -> None:
@@ -342,7 +337,7 @@ class _Compiled:
             UnsupportedModel: they are not.
         """
         credited = _credited(params, result, self.audits.coarse)
-        tolerance = _tolerance(params, result, credited.evidence.coarse)
+        tolerance = credited.tolerance(params)
         differing = _differing(result, expected, tolerance)
         if self.random and mask_B.device.type != "cpu":  # other generators are not set back
             return
@@ -361,10 +356,6 @@ class _Compiled:
 
 def _credited(params: Params, result: MicrobatchSums, coarse: bool) -> Credited:
     return Credited(result.losses_B, {name: result.sq_norms[name] for name in params}, Evidence(coarse=coarse), None)
-
-
-def _tolerance(params: Params, result: MicrobatchSums, coarse: bool) -> float:
-    return COARSE if coarse else tolerance_of(result.losses_B.dtype, *(param.dtype for param in params.values()))
 
 
 def _differing(result: MicrobatchSums, expected: MicrobatchSums, tolerance: float) -> list[int]:

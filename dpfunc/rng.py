@@ -100,6 +100,17 @@ class Key:
         return "Key(hidden, guessable)" if self.guessable else "Key(hidden)"
 
 
+def check_key(key: object) -> Key:
+    """The key, if it is one.
+
+    Raises:
+        InvalidArgument: otherwise.
+    """
+    if not isinstance(key, Key):
+        raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
+    return key
+
+
 def check_process(key: Key) -> None:
     """Check that a key was made in this process: a copy in another process would draw the same noise.
 

@@ -17,7 +17,7 @@ from dpfunc.engines.caught_grads import GroupwiseSums
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_rank, refused_by_all
 from dpfunc.engines.guards.loss import refuse_unproven
 from dpfunc.engines.guards.python_state import note_kept, refuse_kept
-from dpfunc.engines.guards.reference_probe import take_probe
+from dpfunc.engines.guards.reference_probe import equal_to_loop
 from dpfunc.engines.guards.row_independence import check_isolated
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import PerSample
@@ -158,7 +158,7 @@ class Auto:
             refuse_out_of_memory(error)
             name, reason = "loop", f"{reason}; vmap cannot: {str(error).splitlines()[0]}"
         (impossible,) = on_any_rank(params, result is None)
-        if result is None or impossible or not _equal_to_loop(loss_fn, params, batch):
+        if result is None or impossible or not equal_to_loop(loss_fn, params, batch, vmap()):
             name, result = "loop", loop()(loss_fn, params, batch)
         if before:
             note_kept(loss_fn, before, reason)
@@ -201,12 +201,6 @@ class Auto:
     def decision(self, loss_fn: LossFn) -> Decision | None:
         """Engine of the last step of a loss function, and why; None before its first batch."""
         return self._decisions.get(loss_fn)
-
-
-def _equal_to_loop(loss_fn: LossFn, params: Params, batch: Batch) -> bool:
-    """True if vmap gives the gradients of single samples, on two rows of a loss without random numbers."""
-    probe = take_probe(loss_fn, params, batch)
-    return not probe.differing(loss_fn, vmap())
 
 
 def auto(memory_budget: int | None = None, unproven: Unproven = "vmap") -> Auto:

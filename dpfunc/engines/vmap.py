@@ -14,7 +14,7 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import integer, shorten
 from dpfunc.engines.evidence import Evidence
 from dpfunc.engines.guards.collectives import none_batched
-from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
+from dpfunc.engines.guards.loss import check_differentiable, parameters_unchanged
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.tracing.trace import tracing_rows_alone
 from dpfunc.errors import UnsupportedModel
@@ -85,8 +85,7 @@ def _per_row(params: Params, row: Batch, loss_fn: LossFn) -> tuple[Tensor, Tenso
     """The loss of one row, which the model gets as a batch of one."""
     batch_of_one = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), row)
     losses_B = loss_fn(params, batch_of_one)
-    check_losses(losses_B, 1)
-    check_depends(losses_B.requires_grad)
+    check_differentiable(losses_B, 1)
     loss = losses_B.sum()
     return loss, loss.detach()
 

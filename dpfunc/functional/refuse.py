@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,53 +61,40 @@ def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> Non
             renormalises its weight, LLM.int8 layers, or parts that torch.jit compiled.
     """
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
-    _refuse_batchnorm(parts)
-    _refuse_outliers(parts)
-    on = [name for name, part in parts if part.training and getattr(part, "gradient_checkpointing", False) is True]
-    if on and not checkpointing:
-        raise UnsupportedModel(f"Gradient checkpointing is on in {shorten(on)}: {_CHECKPOINTED}")
-    _refuse_renormalised(parts)
-    scripted = [name for name, part in parts if isinstance(part, torch.jit.ScriptModule)]
-    if scripted:
-        raise UnsupportedModel(
-            f"The parts {shorten(scripted)} are compiled by torch.jit, whose parameters cannot be replaced. "
-            "Functionalize the module from which they were made, before torch.jit.script or torch.jit.trace."
-        )
+    for is_refused, message in _REFUSED:
+        names = [name for name, part in parts if is_refused(part)]
+        if names and not (checkpointing and is_refused is _checkpoints):
+            raise UnsupportedModel(message.format(names=shorten(names), count=len(names)))
 
 
-def _refuse_batchnorm(parts: Sequence[tuple[str, nn.Module]]) -> None:
-    norms = [
-        name for name, part in parts if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
-    ]
-    if norms:
-        raise UnsupportedModel(
-            f"{len(norms)} BatchNorm layers in training mode mix the samples of a batch: {shorten(norms)}. Use "
-            "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data."
-        )
+def _checkpoints(part: Any) -> bool:
+    return part.training and getattr(part, "gradient_checkpointing", False) is True
 
 
-def _refuse_renormalised(parts: Sequence[tuple[str, nn.Module]]) -> None:
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    bounded = [name for name, part in parts if isinstance(part, kinds) and part.max_norm is not None]
-    if bounded:
-        raise UnsupportedModel(
-            f"The embeddings {shorten(bounded)} have max_norm, which overwrites their weights in each forward pass. "
-            "Build them with max_norm=None."
-        )
-
-
-def _refuse_outliers(parts: Sequence[tuple[str, nn.Module]]) -> None:
-    """Refuse LLM.int8 layers, which choose outlier columns over all rows of a batch: rounding depends on other rows.
-
-    Raises:
-        UnsupportedModel: naming them.
-    """
-    layers = [name for name, part in parts if type(part).__name__ == "Linear8bitLt"]
-    if layers:
-        raise UnsupportedModel(
-            f"The LLM.int8 layers {shorten(layers)} choose outlier columns over the whole batch, so samples influence "
-            "each other. Load the model with 4 bits (NF4) or in bfloat16."
-        )
+# Kinds of modules that cannot work, and the message.
+_REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None),
+        "{count} BatchNorm layers in training mode mix the samples of a batch: {names}. Use "
+        "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data.",
+    ),
+    (
+        lambda part: type(part).__name__ == "Linear8bitLt",  # their rounding depends on other rows
+        "The LLM.int8 layers {names} choose outlier columns over the whole batch, so samples influence each other. "
+        "Load the model with 4 bits (NF4) or in bfloat16.",
+    ),
+    (_checkpoints, f"Gradient checkpointing is on in {{names}}: {_CHECKPOINTED}"),
+    (
+        lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None,
+        "The embeddings {names} have max_norm, which overwrites their weights in each forward pass. "
+        "Build them with max_norm=None.",
+    ),
+    (
+        lambda part: isinstance(part, torch.jit.ScriptModule),
+        "The parts {names} are compiled by torch.jit, whose parameters cannot be replaced. "
+        "Functionalize the module from which they were made, before torch.jit.script or torch.jit.trace.",
+    ),
+)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.noise.tiles import Part
-from dpfunc.rng import Key, check_process, fingerprint
+from dpfunc.rng import Key, check_key, check_process, fingerprint
 from dpfunc.types import Allocation, ClippedSum, Params
 
 _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
@@ -145,7 +145,7 @@ def add_gaussian(
     torch.Size([3])
     """
     std_of = _stds(clipped, noise_multiplier, allocation)
-    _check_key(key)
+    check_key(key)
     _check_once(key, clipped, std_of, source)
     return _released(clipped, std_of, key, source)
 
@@ -183,11 +183,6 @@ def _check_once(key: Key, clipped: ClippedSum, std_of: Mapping[str, float], sour
         )
 
 
-def _check_key(key: object) -> None:
-    if not isinstance(key, Key):
-        raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
-
-
 def _stds(clipped: ClippedSum, noise_multiplier: float, allocation: Allocation) -> dict[str, float]:
     """Standard deviation of the noise on each sum, which its dtype can hold."""
     of_group = noise_std(clipped, noise_multiplier, allocation)
@@ -218,12 +213,12 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
 
     def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
         stds = _stds(clipped, multiplier, allocation)
-        _check_key(key)
+        check_key(key)
         return _released(clipped, stds, key, source), state  # a step compares what its key releases, on disk as well
 
     def add_share(clipped: ClippedSum, windows: Mapping[str, Window], key: Key) -> None:
         stds = _stds(clipped, multiplier, allocation)
-        _check_key(key)
+        check_key(key)
         sums = {name: clipped.sums[name] for name in windows}
         noise = standard_normal(key, {n: Part(windows[n], v.dtype, v.device) for n, v in sums.items()}, source)
         for name, part in windows.items():

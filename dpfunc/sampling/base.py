@@ -8,8 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from dpfunc._utils.validation import integer
-from dpfunc.errors import InvalidArgument
-from dpfunc.rng import Key, fold_in, stream
+from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import Adjacency, Event
 
 
@@ -51,17 +50,6 @@ def generator_of(key: Key, purpose: str, number: int) -> np.random.Generator:
     True
     """
     return stream(fold_in(check_key(key), purpose, number))
-
-
-def check_key(key: Key) -> Key:
-    """The key, if it is one.
-
-    Raises:
-        InvalidArgument: otherwise.
-    """
-    if not isinstance(key, Key):
-        raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
-    return key
 
 
 def check_span(start: int, stop: int) -> tuple[int, int]:

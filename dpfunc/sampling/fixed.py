@@ -11,15 +11,55 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer
-from dpfunc.rng import Key
-from dpfunc.sampling.base import check_key, check_span, generator_of
+from dpfunc.rng import Key, check_key
+from dpfunc.sampling.base import check_span, generator_of
 from dpfunc.types import Adjacency, Event
-
-_FIXED_ADJACENCIES: tuple[Adjacency, ...] = ("zero_out", "replace_one")
 
 
 @dataclass(frozen=True)
-class FixedSize:
+class _FixedBatches:
+    """Both numbers, kept as Python integers, and all that follows from them alone."""
+
+    dataset_size: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        n = integer("dataset_size", self.dataset_size, minimum=1)
+        size = integer("batch_size", self.batch_size, minimum=1)
+        if size > n:
+            raise fail("batch_size <= dataset_size", "batch_size", self.batch_size, f"The data set has {n} records.")
+        object.__setattr__(self, "dataset_size", n)
+        object.__setattr__(self, "batch_size", size)
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """Adjacencies without add/remove: one record more changes the draw of others, or moves them elsewhere."""
+        return ("zero_out", "replace_one")
+
+    def expected_batch_size(self, step: int) -> float:
+        """The batch size; also for a smaller last batch, so that all records weigh the same."""
+        integer("step", step)
+        return float(self.batch_size)
+
+
+@dataclass(frozen=True)
+class _Epochs(_FixedBatches):
+    """Batches in which each record is used once an epoch."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
+        return -(-self.dataset_size // self.batch_size)
+
+    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
+        """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
+        first, last = check_span(start, stop)
+        epochs = -(-last // self.steps_per_epoch) - -(-first // self.steps_per_epoch)
+        return (Event(1.0, noise_multiplier, epochs),) if epochs else ()
+
+
+@dataclass(frozen=True)
+class FixedSize(_FixedBatches):
     """`batch_size` different records, each step anew. Claims no amplification: every step costs as much as on all data.
 
     Args:
@@ -36,26 +76,11 @@ class FixedSize:
     (Event(sampling_prob=1.0, noise_multiplier=2.0, num_steps=5),)
     """
 
-    dataset_size: int
-    batch_size: int
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Adjacencies without add/remove: one record more changes the draw of the others."""
-        return _FIXED_ADJACENCIES
-
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
         generator = generator_of(key, "sample", integer("step", step))
         drawn_B = generator.choice(self.dataset_size, self.batch_size, replace=False, shuffle=False)
         return torch.from_numpy(np.sort(drawn_B))
-
-    def expected_batch_size(self, step: int) -> float:
-        integer("step", step)
-        return float(self.batch_size)
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """The Gaussian mechanism, once a step."""
@@ -64,7 +89,7 @@ class FixedSize:
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class Shuffled(_Epochs):
     """A new permutation each epoch, divided into batches; the last one of an epoch is smaller, and kept.
 
     Claims no amplification: a record is in one batch an epoch, so an epoch costs one Gaussian release (whatever the
@@ -90,40 +115,15 @@ class Shuffled:
     (Event(sampling_prob=1.0, noise_multiplier=2.0, num_steps=2),)
     """
 
-    dataset_size: int
-    batch_size: int
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
-        return -(-self.dataset_size // self.batch_size)
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Adjacencies without add/remove: one record more moves others into other batches."""
-        return _FIXED_ADJACENCIES
-
     def indices(self, key: Key, step: int) -> Tensor:
         """The indices of the batch of a step, in the order of the permutation."""
         epoch, position = divmod(integer("step", step), self.steps_per_epoch)
         order_N = _permutation(check_key(key), epoch, self.dataset_size)
         return torch.from_numpy(order_N[position * self.batch_size : (position + 1) * self.batch_size].copy())
 
-    def expected_batch_size(self, step: int) -> float:
-        """The batch size; also for the smaller last batch, so that all records weigh the same."""
-        integer("step", step)
-        return float(self.batch_size)
-
-    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
-        """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
-        return _once_an_epoch(start, stop, self.steps_per_epoch, noise_multiplier)
-
 
 @dataclass(frozen=True)
-class InOrder:
+class InOrder(_Epochs):
     """Batches of consecutive records, in the order of the data set; the last one of an epoch is smaller, and kept.
 
     For streams, which cannot be read by index. Claims no amplification: a record is in one batch an epoch, so an epoch
@@ -149,42 +149,11 @@ class InOrder:
     (Event(sampling_prob=1.0, noise_multiplier=2.0, num_steps=2),)
     """
 
-    dataset_size: int
-    batch_size: int
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
-        return -(-self.dataset_size // self.batch_size)
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Adjacencies without add/remove: one record more moves all that follow."""
-        return _FIXED_ADJACENCIES
-
     def indices(self, key: Key, step: int) -> Tensor:
         """The indices of the batch of a step; no random numbers are drawn."""
         check_key(key)
         start = integer("step", step) % self.steps_per_epoch * self.batch_size
         return torch.arange(start, min(start + self.batch_size, self.dataset_size))
-
-    def expected_batch_size(self, step: int) -> float:
-        """The batch size; also for the smaller last batch, so that all records weigh the same."""
-        integer("step", step)
-        return float(self.batch_size)
-
-    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
-        """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
-        return _once_an_epoch(start, stop, self.steps_per_epoch, noise_multiplier)
-
-
-def _once_an_epoch(start: int, stop: int, steps_per_epoch: int, noise_multiplier: float) -> tuple[Event, ...]:
-    first, last = check_span(start, stop)
-    epochs = -(-last // steps_per_epoch) - -(-first // steps_per_epoch)
-    return (Event(1.0, noise_multiplier, epochs),) if epochs else ()
 
 
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it; with 1e7 records it takes a second to make
@@ -192,13 +161,3 @@ def _permutation(key: Key, epoch: int, size: int) -> npt.NDArray[np.int64]:
     order_N = generator_of(key, "shuffle", epoch).permutation(size)
     order_N.setflags(write=False)
     return order_N
-
-
-def _check_sizes(sampler: FixedSize | Shuffled | InOrder) -> None:
-    """Check both numbers, and keep them as Python integers."""
-    n = integer("dataset_size", sampler.dataset_size, minimum=1)
-    size = integer("batch_size", sampler.batch_size, minimum=1)
-    if size > n:
-        raise fail("batch_size <= dataset_size", "batch_size", sampler.batch_size, f"The data set has {n} records.")
-    object.__setattr__(sampler, "dataset_size", n)
-    object.__setattr__(sampler, "batch_size", size)

@@ -147,6 +147,11 @@ class Credited:
     evidence: Evidence
     per_sample: PerSample | None
 
+    def tolerance(self, params: Params) -> float:
+        """The relative difference that rounding may make."""
+        dtypes = (param.dtype for param in params.values())
+        return COARSE if self.evidence.coarse else tolerance_of(self.losses_B.dtype, *dtypes)
+
 
 def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor]) -> Credited | None:
     """Collect the values to audit; None where each row was computed alone."""
@@ -264,8 +269,7 @@ def _compare(
     params: Params, credited: Credited, alone: Mapping[int, PerSample], unstable: Mapping[int, _Unstable]
 ) -> str:
     """The first difference, in words; empty if there is none."""
-    tolerance = tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
-    tolerance = COARSE if credited.evidence.coarse else tolerance
+    tolerance = credited.tolerance(params)
     for row, single in alone.items():
         together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])
         finite = torch.isfinite(credited.losses_B[row]), torch.isfinite(single.losses_B[0])

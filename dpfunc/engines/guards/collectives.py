@@ -122,12 +122,8 @@ def check_own(func: object) -> None:
             raise _refusal(name, module, line)
 
 
-@dataclass(eq=False)
 class _Batched(TorchFunctionMode):
     """Refuses collectives of batched and of differentiated tensors. Those of others (frozen weights) pass."""
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
     def __torch_function__(
         self,

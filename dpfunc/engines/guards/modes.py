@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -22,11 +21,8 @@ def _skipping() -> Callable[[CodeType], None] | None:
     if not {"_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"} <= set(names):
         return None
     skip = names["_FrameAction"].SKIP
-    return partial(_skip, names["set_code_exec_strategy"], names["_FrameExecStrategy"](skip, skip))
-
-
-def _skip(skipping: Callable[[CodeType, object], None], strategy: object, code: CodeType) -> None:
-    skipping(code, strategy)
+    set_strategy, strategy = names["set_code_exec_strategy"], names["_FrameExecStrategy"](skip, skip)
+    return lambda code: set_strategy(code, strategy)
 
 
 _SKIP = _skipping()

@@ -99,9 +99,8 @@ def reader() -> tuple[str, int, str]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
-        if module.startswith("dpfunc.engines.rules"):
-            return module, frame.f_lineno, frame.f_code.co_qualname
-        if not any(module == prefix or module.startswith(f"{prefix}.") for prefix in _PLUMBING):
+        plumbing = any(module == prefix or module.startswith(f"{prefix}.") for prefix in _PLUMBING)
+        if not plumbing or module.startswith("dpfunc.engines.rules"):
             return module, frame.f_lineno, frame.f_code.co_qualname
         frame = frame.f_back
     return "?", 0, ""

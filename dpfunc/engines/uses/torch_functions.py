@@ -20,7 +20,7 @@ HOOKING = (
     | {Tensor.retain_grad, Tensor._backward_hooks.__set__}  # type: ignore[union-attr]  # of the class, it is a descriptor
     | {accessor.__get__ for accessor in _ACCESSORS}
 )
-CHECKING = frozenset((F.one_hot, torch.nn.functional.one_hot))
+CHECKING = frozenset((F.one_hot,))
 CONVERTING = frozenset((Tensor.to, Tensor.type_as))
 WATCHED = CHECKING | READING | SIZES
 # The gradient of what these give is that of their argument, in another order or shape.
@@ -29,32 +29,21 @@ RESHAPING = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor)
     for name in (
-        "view",
-        "reshape",
-        "flatten",
-        "squeeze",
-        "unsqueeze",
-        "to",
-        "type",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
+        "view", "reshape", "flatten", "squeeze", "unsqueeze", "to", "type", "float", "double", "half", "bfloat16",
     )
     if hasattr(owner, name)
-)
+)  # fmt: skip
 # `x + b`, `b + x`, `x += b` and `torch.add` are one kind: compiled code calls them by other names.
 _KINDS = {
     form.format(kind): kind
     for kind in ("add", "sub", "mul", "truediv", "matmul")
     for form in ("__{}__", "__r{}__", "__i{}__", "{}_")
 }
-_IN_PLACE = (
-    frozenset(name for name in dir(Tensor) if name in _KINDS or (name.endswith("_") and not name.endswith("__")))
-    - frozenset(f"__{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
-    - frozenset(f"__r{kind}__" for kind in ("add", "sub", "mul", "truediv", "matmul"))
-    - {"requires_grad_"}
-)
+_IN_PLACE = frozenset(
+    name
+    for name in dir(Tensor)
+    if (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name in _KINDS)
+) - {"requires_grad_"}
 
 
 def kind_of(func: Callable[..., Any]) -> str:

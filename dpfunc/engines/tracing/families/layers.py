@@ -10,12 +10,6 @@ from dpfunc.engines.tracing.families.aligning import first_axis
 from dpfunc.engines.tracing.rows import Rows
 
 
-def _dropout(call: Call) -> list[Type]:
-    """`(input, p, train)`: the result and its mask."""
-    kind = call.type_of(call.args[0])
-    return [kind, kind]
-
-
 def _sampled(call: Call) -> Type:
     """`(input, grid, ...)`: samples on axis 0 of both; or positions of all samples in one constant image (a table)."""
     input, grid = call.args[:2]
@@ -36,7 +30,7 @@ FAMILY: dict[str, Handler] = {
         first_axis,
     ),
     **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), _sampled),
-    "native_dropout": _dropout,
+    "native_dropout": lambda call: [call.type_of(call.args[0])] * 2,  # the result and its mask
     **dict.fromkeys(
         ("_prelu_kernel", "_prelu_kernel_backward", "hardtanh_backward", "leaky_relu_backward", "softplus_backward",
          "log_sigmoid_forward", "log_sigmoid_backward", "elu_backward", "rrelu_with_noise", "masked_fill",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from dpfunc.engines.tracing.call import Call, Handler, Type, broadcast, combined
@@ -32,11 +30,9 @@ def _pools() -> dict[str, Handler]:
     table: dict[str, Handler] = {}
     for pattern in _POOLS:
         for count in (1, 2, 3):
-            name = re.sub(r"\{\}", f"{count}d", pattern)
+            name = pattern.format(f"{count}d")
             table[name] = table[f"{name}_backward"] = _spatial(count)
     return {name: handler for name, handler in table.items() if hasattr(torch.ops.aten, name)}
 
 
-FAMILY: dict[str, Handler] = {
-    **_pools(),
-}  # fmt: skip
+FAMILY: dict[str, Handler] = _pools()
