@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.distributed.data import check_same_data
+from dpfunc.distributed.launch import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarning
 from dpfunc.rng import Key

@@ -23,6 +23,9 @@ BOUNDS = tuple(method for method in METHODS if method != "gdp-approximation")
 # Of a plan: `gaussian` refuses sampled batches, and `auto` takes it where it is exact.
 ACCOUNTANTS = tuple(method for method in BOUNDS if method != "gaussian")
 _TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
+_GDP_NOTE = (
+    "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling probabilities"
+)
 _NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 
 
@@ -67,7 +70,9 @@ def cached_epsilon(ledger: Ledger, delta: float, method: str) -> Guarantee:
     """Compute `epsilon` from arguments that were validated; equal questions are answered from a cache."""
     answer = functools.partial(Guarantee, delta=delta, adjacency=ledger.adjacency)
     if method == "gdp-approximation":
-        return answer(_gdp_epsilon(ledger, delta), method="gdp-approximation", note=_GDP_NOTE)
+        if ledger.adjacency == "replace_one":
+            raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", ledger.adjacency)
+        return answer(gaussian_epsilon(gdp_mu(ledger.events), delta), method="gdp-approximation", note=_GDP_NOTE)
     full = all(event.sampling_prob == 1 for event in ledger.events)
     if method == "gaussian" and not full:
         raise InvalidArgument(
@@ -150,25 +155,9 @@ def merge_gaussians(events: tuple[Event, ...]) -> tuple[Event, ...]:
     return (*(event for event in events if event.sampling_prob < 1), Event(1.0, sigma, 1))
 
 
-_GDP_NOTE = (
-    "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling probabilities"
-)
-
-
-def _gdp_epsilon(ledger: Ledger, delta: float) -> float:
-    """The central-limit approximation; for one record added or removed."""
-    if ledger.adjacency == "replace_one":
-        raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", ledger.adjacency)
-    return gaussian_epsilon(gdp_mu(ledger.events), delta)
-
-
 def check_bound(method: str) -> str:
     """A method that may serve as a budget."""
     if method == "gdp-approximation":
-        raise fail(
-            f"a method that gives an upper bound, one of {', '.join(BOUNDS)}",
-            "method",
-            method,
-            "The GDP approximation under-reports epsilon, so a budget kept by it is overspent.",
-        )
+        hint = "The GDP approximation under-reports epsilon, so a budget kept by it is overspent."
+        raise fail(f"a method that gives an upper bound, one of {', '.join(BOUNDS)}", "method", method, hint)
     return one_of("method", method, BOUNDS)

@@ -195,12 +195,8 @@ def _relative_noise(schedule: Schedule | Sequence[float] | None, num_steps: int)
         return schedule
     values = [positive("schedule", value) for value in schedule]
     if len(values) != num_steps:
-        raise fail(
-            f"one relative noise multiplier for each of {num_steps} steps",
-            "len(schedule)",
-            len(values),
-            "Or a Schedule.",
-        )
+        domain = f"one relative noise multiplier for each of {num_steps} steps"
+        raise fail(domain, "len(schedule)", len(values), "Or a Schedule.")
     kinds, counts = np.unique(values, return_counts=True)
     return Schedule(tuple(zip(counts.tolist(), kinds.tolist(), strict=True)))
 

@@ -121,10 +121,7 @@ class Ledger:
         >>> Ledger.from_json(ledger.to_json()) == ledger
         True
         """
-        try:
-            values = unique_json(text)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"Expected a ledger as JSON: {error}.") from error
+        values = parsed(text, "a ledger")
         if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
             found = values.get("schema") if isinstance(values, dict) else type(values).__name__
             raise fail(f"a ledger with schema {_SCHEMA!r}", "schema", found, OTHER_VERSION)
@@ -166,6 +163,14 @@ def compose(*ledgers: Ledger) -> Ledger:
             "to different sensitivities and their epsilons compare different neighbours: account for each apart."
         )
     return Ledger(tuple(event for ledger in ledgers for event in ledger.events), ledgers[0].adjacency)
+
+
+def parsed(text: str | bytes, expected: str) -> Any:
+    """Values of a JSON text in which no field is there twice."""
+    try:
+        return unique_json(text)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
 
 
 def _same_fields(what: str, values: dict[str, Any], expected: set[str]) -> None:

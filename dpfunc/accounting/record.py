@@ -19,10 +19,9 @@ from dpfunc._utils.validation import (
     positive,
     probability,
     signed,
-    unique_json,
     unsigned,
 )
-from dpfunc.accounting.ledger import OTHER_VERSION, Ledger
+from dpfunc.accounting.ledger import OTHER_VERSION, Ledger, parsed
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency
 
@@ -160,14 +159,6 @@ class Record:
         return record
 
 
-def parsed(text: str | bytes, expected: str) -> Any:
-    """Values of a JSON text in which no field is there twice."""
-    try:
-        return unique_json(text)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
-
-
 def check_fields(kind: type[Any], values: dict[str, Any], schema: str) -> None:
     """Refuse values of a file that lack a field of a record, or have another one; besides, they have a schema."""
     given = set(values) - {"schema"}
@@ -241,24 +232,37 @@ def _bound(name: str, value: object) -> None:
         non_negative(name, value)
 
 
-def check_texts(name: str, value: object) -> None:
+def _check_texts(name: str, value: object) -> None:
     if not isinstance(value, tuple):
         raise fail("a list of lines of text", name, value)
     for line in value:
         check_text(name, line)
 
 
-def check_versions(name: str, value: object) -> None:
+def _check_versions(name: str, value: object) -> None:
     if not isinstance(value, dict) or not value:
         raise fail("versions by name", name, value)
-    check_texts(name, (*value, *value.values()))
+    _check_texts(name, (*value, *value.values()))
 
 
-def _ledger(name: str, value: object) -> None:
-    if not isinstance(value, Ledger):
-        raise fail("a Ledger", name, value)
+def check_kind(kind: type) -> Callable[[str, object], None]:
+    """The check that a value is of a class."""
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, kind):
+            raise fail(f"a {kind.__name__}", name, value)
+
+    return check
 
 
+RUN_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
+    "dataset_size": lambda name, value: integer(name, value, minimum=1),
+    "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
+    "versions": _check_versions,
+    "not_covered": _check_texts,
+}
+"""Checks of the last fields of a record, of a run or of a search."""
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("date", "unit", "accountant", "note", "mechanism", "noise_source", "clip", "sampler"), check_text),
     "adjacency": lambda name, value: one_of(name, value, ADJACENCIES),
@@ -266,17 +270,13 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "epsilon_rdp": _bound,
     "delta": open_unit,
     "target_epsilon": lambda name, value: None if value is None else positive(name, value),
-    "ledger": _ledger,
+    "ledger": check_kind(Ledger),
     "noise_multiplier": non_negative,
-    "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
     "max_grad_norm": positive,
     "sampling_prob": probability,
     "expected_batch_size": positive,
-    "dataset_size": lambda name, value: integer(name, value, minimum=1),
-    "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
     "global_step": integer,
     "num_steps": integer,
     "epoch": non_negative,
-    "versions": check_versions,
-    "not_covered": check_texts,
+    **RUN_CHECKS,
 }

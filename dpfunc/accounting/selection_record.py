@@ -9,21 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfunc._utils.validation import fail, integer, one_of, open_unit, positive, real, signed, unsigned
+from dpfunc._utils.validation import fail, integer, open_unit, positive, real, signed, unsigned
 from dpfunc.accounting.guarantee import Guarantee
-from dpfunc.accounting.ledger import Ledger
+from dpfunc.accounting.ledger import Ledger, parsed
 from dpfunc.accounting.record import (
-    GUESSABLE,
     NEIGHBOURS,
-    SECRET,
+    RUN_CHECKS,
     SELECTION,
-    SIZES,
     check_fields,
+    check_kind,
     check_neighbours,
     check_text,
-    check_texts,
-    check_versions,
-    parsed,
 )
 from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
@@ -183,14 +179,6 @@ def _check_ledgers(name: str, value: object) -> None:
         raise fail("ledgers", name, value)
 
 
-def _check_kind(kind: type) -> Callable[[str, object], None]:
-    def check(name: str, value: object) -> None:
-        if not isinstance(value, kind):
-            raise fail(f"a {kind.__name__}", name, value)
-
-    return check
-
-
 _READ: dict[str, Callable[[Any], Any]] = {
     "runs": _read_runs, "ledgers": _read_ledgers, "spent": _read_ledger, "candidates": _tuple, "not_covered": _tuple,
 }  # fmt: skip
@@ -198,14 +186,10 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("date", "unit", "score"), check_text),
     **dict.fromkeys(("epsilon", "target_epsilon", "score_noise"), positive),
     "delta": open_unit,
-    "runs": _check_kind(RunCount),
+    "runs": check_kind(RunCount),
     "candidates": _check_candidates,
     "ledgers": _check_ledgers,
-    "spent": _check_kind(Ledger),
+    "spent": check_kind(Ledger),
     "chosen_score": lambda name, value: None if value is None else real(name, value, f"a finite {name}"),
-    "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
-    "dataset_size": lambda name, value: integer(name, value, minimum=1),
-    "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
-    "versions": check_versions,
-    "not_covered": check_texts,
+    **RUN_CHECKS,
 }

@@ -165,10 +165,8 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
     try:
         values: dict[str, Any] = unique_json(raw)
         number, previous = values["line"], values["previous"]
-    except KeyError as error:
-        raise CheckpointError(f"Line {expected} of the journal {path} cannot be read: it lacks {error}.") from error
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"Line {expected} of the journal {path} cannot be read: {error}.") from error
+    except (KeyError, ValueError, TypeError) as error:
+        raise unreadable(expected, path, error) from error
     if number != expected:
         raise CheckpointError(
             f"Expected line {expected} of the journal {path}, got one that was written as line {number}: lines were "
@@ -181,6 +179,12 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
             f"journal. {RESTORE}"
         )
     return values
+
+
+def unreadable(number: int, path: Path, error: Exception) -> CheckpointError:
+    """The error for a line whose values cannot be read."""
+    reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+    return CheckpointError(f"Line {number} of the journal {path} cannot be read: {reason}.")
 
 
 def check_end(path: Path, at: Position) -> None:

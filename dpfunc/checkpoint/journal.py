@@ -21,13 +21,13 @@ from dpfunc.checkpoint.chain import (
     check_end,
     follow,
     head_path,
-    known_end,
     locked,
     read_chain,
     read_head,
     remove_incomplete_line,
     resumes,
     sync_directory,
+    unreadable,
 )
 from dpfunc.errors import CheckpointError, LedgerConflict, NotWritten
 from dpfunc.types import Adjacency, Event
@@ -101,8 +101,7 @@ class _Known:
             raise CheckpointError(
                 f"Expected the lines that the journal {path} had a step ago, {known.lines} or one more, got another "
                 f"file of {len(lines)} in its place: it was removed, restored from an old copy, or belongs to another "
-                f"run. "
-                f"{RESTORE} Nothing was released by this step."
+                f"run. {RESTORE} Nothing was released by this step."
             )
         runs, last = (self.runs, self.last) if same else ({}, "")
         for run, step, taken in _steps(lines, path):
@@ -353,11 +352,6 @@ def _check_known(path: Path, lines: list[Line], known: Head) -> None:
         )
 
 
-def saved_end(path: Path | str | None) -> Head | None:
-    """Position and digest of the end of a journal, to store in a checkpoint; None without a journal."""
-    return None if path is None else known_end(Path(path))
-
-
 def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
     """(run, step, what it took) of each line."""
     for end, values in lines:
@@ -367,11 +361,8 @@ def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
                 for events in (values["events"], values.get("before", []))
             )
             yield values["run"], int(values["step"]), Taken(values["adjacency"], own, str(values["release"]), before)
-        except KeyError as error:
-            message = f"Line {end.lines} of the journal {path} cannot be read: it lacks {error}."
-            raise CheckpointError(message) from error
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"Line {end.lines} of the journal {path} cannot be read: {error}.") from error
+        except (KeyError, ValueError, TypeError) as error:
+            raise unreadable(end.lines, path, error) from error
 
 
 def journal_ledger(path: Path | str) -> Ledger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from dpfunc.checkpoint.format import (
 )
 from dpfunc.checkpoint.journal import append_line, count_steps, read_steps
 from dpfunc.checkpoint.plan_json import plan_difference
-from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, note_line, resume
+from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, resume
 from dpfunc.checkpoint.run_layout import layout
 from dpfunc.checkpoint.saving import check_unsharded
 from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
@@ -129,7 +130,8 @@ def load(
 
     def check() -> dict[str, torch.Tensor]:
         check_unsharded(params, ranks)
-        _verify_share(path, ranks)
+        number, count = rank_and_size(ranks)  # each file is verified by one process
+        verify(path, dict(sorted(read_manifest(path).items())[number::count]))
         if values.get("schema") != SCHEMA:
             raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
         refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
@@ -151,7 +153,7 @@ def load(
         lines = 0 if journal is None else len(read_chain(Path(journal)))  # first: later ones may not be compared
         history = _history(parent, values, journal)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
-        line = None if note is None else note_line(note)
+        line = None if note is None else json.dumps(asdict(note))
         return json.dumps({"state": state_to_dict(state), "note": line, "lines": lines}).encode()
 
     decided = json.loads(shared(all_or_none(decide, ranks, _FAILED), ranks))
@@ -163,15 +165,13 @@ def load(
         {n: tensors[PARAMS + n] for n in params},
         optimizer,
         resumed(state_from_dict(decided["state"], plan, {}))._replace(
-            noise_state=noise, journal=_place(journal), journal_lines=decided["lines"]
+            noise_state=noise,
+            journal="" if journal is None else str(Path(journal).absolute()),
+            journal_lines=decided["lines"],
         ),
         values["extra"],
         path,
     )
-
-
-def _place(journal: Path | str | None) -> str:
-    return "" if journal is None else str(Path(journal).absolute())
 
 
 def _found(parent: Path, journal: Path | str | None, ranks: Ranks | None) -> bytes:
@@ -195,12 +195,6 @@ def _found(parent: Path, journal: Path | str | None, ranks: Ranks | None) -> byt
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
     verify(path, {STATE: read_manifest(path)[STATE]})
     return json.dumps([path.name, saved_state(path)]).encode()
-
-
-def _verify_share(path: Path, ranks: Ranks | None) -> None:
-    """Verify this process's share of the files; each file is verified by one process."""
-    number, count = rank_and_size(ranks)
-    verify(path, dict(sorted(read_manifest(path).items())[number::count]))
 
 
 def _history(parent: Path, values: Mapping[str, Any], journal: Path | str | None) -> History:

@@ -68,7 +68,7 @@ def make_record(
     check_own_plan(state, plan_digest(plan))
     check_newest(state)
     answer = state.ledger.epsilon(plan.delta, plan.accountant)
-    last = max(0, state.step - 1)
+    last, bound = max(0, state.step - 1), plan.clip.clip_norm  # one number, or one for each group
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
     publishes_size = plan.adjacency == "add_remove" and not public_bound
     return Record(
@@ -86,7 +86,7 @@ def make_record(
         noise_multiplier=schedule_at(plan.noise_multiplier, last),
         noise_source=_SOURCES[dp_step.noise_source],
         noise_key=GUESSABLE if state.key.guessable else SECRET,
-        max_grad_norm=_total(plan.clip.clip_norm),
+        max_grad_norm=math.hypot(*bound.values()) if isinstance(bound, Mapping) else bound,
         clip=type(plan.clip).__name__,
         sampler=type(plan.sampler).__name__,
         sampling_prob=size / n,
@@ -99,11 +99,6 @@ def make_record(
         versions=versions(),
         not_covered=(*((EXACT_SIZE,) if publishes_size else ()), *not_covered, *NOT_COVERED),
     )
-
-
-def _total(clip_norm: float | Mapping[str, float]) -> float:
-    """Bound on the whole gradient, from one number or from the bounds of groups."""
-    return math.hypot(*clip_norm.values()) if isinstance(clip_norm, Mapping) else clip_norm
 
 
 def versions() -> dict[str, str]:

@@ -7,9 +7,8 @@ steps was computed, and which runs continue others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,11 +46,6 @@ class Note:
     layout: Mapping[str, Any]
     counted: Mapping[str, int]
     parent: str | None = None
-
-
-def note_line(note: Note) -> str:
-    """A note as a line of JSON."""
-    return json.dumps(asdict(note))
 
 
 def read_notes(path: Path) -> list[Note]:
@@ -166,24 +160,16 @@ def resume(
     counted = dict(history.counted)
     state = _with_relatives(state, history, plan, counted)
     newest = history.layout_of(state.charged)
-    if history.taken is None:  # it is unknown what was released after the checkpoint: no noise is used again
-        if later_runs == "refuse":
-            _continued_once(history)
-        counted[history.run] = state.charged
-        fresh = _with_new_key(history, state, plan, new_key)
-        return fresh, Note(fingerprint(new_key), fresh.step, layout, counted, history.run)
-    released = [history.layout_of(step) for step in range(state.step, state.charged)]
-    changed = next((each for each in released if each != layout), None)
-    if changed is None:
-        same = newest == layout and counted == history.counted
-        return state, None if same else Note(history.run, state.step, layout, counted)
-    if not recharge:
-        _refuse(
-            changed,
-            layout,
-            f"Steps {state.step} to {state.charged - 1} were released after the checkpoint, and are in the journal. "
-            "Resume as they were computed; or draw them anew, with new noise, at their cost: load(..., recharge=True).",
-        )
+    if history.taken is not None:
+        released = [history.layout_of(step) for step in range(state.step, state.charged)]
+        changed = next((each for each in released if each != layout), None)
+        if changed is None:
+            same = newest == layout and counted == history.counted
+            return state, None if same else Note(history.run, state.step, layout, counted)
+        if not recharge:
+            _refuse(changed, layout, state)
+    elif later_runs == "refuse":  # without a journal: it is unknown what was released after the checkpoint
+        _continued_once(history)
     counted[history.run] = state.charged
     fresh = _with_new_key(history, state, plan, new_key)
     return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
@@ -295,9 +281,11 @@ def _budget_limit(state: StepState, plan: Plan) -> int:
     )
 
 
-def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> None:
     lines = shorten(sorted(difference(saved, now), key=lambda line: line.startswith(DIGESTS))) or "it was, for a while"
     raise CheckpointError(
         f"The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
-        f"sums that round differently would give the difference away. {what}"
+        f"sums that round differently would give the difference away. Steps {state.step} to {state.charged - 1} were "
+        "released after the checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with "
+        "new noise, at their cost: load(..., recharge=True)."
     )

@@ -19,7 +19,7 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc._utils.versions import check_sharding
-from dpfunc.checkpoint.chain import sync_directory
+from dpfunc.checkpoint.chain import known_end, sync_directory
 from dpfunc.checkpoint.format import (
     MANIFEST,
     METADATA,
@@ -40,7 +40,7 @@ from dpfunc.checkpoint.format import (
     sync_file,
     write_json,
 )
-from dpfunc.checkpoint.journal import saved_end, writing
+from dpfunc.checkpoint.journal import writing
 from dpfunc.checkpoint.plan_json import plan_to_dict
 from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes
 from dpfunc.checkpoint.run_layout import layout
@@ -224,8 +224,8 @@ def _commit(
     if not all(part.exists() for part in parts):
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
-    end = saved_end(journal)
-    known = {"notes": len(_notes(parent)), "journal": None if end is None else end._asdict()}
+    end = None if journal is None else known_end(Path(journal))._asdict()
+    known = {"notes": len(_notes(parent)), "journal": end}
     write_json(work / STATE, {**files[STATE], **known})
     write_json(work / PLAN, files[PLAN])
     (work / METADATA).chmod(0o600)
@@ -235,13 +235,8 @@ def _commit(
     path = free_name(parent, files[STATE]["step"])
     os.rename(work, path)
     sync_directory(parent)
-    _remove_old(parent, keep)
-    return path.name.encode()
-
-
-def _remove_old(parent: Path, keep: int) -> None:
-    """Remove all checkpoints but the last complete ones."""
     kept = complete_checkpoints(parent)[-keep:]
     for old in all_checkpoints(parent):
         if old not in kept:
             remove(old)
+    return path.name.encode()

@@ -63,13 +63,7 @@ def empty(like: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Te
     return distributed(torch.empty(part.shape, dtype=dtype, device=part.device), like)
 
 
-def room(
-    name: str,
-    encoded: Any,
-    table: Table,
-    params: Params,
-    template: object | None = None,
-) -> dict[str, Tensor]:
+def room(name: str, encoded: Any, table: Table, params: Params, template: object | None = None) -> dict[str, Tensor]:
     """Empty tensors for those of a saved state.
 
     Args:

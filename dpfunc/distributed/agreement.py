@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.digests import checksum, checksum_and_marks, digest, in_hex
 from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
 from dpfunc.batches import batch_size, signature
-from dpfunc.distributed.mesh_axes import is_sharded_over
-from dpfunc.distributed.ranks import Ranks, any_rank, message_device
+from dpfunc.distributed.ranks import Ranks, any_rank, is_sharded_over, message_device
 from dpfunc.engines.guards.lockstep import arrived
 from dpfunc.engines.guards.parameters import not_finite, refuse_sums, suspicious
 from dpfunc.errors import RankMismatch, StepAborted

@@ -60,30 +60,22 @@ class _ManyProcesses:
 
     @property
     def rank(self) -> int:
-        """Rank of this process among those with other records."""
         return self.ranks.rank
 
     @property
     def size(self) -> int:
-        """Number of processes with other records."""
         return self.ranks.size
 
     @property
     def writes(self) -> bool:
-        """True on the one process that writes the journal."""
         return self.ranks.writes
 
     @property
     def full_norms(self) -> FullNorms:
-        """Squared norms of whole gradients from those of the parts of this process."""
         return partial(full_norms, ranks=self.ranks)
 
     def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
-        """Refuse what processes cannot agree on where the loss itself communicates.
-
-        Raises:
-            InvalidArgument: measured microbatches, or compiled steps.
-        """
+        """Refuse what processes cannot agree on where the loss itself communicates."""
         if self.ranks.independent:
             return
         if microbatch_size == "auto":
@@ -134,18 +126,12 @@ class _ManyProcesses:
         return process_context(self.ranks.group, independent=self.ranks.independent)
 
     def noise_of(self, params: Params) -> Mapping[str, Part]:
-        """The rows whose noise this process draws, if it draws a share of it."""
         like = _zeros(params, "meta")
         windows = noise_windows({name: value.shape for name, value in like.items()}, self.ranks.rank, self.ranks.size)
         return {name: Part(window, message_dtype(like), params[name].device) for name, window in windows.items()}
 
     def release(
-        self,
-        mechanism: Mechanism,
-        clipped: ClippedSum,
-        params: Params,
-        noise_state: Any,
-        key: Key,
+        self, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
     ) -> tuple[dict[str, Tensor], Any]:
         """The sum over all processes with noise.
 
@@ -169,7 +155,6 @@ class _ManyProcesses:
             return sum_over(ranks, clipped.sums, params, add_noise=add_noise), noise_state
 
     def digest(self, released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
-        """A digest of what the step releases, the parts of all processes included; and a mark of this process."""
         with self._context():
             return digest_of_all(released, self.ranks, mark)
 

@@ -130,11 +130,7 @@ def _shard(
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     for part in (*parts, module):
         fully_shard(
-            part,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
-            ignored_params=ignored,
+            part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=ignored
         )
 
 
@@ -150,27 +146,19 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     """
     names = [name for name, _ in module.named_modules() if name]
     if layers is None:
-        return _elements_of_lists(module, names)
+        lists = _outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
+        return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
     if isinstance(layers, str):
         searched = pattern("layers", layers)
         found = _outermost(name for name in names if searched.search(name))
+    elif unknown := [name for name in layers if name not in names]:
+        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
     else:
-        found = _listed(layers, names)
+        found = [name for name in names if name in set(layers)]
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
-    return found[::-1] if _nested(found) else found
-
-
-def _elements_of_lists(module: nn.Module, names: Sequence[str]) -> list[str]:
-    lists = _outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
-    return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
-
-
-def _listed(layers: Sequence[str], names: Sequence[str]) -> list[str]:
-    unknown = [name for name in layers if name not in names]
-    if unknown:
-        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
-    return [name for name in names if name in set(layers)]
+    nested = len(_outermost(found)) < len(found)
+    return found[::-1] if nested else found
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
@@ -179,10 +167,6 @@ def _outermost(names: Iterable[str]) -> list[str]:
         if not any(name.startswith(f"{other}.") for other in kept):
             kept.append(name)
     return kept
-
-
-def _nested(names: Sequence[str]) -> bool:
-    return len(_outermost(names)) < len(names)
 
 
 def _own_parameters(module: nn.Module, trained: set[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +106,7 @@ class ManagedForward:
             self.write(params)
         with _buffers_unchanged(self.module):
             if scope is not None:
-                scope.hold(self._recovered)
+                scope.hold(partial(recovered, self.module))
                 return self.module(*args, **kwargs)
             with recovered(self.module):
                 return self.module(*args, **kwargs)
@@ -118,11 +118,6 @@ class ManagedForward:
         with torch.no_grad():
             for name, own in self.parts.items():
                 own.copy_(params[name])
-
-    @contextmanager
-    def _recovered(self) -> Any:
-        with recovered(self.module):
-            yield
 
     def gathered_tensors(self) -> dict[str, Tensor]:
         """The tensors that the module computes with, without their values. FSDP makes them once, and keeps them."""

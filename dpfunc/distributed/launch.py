@@ -22,6 +22,13 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _TORCHRUN = "Start it with `torchrun --nproc-per-node N ...`, or one process without a launcher."
 
+_SAME_ORDER = (
+    "A draw is a list of record numbers: all processes need the same records in the same order, prepared alike. "
+    "Otherwise a record can be in one batch twice. Sort lists of files, do not iterate over sets, and shuffle with the "
+    "same seed. If records differ each time they are read (random numbers other than torch's), name the data set: "
+    "data_name=..., a version or a hash."
+)
+
 
 def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
     """The processes that torchrun started, each with a replica of the model; None where there is one process.
@@ -154,12 +161,8 @@ def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
     >>> once(None, lambda: print("done"))
     done
     """
-
-    def act() -> None:
-        if ranks is None or ranks.writes:
-            action()
-
-    all_or_raise(act, ranks, StepAborted("The process that writes could not go on; its own error says why."))
+    error = StepAborted("The process that writes could not go on; its own error says why.")
+    all_or_raise(lambda: action() if is_writer(ranks) else None, ranks, error)
 
 
 def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:
@@ -181,6 +184,31 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
         shown = f"{differing[0]}, in the order of their ranks" if differing else "others say which"
         advice = f" {hint}" if hint else ""
         raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
+
+
+def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
+    """Check that all processes describe their data set alike.
+
+    Args:
+        describe: reads the data set of this process and returns a text; it must not communicate. ranks: of the run.
+
+    Returns:
+        The text.
+
+    Raises:
+        RankMismatch: on all processes, if the texts differ. StepAborted: another process could not read its data set.
+        Whatever `describe` raises.
+
+    Guarantees:
+        tests/distributed/test_data.py::test_a_data_set_in_another_order_is_an_error_of_all.
+
+    >>> check_same_data(lambda: "mails of May", None)
+    'mails of May'
+    """
+    unread = "Another process could not read its data set; its own error says why. Nothing was spent."
+    text = all_or_raise(describe, ranks, StepAborted(unread))
+    check_same("data sets", text, ranks, _SAME_ORDER)
+    return text
 
 
 @torch.no_grad()

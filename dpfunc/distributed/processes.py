@@ -60,22 +60,18 @@ class Processes(Protocol):
     @property
     def rank(self) -> int:
         """Rank of this process among those with other records, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of processes with other records."""
-        ...
 
     @property
     def writes(self) -> bool:
         """True on the one process that writes the journal."""
-        ...
 
     @property
     def full_norms(self) -> FullNorms | None:
         """Squared norms of whole gradients from those of the parts of this process; None where it has whole ones."""
-        ...
 
     def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
         """Check that the processes can take steps with these settings.
@@ -83,27 +79,18 @@ class Processes(Protocol):
         Args:
             microbatch_size, compile: of `make_dp_step`.
         """
-        ...
 
     def check(self, call: StepCall) -> Rows:
         """Check that each process can take the step, and that all mean the same one."""
-        ...
 
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         """The clipped sum over the rows of this process."""
-        ...
 
     def noise_of(self, params: Params) -> Mapping[str, Tensor | Part]:
         """Leaves, or parts of them, whose noise this process draws in `release`; not for sharded parameters."""
-        ...
 
     def release(
-        self,
-        mechanism: Mechanism,
-        clipped: ClippedSum,
-        params: Params,
-        noise_state: Any,
-        key: Key,
+        self, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
     ) -> tuple[dict[str, Tensor], Any]:
         """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
 
@@ -111,7 +98,6 @@ class Processes(Protocol):
             mechanism: of the step. clipped: of this process. params: of the step. noise_state: of the mechanism.
             key: of the release.
         """
-        ...
 
     def digest(self, released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
         """A digest of all that the step releases, before anybody gets it; and a mark of this process, read with it.
@@ -122,11 +108,9 @@ class Processes(Protocol):
         Raises:
             InvalidArgument: sums with NaN or inf; parameters with them, if `check` did not look at their numbers.
         """
-        ...
 
     def confirm(self, write: Callable[[], None]) -> None:
         """Run an action, and return after it has succeeded in each process."""
-        ...
 
 
 class OneProcess:
@@ -152,12 +136,7 @@ class OneProcess:
         return {n: torch.empty(p.shape, dtype=accumulation_dtype(p.dtype), device="meta") for n, p in params.items()}
 
     def release(
-        self,
-        mechanism: Mechanism,
-        clipped: ClippedSum,
-        params: Params,
-        noise_state: Any,
-        key: Key,
+        self, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
     ) -> tuple[dict[str, Tensor], Any]:
         return mechanism.add(clipped, noise_state, key)
 

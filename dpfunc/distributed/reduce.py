@@ -12,9 +12,8 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import distributed, is_dtensor, shard_dims
 from dpfunc._utils.validation import shorten
-from dpfunc.distributed.mesh_axes import axes_over, is_sharded_over
 from dpfunc.distributed.noise_shares import noise_windows, num_bands
-from dpfunc.distributed.ranks import Ranks, message_device
+from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
 from dpfunc.engines.guards.lockstep import arrived
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Params
@@ -32,27 +31,21 @@ def check_placements(params: Params, ranks: Ranks) -> None:
         InvalidArgument: a DTensor that waits for a sum, or that is sharded over other processes: its norm would be
             that of a part.
     """
-    for name, param in params.items():
-        if is_dtensor(param):
-            _check_placements_of(name, param, ranks)
-
-
-def _check_placements_of(name: str, param: Tensor, ranks: Ranks) -> None:
-    spec: Any = param
-    axes = axes_over(param, ranks)
-    known = {*axes, *axes_over(param, ranks, tensor=True)}
-    if shard_dims(param).keys() - known or any(p.is_partial() for p in spec.placements):
-        raise InvalidArgument(
-            f"Expected params[{name!r}] to be sharded over processes of the run only, got {spec.placements} on "
-            f"{spec.device_mesh}. Name its dimension: dpfunc.distributed.sharded(mesh, data=..., tensor=...)."
-        )
-    processes = math.prod(spec.device_mesh.size(axis) for axis in axes)
-    if set(axes) & shard_dims(param).keys() and processes != ranks.size:
-        raise InvalidArgument(
-            f"Expected params[{name!r}] on a mesh of all {ranks.size} processes with other records, got "
-            f"{spec.device_mesh}: the others would release sums of their own with the same noise. Shard it over the "
-            "whole mesh that dpfunc.distributed.sharded got; replicas are a dimension of it."
-        )
+    parts: dict[str, Any] = {name: param for name, param in params.items() if is_dtensor(param)}
+    for name, param in parts.items():
+        axes, mesh = axes_over(param, ranks), param.device_mesh
+        known = {*axes, *axes_over(param, ranks, tensor=True)}
+        if shard_dims(param).keys() - known or any(p.is_partial() for p in param.placements):
+            raise InvalidArgument(
+                f"Expected params[{name!r}] to be sharded over processes of the run only, got {param.placements} on "
+                f"{mesh}. Name its dimension: dpfunc.distributed.sharded(mesh, data=..., tensor=...)."
+            )
+        if set(axes) & shard_dims(param).keys() and math.prod(map(mesh.size, axes)) != ranks.size:
+            raise InvalidArgument(
+                f"Expected params[{name!r}] on a mesh of all {ranks.size} processes with other records, got "
+                f"{mesh}: the others would release sums of their own with the same noise. Shard it over the "
+                "whole mesh that dpfunc.distributed.sharded got; replicas are a dimension of it."
+            )
 
 
 def gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
@@ -155,7 +148,7 @@ def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
     """Room for a term of each sum in one tensor with two more numbers, and the terms as views; zero in between."""
     device = next((value.device for value in sums.values()), ranks.device)
     device = device if device.type != "cpu" else message_device(ranks.group)
-    lengths = {name: _up(value.numel()) for name, value in sums.items()}
+    lengths = {name: -(-value.numel() // _ALIGNED) * _ALIGNED for name, value in sums.items()}
     buffer = torch.empty(sum(lengths.values()) + 2, dtype=message_dtype(sums), device=device)
     buffer[-2:] = 0.0
     terms, start = {}, 0
@@ -164,10 +157,6 @@ def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
         buffer[start + value.numel() : start + lengths[name]] = 0.0
         start += lengths[name]
     return buffer, terms
-
-
-def _up(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def message_dtype(sums: Params) -> torch.dtype:

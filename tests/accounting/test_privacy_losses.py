@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from dpfunc.accounting import Ledger, epsilon
 from dpfunc.accounting.losses import StepLoss
 from dpfunc.accounting.prv import Grid, choose_grid, compose_laws, discretize, epsilon_at
-from dpfunc.accounting.quadrature import quadrature_curve
-from dpfunc.accounting.rdp import FEW_ORDERS, ORDERS, convexity_bound, loss_tail, opacus_curve, rdp_epsilon, step_curve
+from dpfunc.accounting.rdp import (
+    FEW_ORDERS,
+    ORDERS,
+    convexity_bound,
+    loss_tail,
+    opacus_curve,
+    quadrature_curve,
+    rdp_epsilon,
+    step_curve,
+)
 from dpfunc.types import Event
 
 losses = st.builds(StepLoss, st.floats(1e-4, 1.0), st.floats(0.2, 20.0), st.sampled_from(["remove", "add", "replace"]))

@@ -25,7 +25,7 @@ from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import writing
 from dpfunc.checkpoint.record import make_record
-from dpfunc.distributed.data import check_same_data
+from dpfunc.distributed.launch import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.tasks import infer_task
