@@ -8,7 +8,6 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -16,15 +15,19 @@ from dpfunc import accounting
 from dpfunc._utils.validation import unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, is_record
-from dpfunc.accounting.selection_record import SelectionRecord
+from dpfunc.accounting.record import COVERED, NEIGHBOURS, RECORD_FILE, Record, is_record
 from dpfunc.checkpoint.journal import Taken, journal_ledger, read_steps, steps_ledger
+from dpfunc.cli import search_record as searches
 from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
-from dpfunc.cli.search_record import Row, note_search, read_search, refuse_method, search_rows, show_search
+from dpfunc.cli.search_record import ROUNDING, Row, note_key, record_rows
 from dpfunc.errors import InvalidArgument
 
-_ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _METHODS = click.Choice(ACCOUNTANTS)
+# What a file lacks that is no record.
+_MISSING = {
+    "delta": "has no delta of its own: choose one below 1 / number of records.",
+    "epsilon": "claims no epsilon of its own: name the one to check.",
+}
 _path_argument = click.argument("path", type=click.Path(exists=True, path_type=Path))
 
 
@@ -52,7 +55,12 @@ def _read_source(path: Path) -> _Source:
     file = _file_of(path) if path.is_dir() else path
     if file.suffix == ".jsonl":
         return _Source(file, journal_ledger(file))
-    values = _json_of(file)
+    try:
+        values = unique_json(file.read_bytes())
+    except ValueError as error:  # of the encoding, or of JSON
+        if "occurs twice" in str(error):
+            raise InvalidArgument(f"The file {str(file)!r} cannot be read: {error}.") from error
+        values = None
     if is_record(values):
         record = Record.from_json(file.read_bytes())
         return _Source(file, record.ledger, record, _uncounted(file.parent, record.ledger))
@@ -77,16 +85,6 @@ def _file_of(folder: Path) -> Path:
         f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, got "
         f"{str(folder)!r} with {len(journals) or 'none'} of them. Name the file."
     )
-
-
-def _json_of(file: Path) -> Any:
-    """The values in a file; None if it is not JSON."""
-    try:
-        return unique_json(file.read_bytes())
-    except ValueError as error:  # of the encoding, or of JSON
-        if "occurs twice" in str(error):
-            raise InvalidArgument(f"The file {str(file)!r} cannot be read: {error}.") from error
-        return None
 
 
 def _uncounted(folder: Path, counted: Ledger) -> int | None:
@@ -118,20 +116,18 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
 
     Example: dpfunc ledger show runs/mails
     """
-    search = read_search(path)
+    search = searches.read_search(path)
     if search is not None:
-        refuse_method(method)
-        note_search(search)
-        show_search(search, delta, as_json)
+        searches.refuse_method(method)
+        note_key(search)
+        searches.show_search(search, delta, as_json)
         return
     source = _read_source(path)
     _note(source)
     if source.record is not None and delta is None and method is None:
         _show_record(source.record, as_json)
         return
-    if delta is None:
-        delta = _required_delta(source)
-    guarantee = accounting.epsilon(source.ledger, delta, method or "auto")
+    guarantee = accounting.epsilon(source.ledger, _given(source, "delta", delta), method or "auto")
     if as_json:
         events = [dataclasses.asdict(event) for event in source.ledger.events]
         print_json({**describe(guarantee), "num_steps": source.ledger.num_steps, "events": events})
@@ -140,27 +136,17 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
     click.echo(str(guarantee))
 
 
-def _required_delta(source: _Source) -> float:
-    if source.record is not None:
-        return source.record.delta
-    raise click.UsageError(
-        f"Missing option '--delta' / '-d'. {str(source.path)!r} has no delta of its own: choose one below "
-        "1 / number of records."
-    )
-
-
-def _claimed(source: _Source) -> float:
-    if source.record is not None:
-        return source.record.epsilon
-    raise click.UsageError(
-        f"Missing option '--epsilon' / '-e'. {str(source.path)!r} claims no epsilon of its own: name the one to check."
-    )
+def _given(source: _Source, name: str, value: float | None) -> float:
+    """The value of an option, or else that of the record."""
+    if value is None and source.record is None:
+        raise click.UsageError(f"Missing option '--{name}' / '-{name[0]}'. {str(source.path)!r} {_MISSING[name]}")
+    return float(getattr(source.record, name)) if value is None else value
 
 
 def _note(source: _Source) -> None:
     """Say on stderr what a reader of the numbers must know first."""
-    if source.record is not None and source.record.noise_key == GUESSABLE:
-        click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
+    if source.record is not None:
+        note_key(source.record)
     if source.path.parent.name.startswith("checkpoint-"):
         click.echo(
             "Note: this is the record of a checkpoint. The cost of the finished run is in the folder above it.",
@@ -218,25 +204,19 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
 
     Example: dpfunc ledger check runs/mails
     """
-    search = read_search(path)
+    search = searches.read_search(path)
     if search is not None:
-        refuse_method(method)
-        _check_search(search, search.epsilon if epsilon is None else epsilon, delta or search.delta, as_json)
-        return
-    source = _read_source(path)
-    _note(source)
-    claim = _claimed(source) if epsilon is None else epsilon
-    at = _required_delta(source) if delta is None else delta
-    recorded = "auto" if source.record is None else source.record.accountant
-    found = accounting.epsilon(source.ledger, at, method or recorded)
-    _print_checks(claim, found, [_compare(claim, found), *_consistent(source, claim, at)], as_json)
-
-
-def _check_search(search: SelectionRecord, claim: float, delta: float, as_json: bool) -> None:
-    """Compute the epsilon of a search again, and compare it with what is claimed."""
-    note_search(search)
-    found = search.guarantee(delta)
-    _print_checks(claim, found, [_compare(claim, found), *search_rows(search, claim, delta, _ROUNDING)], as_json)
+        searches.refuse_method(method)
+        note_key(search)
+        claim, at = search.epsilon if epsilon is None else epsilon, delta or search.delta
+        found, rows = search.guarantee(at), searches.search_rows(search, claim, at)
+    else:
+        source = _read_source(path)
+        _note(source)
+        claim, at = _given(source, "epsilon", epsilon), _given(source, "delta", delta)
+        recorded = "auto" if source.record is None else source.record.accountant
+        found, rows = accounting.epsilon(source.ledger, at, method or recorded), _consistent(source, claim, at)
+    _print_checks(claim, found, [_compare(claim, found), *rows], as_json)
 
 
 def _print_checks(claim: float, found: accounting.Guarantee, rows: list[Row], as_json: bool) -> None:
@@ -256,9 +236,9 @@ def _print_checks(claim: float, found: accounting.Guarantee, rows: list[Row], as
 def _compare(claim: float, found: accounting.Guarantee) -> Row:
     """Compare a claimed epsilon with the one that the counted steps cost."""
     computed = f"claimed {claim:.6g}, computed {found.epsilon:.6g} by {found.method} at delta {found.delta:g}"
-    if claim < found.epsilon * (1 - _ROUNDING):
+    if claim < found.epsilon * (1 - ROUNDING):
         return "epsilon", False, f"{computed}: the claim is too small"
-    if claim > found.epsilon * (1 + _ROUNDING):
+    if claim > found.epsilon * (1 + ROUNDING):
         return "epsilon", True, f"{computed}: the claim is an upper bound"
     return "epsilon", True, computed
 
@@ -270,17 +250,7 @@ def _consistent(source: _Source, claim: float, delta: float) -> list[Row]:
         found = f"{source.uncounted} of its steps are not counted" if source.uncounted else "all its steps are counted"
         rows.append(("journal", source.uncounted == 0, found))
     record = source.record
-    if record is None:
-        return rows
-    n = record.dataset_size
-    rows += [
-        ("key", record.noise_key != GUESSABLE, record.noise_key),
-        ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
-        _sampling(record),
-    ]
-    if record.target_epsilon is not None:
-        rows.append(("budget", claim <= record.target_epsilon * (1 + _ROUNDING), f"{record.target_epsilon:g}"))
-    return rows
+    return rows if record is None else rows + record_rows(record, claim, delta, _sampling(record))
 
 
 def _sampling(record: Record) -> Row:

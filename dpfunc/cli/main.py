@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import click
@@ -17,21 +18,6 @@ from dpfunc.cli.train import generate, train
 from dpfunc.cli.tune import tune
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
-
-_adjacency_option = click.option(
-    "--adjacency",
-    type=click.Choice(ADJACENCIES),
-    default="add_remove",
-    show_default=True,
-    help="Which data sets are neighbours.",
-)
-_method_option = click.option(
-    "--method",
-    type=click.Choice(["auto", "tilted", "prv", "rdp"]),
-    default="auto",
-    show_default=True,
-    help="How epsilon is computed.",
-)
 
 
 class _Group(click.Group):
@@ -67,16 +53,10 @@ def _sampling(
     sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
     epochs: float | None,
 ) -> tuple[float, int]:  # fmt: skip
-    """q and the number of steps, from either way of giving them.
-
-    Raises:
-        InvalidArgument: both ways, or neither.
-    """
+    """q and the number of steps, from either way of giving them."""
     if (sampling_prob is None) == (dataset_size is None or batch_size is None):
         raise InvalidArgument("Expected either --sampling-prob, or --dataset-size together with --batch-size.")
-    q = sampling_prob
-    if q is None:
-        q = sampling_prob_of(dataset_size, batch_size)
+    q = sampling_prob_of(dataset_size, batch_size) if sampling_prob is None else sampling_prob
     if (steps is None) == (epochs is None):
         raise InvalidArgument("Expected either --steps or --epochs.")
     if steps is None:
@@ -87,30 +67,41 @@ def _sampling(
     return q, integer("steps", steps, minimum=1)
 
 
-def _sampling_options(command: Any) -> Any:
-    """Decorate a command with the options that `sampling` takes."""
-    for option in reversed(
-        [
-            click.option("--sampling-prob", "-q", type=float, help="Probability of a record to be in a batch."),
-            click.option("--dataset-size", "-n", type=int, help="Number of records; with --batch-size, instead of -q."),
-            click.option("--batch-size", "-b", type=float, help="Expected batch size."),
-            click.option("--steps", "-t", type=int, help="Number of steps."),
-            click.option("--epochs", type=float, help="Passes over the data, instead of --steps; rounded up to steps."),
-        ]
-    ):
-        command = option(command)
-    return command
+def _options_of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate a command with the options that `_sampling` takes, one of its own, and those of epsilon."""
+    options = [
+        click.option("--sampling-prob", "-q", type=float, help="Probability of a record to be in a batch."),
+        click.option("--dataset-size", "-n", type=int, help="Number of records; with --batch-size, instead of -q."),
+        click.option("--batch-size", "-b", type=float, help="Expected batch size."),
+        click.option("--steps", "-t", type=int, help="Number of steps."),
+        click.option("--epochs", type=float, help="Passes over the data, instead of --steps; rounded up to steps."),
+        own,
+        click.option("--delta", "-d", type=float, required=True, help="Delta, below 1 / number of records."),
+        click.option(
+            "--adjacency", type=click.Choice(ADJACENCIES), default="add_remove", show_default=True,
+            help="Which data sets are neighbours.",
+        ),
+        click.option(
+            "--method", type=click.Choice(["auto", "tilted", "prv", "rdp"]), default="auto", show_default=True,
+            help="How epsilon is computed.",
+        ),
+        json_option,
+    ]  # fmt: skip
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @main.command()
-@_sampling_options
-@click.option(
-    "--sigma", "-s", "noise_multiplier", type=float, required=True, help="Noise multiplier: noise / sensitivity."
+@_options_of_a_run(
+    click.option(
+        "--sigma", "-s", "noise_multiplier", type=float, required=True, help="Noise multiplier: noise / sensitivity."
+    )
 )
-@click.option("--delta", "-d", type=float, required=True, help="Delta, below 1 / number of records.")
-@_adjacency_option
-@_method_option
-@json_option
 def epsilon(
     sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
     epochs: float | None, noise_multiplier: float, delta: float, adjacency: Adjacency, method: str, as_json: bool,
@@ -130,12 +121,7 @@ def epsilon(
 
 
 @main.command()
-@_sampling_options
-@click.option("--epsilon", "-e", "target", type=float, required=True, help="Budget for epsilon.")
-@click.option("--delta", "-d", type=float, required=True, help="Delta, below 1 / number of records.")
-@_adjacency_option
-@_method_option
-@json_option
+@_options_of_a_run(click.option("--epsilon", "-e", "target", type=float, required=True, help="Budget for epsilon."))
 def sigma(
     sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
     epochs: float | None, target: float, delta: float, adjacency: Adjacency, method: str, as_json: bool,

@@ -9,10 +9,11 @@ from pathlib import Path
 import click
 
 from dpfunc._utils.validation import unique_json
-from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, SELECTION
+from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, SELECTION, Record
 from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.cli.output import describe, print_json, print_list, print_rows, print_values
 
+ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 Row = tuple[str, bool, str]
 """Name of a check, True if it agrees, and what was found."""
 
@@ -33,8 +34,8 @@ def read_search(path: Path) -> SelectionRecord | None:
     return SelectionRecord.from_json(file.read_bytes())
 
 
-def note_search(record: SelectionRecord) -> None:
-    """Say on stderr what a reader of the numbers must know first."""
+def note_key(record: Record | SelectionRecord) -> None:
+    """Say on stderr if a key that can be guessed protects nothing."""
     if record.noise_key == GUESSABLE:
         click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
 
@@ -95,19 +96,19 @@ def _values(values: dict[str, float]) -> str:
     return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 
-def search_rows(record: SelectionRecord, claim: float, delta: float, rounding: float) -> list[Row]:
-    """Compare the facts of a record with each other, and with a claim."""
-    n = record.dataset_size
+def record_rows(record: Record | SelectionRecord, claim: float, delta: float, sampling: Row) -> list[Row]:
+    """Compare the facts of a record with each other, and with a claim; `sampling` is what the steps say."""
+    n, budget = record.dataset_size, record.target_epsilon
     return [
         ("key", record.noise_key != GUESSABLE, record.noise_key),
         ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
-        _sampling(record),
-        ("budget", claim <= record.target_epsilon * (1 + rounding), f"{record.target_epsilon:g}"),
+        sampling,
+        *([] if budget is None else [("budget", claim <= budget * (1 + ROUNDING), f"{budget:g}")]),
     ]
 
 
-def _sampling(record: SelectionRecord) -> Row:
-    """Compare the values of the candidates with the steps that were counted for them."""
+def search_rows(record: SelectionRecord, claim: float, delta: float) -> list[Row]:
+    """The same of a search, with the values of the candidates and the steps that were counted for them."""
     wrong = []
     for values, ledger in zip(record.candidates, record.ledgers, strict=True):
         q, steps = values.get("batch_size", math.nan) / record.dataset_size, values.get("steps")
@@ -116,4 +117,5 @@ def _sampling(record: SelectionRecord) -> Row:
             for each in ledger.events
         )
         wrong += [] if any(counted) else [_values(values)]
-    return "sampling", not wrong, f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
+    found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
+    return record_rows(record, claim, delta, ("sampling", not wrong, found))

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 _LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
 # What the library calls a key of the file.
 _KEYS = {
-    "expected_batch_size": "batch_size",
-    "allow_large_delta=True": "dp_allow_large_delta: true",
-    "delta=": "dp_delta=",
-}
+    "expected_batch_size": "batch_size", "allow_large_delta=True": "dp_allow_large_delta: true", "delta=": "dp_delta=",
+}  # fmt: skip
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -94,11 +92,7 @@ def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
 
 @contextmanager
 def _processes() -> Iterator[Ranks | None]:
-    """Yield the processes of this run under torchrun, or None. A process that loses the others ends with an error.
-
-    Raises:
-        ClickException: another process ended, or did not answer in time.
-    """
+    """Yield the processes of this run under torchrun, or None. A process that loses the others ends with an error."""
     from dpfunc import distributed
     from dpfunc.train.run import LONGEST_WAIT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,12 +69,7 @@ def tune(
     """
     if (public is not None) == private:
         raise click.UsageError("Expected either --public FILE or --private.")
-    only_private: dict[str, object] = {
-        "--mean-runs": mean_runs,
-        "--score-noise": score_noise,
-        "--resume": resume or None,
-    }
-    _check_options(private, only_private, out)
+    _check_options(private, {"--mean-runs": mean_runs, "--score-noise": score_noise, "--resume": resume or None}, out)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
     values, trials = _read(config, flags, grid, factors)
@@ -89,12 +84,8 @@ def tune(
             _search_private(trials, count, score_noise or 0.0, dry_run, resume, insecure_seed, shown, tell)
 
 
-def _check_options(private: bool, only_private: dict[str, object], out: Path | None) -> None:
-    """Check that the options are those of the kind of search.
-
-    Raises:
-        UsageError: of click; one is missing, or belongs to the other kind.
-    """
+def _check_options(private: bool, only_private: Mapping[str, object], out: Path | None) -> None:
+    """Check that the options are those of the kind of search."""
     required = ("--mean-runs", "--score-noise")
     for name, value in only_private.items():
         if private and value is None and name in required:

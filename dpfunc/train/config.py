@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -101,13 +101,12 @@ class DataSection:
             raise InvalidArgument("Expected data.prompt_column and data.response_column together, got one of them.")
         if self.prompt_column is not None and self.prompt_template is not None:
             raise InvalidArgument("Expected data.prompt_column or data.prompt_template, got both.")
-        if self.labels is not None:
-            _check_labels(self.labels)
+        if self.labels is not None and len(set(self.labels)) != len(self.labels):
+            raise fail("different labels", "data.labels", list(self.labels))
+        if self.labels is not None and len(self.labels) < 2:
+            raise fail("at least two labels", "data.labels", list(self.labels))
         self.placeholders()
         self._check_units()
-        self._check_images()
-
-    def _check_images(self) -> None:
         integer("data.max_images", self.max_images, minimum=1)
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
@@ -224,13 +223,6 @@ class TrainingSection:
         return math.ceil(round((self.epochs or 0.0) * dataset_size / required(self.batch_size), 6))
 
 
-def _check_labels(labels: Sequence[str]) -> None:
-    if len(set(labels)) != len(labels):
-        raise fail("different labels", "data.labels", list(labels))
-    if len(labels) < 2:
-        raise fail("at least two labels", "data.labels", list(labels))
-
-
 def required(value: int | None) -> int:
     """A value that the recipe has given where the job did not.
 
@@ -240,10 +232,6 @@ def required(value: int | None) -> int:
     if value is None:
         raise InvalidArgument("Expected training.batch_size in the job, or a recipe that gives it.")
     return value
-
-
-def _own_names(values: object) -> object:
-    return own_names(values) if isinstance(values, Mapping) else values
 
 
 @dataclass(frozen=True)
@@ -263,7 +251,7 @@ class Job:
     output_dir: str
     model: ModelSection
     data: DataSection
-    privacy: Annotated[PrivacyArguments, BeforeValidator(_own_names)]
+    privacy: Annotated[PrivacyArguments, BeforeValidator(lambda v: own_names(v) if isinstance(v, Mapping) else v)]
     training: TrainingSection = TrainingSection()
     strategy: str = "lora"
     lora: LoraSection = LoraSection()

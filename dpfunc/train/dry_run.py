@@ -21,7 +21,7 @@ from dpfunc.train.run import Prepared, loss_of_job, prepare, training_arguments
 from dpfunc.types import LossFn, Params
 
 _MIB = 2**20
-_PROBED = 2  # samples of the measured batch
+_PROBED = 2  # samples of the measured batch, at full length
 # Numbers of float32 that optimizers keep for each trained parameter; most of the others are of Adam's kind.
 _OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
@@ -98,7 +98,8 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
         "gradients and noise": 2 * 4 * trained,
         f"optimizer ({job.training.optimizer})": 4 * states * trained,
     }
-    batch = _probe(job, prepared)
+    collate = collator(job, prepared.processing, longest=True)
+    batch: dict[str, Tensor] = collate([prepared.records.units[0]] * _PROBED)  # only its shapes count
     model = prepared.model
     # functionalize wants modules with checkpoints in evaluation mode; losses and shapes are those of training.
     forward, start = functionalize(model.train(False))
@@ -125,13 +126,6 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
         f"memory: about {total / _MIB:.3g} MiB ({listed})",
         f"  Estimated, both scaled to the physical batch. {how}. The framework itself comes on top.",
     ]
-
-
-def _probe(job: Job, prepared: Prepared) -> dict[str, Tensor]:
-    """A batch of two records at full length. Only its shapes count for what is printed."""
-    collate = collator(job, prepared.processing, longest=True)
-    batch: dict[str, Tensor] = collate([prepared.records.units[0]] * _PROBED)
-    return batch
 
 
 def _saved_bytes(loss_fn: LossFn, params: Params, batch: Mapping[str, Any], model: nn.Module) -> int:

@@ -45,21 +45,18 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
         return records, None
     # not what the texts need: one longer text would decide how the hidden states of all others are rounded
-    vectors = len(_all(records)) * (1 if kind == "features" else job.data.max_length)
+    everything = [*records.train, *records.evaluation]
+    vectors = len(everything) * (1 if kind == "features" else job.data.max_length)
     needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
     if needed > job.training.cache_mib:
         return records, (
             f"Frozen layers are computed in every step: to keep what they give may need {needed} MiB, more than "
             f"training.cache_mib={job.training.cache_mib}."
         )
-    computed = _computed(base, kind, _all(records), shows)
+    computed = _computed(base, kind, everything, shows)
     split = len(records.train)
     kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
     return kept, f"Frozen layers were computed once for each record and take at most {needed} MiB."
-
-
-def _all(records: Records) -> list[Mapping[str, Any]]:
-    return [*records.train, *records.evaluation]
 
 
 def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:

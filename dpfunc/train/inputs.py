@@ -54,10 +54,6 @@ def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
         check(job.data, row, where, folder)
 
 
-def _check_class(data: DataSection, row: Row, where: str, folder: Path) -> None:
-    _check_known([row[data.label_column]], data, where)
-
-
 def _check_known(given: list[str], data: DataSection, where: str) -> None:
     labels = data.labels or ()
     others = set(given) - set(labels)
@@ -121,7 +117,7 @@ def _unreadable(image: Path, changed: int, size: int) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[DataSection, Row, str, Path], None]] = {
-    "text_classification": _check_class,
+    "text_classification": lambda data, row, where, folder: _check_known([row[data.label_column]], data, where),
     "text_regression": _check_number,
     "token_classification": _check_words,
     "vqa": _check_images,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpfunc.train.inputs import IGNORED
+from dpfunc.train.tables import json_values
 
 METRICS = "metrics.json"
 _TWIN = "-no-dp"  # the end of the name of its folder
@@ -71,19 +71,10 @@ def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) 
     if not lines or not private:
         return lines
     name = names[-1]
-    reference = _measured_by(Path(f"{folder}{_TWIN}")).get(name)
+    reference = json_values(Path(f"{folder}{_TWIN}") / METRICS).get(name)
     lines.append(
         "non-private reference: none. --no-dp trains the twin, which is as private as its records"
         if reference is None else
         f"non-private reference, {name} of the twin in {folder}{_TWIN}: {reference:.4g}"
     )  # fmt: skip
     return lines
-
-
-def _measured_by(folder: Path) -> dict[str, float]:
-    """The metrics of a finished run; empty if there is none that can be read."""
-    try:
-        found = json.loads((folder / METRICS).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -150,11 +150,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
 
 
 def _check_length(job: Job, config: Any, processing: Any) -> None:
-    """Check that the model has a position for each token: a long record would end the run in the midst of it.
-
-    Raises:
-        InvalidArgument: it has fewer than data.max_length.
-    """
+    """Check that the model has a position for each token: a long record would end the run in the midst of it."""
     positions = getattr(config, "max_position_embeddings", None)
     if job.task == "vqa" or not isinstance(positions, int) or positions < 1:
         return
@@ -176,11 +172,8 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
     import transformers
 
     kind: Any = getattr(transformers, _CLASSES[job.task])
-    model: nn.Module = (
-        kind.from_config(config)
-        if random
-        else kind.from_pretrained(path, config=config, dtype=torch.float32, **options)
-    )
+    given: dict[str, Any] = {"config": config, "dtype": torch.float32, **options}
+    model: nn.Module = kind.from_config(config) if random else kind.from_pretrained(path, **given)
     return model
 
 
@@ -226,8 +219,8 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
         return _with_strategy(model, job)
     if job.strategy in ADAPTERS:
         return _with_lora(model, job)
-    names = [name for name, _ in model.named_parameters()]
-    head = _names_of_new_head(model) if job.task in NEW_HEAD else []
+    names, base = [name for name, _ in model.named_parameters()], f"{getattr(model, 'base_model_prefix', '')}."
+    head = [name for name in names if not name.startswith(base)] if job.task in NEW_HEAD else []
     biases = [name for name in names if name.endswith("bias")]
     chosen = {"full": names, "head": head, "bitfit": [*biases, *head] if biases else []}[job.strategy]
     if not chosen:
@@ -235,11 +228,6 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in set(chosen))
     return model
-
-
-def _names_of_new_head(model: nn.Module) -> list[str]:
-    base = f"{getattr(model, 'base_model_prefix', '')}."
-    return [name for name, _ in model.named_parameters() if not name.startswith(base)]
 
 
 def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
@@ -262,11 +250,7 @@ def _targets(lora: LoraSection) -> str | list[str] | None:
 
 
 def _highest(model: nn.Module, count: int) -> list[int]:
-    """Numbers of the highest layers.
-
-    Raises:
-        InvalidArgument: the model has fewer.
-    """
+    """Numbers of the highest layers."""
     total = int(getattr(model.config, "num_hidden_layers", 0))
     if count > total:
         raise InvalidArgument(f"Expected lora.top_layers <= {total}, the layers of the model, got {count}.")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.config import Job
 from dpfunc.train.dataset import Records
+from dpfunc.train.tables import json_values
 
 _PERSON = "one person: all records with the same value of the unit column"
 
@@ -66,19 +65,10 @@ def check_spent_units(job: Job) -> None:
 def _unit_of_run(path: Path) -> str | None:
     """The unit in a record of a run; of a journal, that of the job or the record beside it."""
     beside = (path, path.parent / RECORD_FILE, path.parent / "job.json")
-    for values in map(_values, beside if path.suffix == ".jsonl" else (path,)):
+    for values in map(json_values, beside if path.suffix == ".jsonl" else (path,)):
         if isinstance(values.get("unit"), str):
             return str(values["unit"])
         job = values.get("job")
         if isinstance(job, dict) and isinstance(job.get("data"), dict):
             return _PERSON if job["data"].get("unit_column") is not None else ONE_RECORD
     return None
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """The values of a JSON file; none where it cannot be read, or has several lines."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

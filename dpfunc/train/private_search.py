@@ -355,11 +355,7 @@ def _write(secret: Path, state: _State, about: dict[str, Any]) -> None:
 
 
 def _resumed(secret: Path, about: dict[str, Any]) -> _State:
-    """The state of an interrupted search.
-
-    Raises:
-        CheckpointError: there is none, or it is one of another search.
-    """
+    """The state of an interrupted search, if it is this one."""
     path = secret / _STATE
     try:
         found = unique_json(path.read_bytes())

@@ -34,7 +34,7 @@ from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
-from dpfunc.train.config import ADAPTERS, Job
+from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
 from dpfunc.train.dataset import Records, read_records
 from dpfunc.train.frozen import collator_of, compute_frozen
 from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
@@ -45,14 +45,8 @@ from dpfunc.train.run_folder import MODEL, check_accounting, check_folder, has_c
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
-LOSSES = {
-    "text_classification": "sequence_classification",
-    "text_regression": "sequence_classification",
-    "token_classification": "token_classification",
-    "causal_lm": "causal_lm",
-    "seq2seq": "seq2seq",
-    "vqa": "vqa",
-}
+# Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
+LOSSES = {task: "sequence_classification" if task in PAIRS else task for task in STRATEGIES}
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
 NOT_COVERED = (
@@ -96,7 +90,11 @@ def prepare(job: Job) -> Prepared:
         InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job cannot be used. Nothing is written.
     """
     job = with_shape(job)
-    _check_evaluations(job)
+    if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
+        raise InvalidArgument(
+            "Expected no training.eval_steps with strategy='qlora' on a CPU, where bitsandbytes packs the weights when "
+            "the model is evaluated, and gradients no longer pass. Leave it out: the end of training evaluates."
+        )
     processing = load_processing(job)
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.units))
@@ -113,19 +111,6 @@ def prepare(job: Job) -> Prepared:
     model = choose_parameters(load_base(job, processing), job) if model is None else model
     num_steps = num_steps if plan is None else plan.num_steps
     return Prepared(job, model, processing, records, plan, num_steps, spent, found)
-
-
-def _check_evaluations(job: Job) -> None:
-    """Refuse to evaluate a base in 4 bits between steps on a CPU: bitsandbytes would pack it for inference, for good.
-
-    Raises:
-        InvalidArgument: that was asked for.
-    """
-    if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
-        raise InvalidArgument(
-            "Expected no training.eval_steps with strategy='qlora' on a CPU, where bitsandbytes packs the weights when "
-            "the model is evaluated, and gradients no longer pass. Leave it out: the end of training evaluates."
-        )
 
 
 def run_job(
@@ -171,11 +156,8 @@ def _run(
     prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
     writes = distributed.is_writer(ranks)
     records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-    for line in [
-        *left_out(prepared.records),
-        *recipe_lines(prepared.recipe, job.training.missing),
-        *([] if about is None else [about]),
-    ]:
+    lines = [*left_out(prepared.records), *recipe_lines(prepared.recipe, job.training.missing)]
+    for line in lines if about is None else [*lines, about]:
         if writes:
             say(line)
     prepared = dataclasses.replace(prepared, records=records)
@@ -228,11 +210,7 @@ def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
 
 
 def _check_loggers(names: Sequence[str] | None) -> None:
-    """Check that the loggers of report_to are known and installed, without making them: some write when they are made.
-
-    Raises:
-        InvalidArgument: one is not.
-    """
+    """Check that the loggers of report_to are known and installed, without making them: some write when made."""
     if names is None or tuple(names) in (("all",), ("none",)):
         return
     with one_line('transformers, from pip install "dpfunc[hf]"'):
@@ -335,11 +313,7 @@ def training_arguments(prepared: Prepared) -> Any:
 
 
 def _batches_of_twin(job: Job) -> tuple[int, int]:
-    """Number of records that each process takes at once, and how often in a step: together its share of a batch.
-
-    Raises:
-        InvalidArgument: the processes cannot share a batch evenly.
-    """
+    """Number of records that each process takes at once, and how often in a step: together its share of a batch."""
     ranks = distributed.from_environment(LONGEST_WAIT)
     size = 1 if ranks is None else ranks.size
     share, rest = divmod(job.batch_size, size)

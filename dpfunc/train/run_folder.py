@@ -42,11 +42,7 @@ def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, i
 
 
 def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
-    """The job of a folder as JSON values, the same with the values of its recipe, and its insecure seed.
-
-    Raises:
-        CheckpointError: damaged.
-    """
+    """The job of a folder as JSON values, the same with the values of its recipe, and its insecure seed."""
     path = folder / _JOB_FILE
     try:
         match unique_json(path.read_bytes()):

@@ -254,6 +254,19 @@ def _place(row: Row, seed: int) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64
 
 
+def json_values(path: Path) -> dict[str, Any]:
+    """The values of a JSON file with one object; none where it cannot be read, or has several lines.
+
+    >>> json_values(Path("missing.json"))
+    {}
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def same_file(one: Path, other: Path) -> bool:
     """True if both are one file, or copies of one; False if either cannot be read.
 
