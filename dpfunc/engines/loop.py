@@ -10,7 +10,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import local
 from dpfunc.batches import batch_size, row_alone, rows
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
-from dpfunc.engines.guards.lockstep import on_any_process, refused_by_all
+from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all
 from dpfunc.engines.guards.loss import check_depends, check_differentiable, parameters_unchanged, refuse_reentrant
 from dpfunc.engines.guards.python_state import note_kept, refuse_counting, refuse_kept, was_kept
 from dpfunc.engines.guards.replicated import check_replicated
@@ -69,9 +69,8 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
                 refuse_kept(loss_fn)
             if not random:
                 _check_repeats(engine, loss_fn, params, batch, result)
-        with refused_by_all():
-            if num_samples > 1:
-                refuse_counting(loss_fn, before)
+        if num_samples > 1 and not in_lockstep():  # FSDP keeps what it communicates
+            refuse_counting(loss_fn, before)
         return result
 
     return engine

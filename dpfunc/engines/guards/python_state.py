@@ -79,6 +79,8 @@ def _numbers(tensor: Tensor) -> tuple[object, ...]:
     earlier = EARLIER_MEMORY.get(key_of(own))
     if (earlier is not None and not earlier.expired()) or own.is_inference() or own.is_meta:
         return ("tensor",)
+    if not own.untyped_storage().size():  # FSDP frees what it has gathered
+        return ("tensor",)
     return own._version, repr(own.tolist()) if own.numel() <= _SMALL else tuple(own.shape)
 
 

@@ -13,7 +13,7 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
-from dpfunc.engines.guards.lockstep import refused_by_all
+from dpfunc.engines.guards.lockstep import in_lockstep, refused_by_all
 from dpfunc.engines.guards.loss import check_losses
 from dpfunc.engines.guards.python_state import python_state, refuse_counting
 from dpfunc.engines.guards.random_calls import OtherRandomCalls, RandomCall, replayed
@@ -82,9 +82,9 @@ def check_isolated(loss_fn: LossFn, params: Params, batch: Batch, recorder: Coll
             with following(trace, few):
                 together_B = _losses(loss_fn, params, few, count)
             alone_B = _alone(loss_fn, params, few, count, trace.random_calls)
-            before = python_state(loss_fn)
+            before = () if in_lockstep() else python_state(loss_fn)  # FSDP keeps what it communicates
             again_B = _alone(loss_fn, params, few, count, trace.random_calls)
-            with refused_by_all():
+            if before:
                 refuse_counting(loss_fn, before)
         except OtherRandomCalls:  # nothing can be compared; an engine that computes rows alone is right nevertheless
             return COARSE
