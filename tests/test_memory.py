@@ -11,7 +11,7 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc._utils.memory import out_of_memory
 from dpfunc.errors import DPFuncError, OutOfMemory
-from dpfunc.rng import insecure_key
+from dpfunc.rng import secure_key
 
 HUGE = 2**50
 ROWS = 8
@@ -43,7 +43,7 @@ def greedy(kind=None, rows=4):
 def test_no_other_engine_is_tried(engine, kind):
     loss_fn, calls = greedy(kind)
     dp_step = dpfunc.make_dp_step(loss_fn, PLAN, engine=engine)
-    state = dp_step.init(PARAMS, insecure_key(0))
+    state = dp_step.init(PARAMS, secure_key())
     with pytest.raises(OutOfMemory, match=rf"microbatch_size=None.* smaller than {ROWS}.*nothing was spent") as found:
         dp_step(PARAMS, torch.ones(ROWS, 3), state)
     assert calls == [ROWS]
@@ -81,7 +81,7 @@ def test_the_state_can_be_used_again_in_smaller_parts():
     whole, parts = (
         dpfunc.make_dp_step(loss_fn, PLAN, microbatch_size=size, journal=written.append) for size in (None, 4)
     )
-    state, batch = whole.init(PARAMS, insecure_key(1)), torch.ones(ROWS, 3)
+    state, batch = whole.init(PARAMS, secure_key()), torch.ones(ROWS, 3)
     for _ in range(2):
         with pytest.raises(OutOfMemory):
             whole(PARAMS, batch, state)

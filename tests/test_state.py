@@ -20,6 +20,7 @@ from dpfunc import state as state_module
 from dpfunc.batches import take
 from dpfunc.checkpoint import load
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.engines import loop as loop_engine
 from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, StateReused
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.state import replay
@@ -138,19 +139,22 @@ LIVE = {
 def test_of_two_threads_one_releases_a_step(name):
     """Both begin before the other has released: the second one is refused, and its journal is not called."""
     copied, journal = LIVE[name]
-    written, both = [], threading.Barrier(2, timeout=60)
+    written, both, begun = [], threading.Barrier(2, timeout=60), threading.Event()
 
     def note(after):
         written.append(after.step)
         journal(after)
 
     def loss_fn(values, batch):
-        both.wait()  # the states of both were checked
+        if begun.is_set():
+            both.wait()  # the states of both were checked
         return linear_loss(values, batch)
 
     state, values, _ = start()
     dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=note if journal else None, verify_batch=False)
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
+    loop_engine()(loss_fn, values, batches[0])  # the first call of a shape is one with zeros
+    begun.set()
     first, second = pool_results(dp_step, values, batches, [state, copied(state)])
     refused = [each for each in (first, second) if isinstance(each, StateReused)]
     assert len(refused) == 1, (first, second)
@@ -167,7 +171,7 @@ def pool_results(dp_step, values, batches, states):
 
 def test_a_thread_takes_the_step_that_another_could_not_write():
     """A journal that fails releases nothing: the state is good, also for a thread that has waited for it."""
-    written, both = [], threading.Barrier(2, timeout=60)
+    written, both, begun = [], threading.Barrier(2, timeout=60), threading.Event()
 
     def full_once(after):
         written.append(after.step)
@@ -176,12 +180,15 @@ def test_a_thread_takes_the_step_that_another_could_not_write():
             raise OSError("no space left on device")
 
     def loss_fn(values, batch):
-        both.wait()
+        if begun.is_set():
+            both.wait()
         return linear_loss(values, batch)
 
     state, values, _ = start()
     dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=full_once, verify_batch=False)
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
+    loop_engine()(loss_fn, values, batches[0])
+    begun.set()
     found = pool_results(dp_step, values, batches, [state, state])
     assert sorted(type(each).__name__ for each in found) == ["OSError", "StepResult"]
     assert written == [1, 1]

@@ -35,6 +35,8 @@ _OPAQUE = (ModuleType, logging.Logger, logging.Handler)
 # objects hold is looked at.
 _LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
 _INSTALLED = tuple(site.getsitepackages())
+# What models of Transformers keep of a batch for the next token of the same one; no loss reads it.
+_OF_GENERATION = frozenset(("rope_deltas",))
 _never_equal = itertools.count()
 
 
@@ -86,7 +88,8 @@ def _numbers(tensor: Tensor) -> tuple[object, ...]:
 
 def _inside(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
-    attributes = vars(value).values() if hasattr(value, "__dict__") else None
+    own = vars(value) if hasattr(value, "__dict__") else None
+    attributes = None if own is None else [item for name, item in own.items() if name not in _OF_GENERATION]
     for kinds, inside in _INSIDE:
         if isinstance(value, kinds):
             return (*inside(value), *(attributes or ()), type(value))
