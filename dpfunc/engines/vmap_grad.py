@@ -27,7 +27,7 @@ from dpfunc.batches import batch_size
 from dpfunc.engines.auto import Decision
 from dpfunc.engines.draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines.guards.lockstep import in_lockstep
-from dpfunc.engines.guards.loss import check_depends, check_losses, parameters_unchanged
+from dpfunc.engines.guards.loss import check_differentiable, parameters_unchanged
 from dpfunc.engines.guards.python_state import note_kept, python_state, refuse_counting, refuse_kept, was_kept
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.islands import FORMS, NATIVE, native, operation, recurrent
@@ -77,7 +77,7 @@ _OURS = ("aten", "prims", "prim", "profiler")
 
 @dataclass(frozen=True)
 class Settings:
-    """How a pass runs; the next one is tried where rows cannot be computed so.
+    """Settings of a pass; the next ones are tried where rows cannot be computed so.
 
     Args:
         rules: operations on parameters go to their rules. own_memory: what the loss makes (zeros, full, ...) has memory
@@ -255,7 +255,7 @@ class RowPass(TorchFunctionMode):
         return NotImplemented
 
     def made(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the loss makes, with memory for each row."""
+        """A tensor that the loss makes, with memory for each row."""
         if not self.settings.own_memory or kwargs.get("requires_grad"):
             return NotImplemented
         found = func(*args, **kwargs)
@@ -350,8 +350,7 @@ def _one_pass(
                     raise mode.stopped
                 mode.begin_backward(losses_1)
                 with torch._C.DisableTorchFunction():
-                    check_losses(losses_1, 1)
-                    check_depends(losses_1.requires_grad)
+                    check_differentiable(losses_1, 1)
                     loss = losses_1.sum()
                 found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
         except ORDINARY as error:
@@ -500,7 +499,7 @@ class VmapGrad:
             _log.log(level, "engine %s: %s", now.engine, now.reason)
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
-        """How the last step of a loss function was computed, and why; None before its first batch."""
+        """Decision about the last step of a loss function, and why; None before its first batch."""
         return self._decisions.get(loss_fn)
 
     def _try(self, loss_fn: LossFn, params: Params, batch: Batch, rows: list[int], calls: _Calls) -> PerSample:
@@ -512,10 +511,7 @@ class VmapGrad:
             calls.begin()
             try:
                 result = _one_pass(loss_fn, params, batch, rows, tried, uses)
-            except NoRules as stop:
-                reason = str(stop)
-                continue
-            except Alone as stop:
+            except (NoRules, Alone) as stop:
                 reason = str(stop)
                 continue
             except Diverged:
