@@ -203,6 +203,15 @@ FORMS: Mapping[Callable[..., Any], Form] = {
 }
 
 
+def _credit(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
+    """Credit the per-sample gradients of a use to its parameters, formed or as factors."""
+    found = use.rule.grads(use, grad, **{**use.options, **tensors})
+    formed = use.choose(owner.budget).representation == "formed"
+    for argument, name in use.wanted.items():
+        made = Dense(found[argument].dense()) if formed else found[argument]
+        owner.credited.setdefault(name, []).append(made)
+
+
 @dataclass
 class _Call:
     """One call of an operation: what its node needs to run it, and to credit its gradients."""
@@ -249,11 +258,7 @@ class _Call:
         use = self._use(grad_B.shape, None if x is None else x.shape)
         needed = {n for argument in use.wanted for n in self.rule.needs[argument]}
         tensors = {n: x if n == self.form.input else self.bound[n] for n in needed}
-        found = self.rule.grads(use, grad_B, **{**use.options, **tensors})
-        formed = use.choose(self.owner.budget).representation == "formed"
-        for argument, name in use.wanted.items():
-            made = Dense(found[argument].dense()) if formed else found[argument]
-            self.owner.credited.setdefault(name, []).append(made)
+        _credit(self.owner, use, grad_B, tensors)
 
     def _use(self, output: torch.Size, given: torch.Size | None) -> Use:
         options = {
@@ -519,11 +524,7 @@ class _Taps(TorchFunctionMode):
 
         def credit(grad: Tensor) -> None:
             with torch.no_grad(), exact(grad.device):
-                found = rule.grads(use, grad, **{**use.options, **needed})
-                formed = use.choose(self.owner.budget).representation == "formed"
-                for argument, name in use.wanted.items():
-                    made = Dense(found[argument].dense()) if formed else found[argument]
-                    self.owner.credited.setdefault(name, []).append(made)
+                _credit(self.owner, use, grad, needed)
 
         return apply_node(_Tap, out, _ANCHOR, credit)
 
