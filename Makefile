@@ -5,7 +5,7 @@
 # make survey   which engine takes each model family
 # make jax    JAX Privacy in an environment of its own, for make bench, which compares with it where it is installed
 # make gpu    the tests and benchmarks that need a GPU, in at most ten minutes
-# make test-slow   the tests that take long: whole runs of examples and commands, vision models, compilers; CI runs both
+# make test-slow   the tests that take long: whole runs of examples and commands, vision models; CI runs both
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -86,7 +86,6 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.freed_memory
-	$(BIN)/python -m benchmarks.compiled
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.engines
 	$(BIN)/python -m benchmarks.engines --cases layer:lstm --append
@@ -97,7 +96,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.rows
 	$(BIN)/python -m benchmarks.targets
 
-# every model family of the extra: which engine takes it, and which compiles
+# every model family of the extra: which engine takes it
 survey: $(VENV)/dev
 	$(BIN)/python -m benchmarks.survey
 

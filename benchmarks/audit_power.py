@@ -1,33 +1,30 @@
-"""How probable it is that the audit of rows finds a fault: `python benchmarks/audit_power.py`.
+"""How probable it is that the audit of rows finds a fault: `python -m benchmarks.audit_power`.
 
-Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines.guards.audit.Audits` itself; the rest is the
-hypergeometric law: r of B rows, drawn without replacement, miss all b faulty ones with probability
-C(B - b, r) / C(B, r). For small r that is near (1 - b / B)^r.
+Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines.guards.audit.Audits` itself, on average over
+its chance; the rest is the hypergeometric law: r of B rows, drawn without replacement, miss all b faulty ones with
+probability C(B - b, r) / C(B, r). For small r that is near (1 - b / B)^r.
 
-The fault begins right after an audit, and sizes of batches do not change: the worst case. A fault counts as found if
-its row is drawn, so it must be larger than the tolerance of the comparison. "proven" is a step whose rows alone take so
-much time that one in `STEPS_IN` steps is compared, the least; "large" one whose rows alone take 1 / B of a step.
+The fault begins after the first step, and sizes of batches do not change. A fault counts as found if its row is drawn,
+so it must be larger than the tolerance of the comparison. "small" is a step whose row alone takes as long as the batch,
+so that about one in 100 steps compares one; "large" one whose rows alone take 1 / B of a step; "counting" one of a loss
+that changes what it keeps, which compares one row each.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from itertools import count, islice
 from pathlib import Path
 
-import torch
-
-from dpfunc.engines.guards.audit import STEPS_IN, Audits
+from dpfunc.engines.guards.audit import Audits
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "audit_power.json"
 SIZES = (32, 256, 1024, 8192)
 SHARES = ("one row", 0.01, 0.1, 1.0)
-STEPS = (1, STEPS_IN, 100, 1000)
+STEPS = (1, 100, 1000, 10000)
 WANTED = 0.99
-MOST = 10**6
-KINDS = ("proven", "large", "audit")
+KINDS = ("small", "large", "counting")
+CHANCES = 1000
 
 
 def missed(size: int, faulty: int, drawn: int) -> float:
@@ -37,35 +34,25 @@ def missed(size: int, faulty: int, drawn: int) -> float:
     return math.comb(size - faulty, drawn) / math.comb(size, drawn)
 
 
-def drawn_in(size: int, kind: str) -> Iterator[int]:
-    """Rows that are compared in step 0, 1, 2, ..., all of one size."""
-    audits, batch = Audits(), torch.zeros(size, 1)
-    while True:
-        rows = audits.due(batch, ("a doubt",) if kind == "audit" else (), seconds=1.0 if kind == "large" else 0.0)
-        yield rows
-        audits.paid(rows, rows / size)
+def first_rows(size: int) -> int:
+    """Rows that the first step compares."""
+    return Audits().due(size, 0.0, 0.0)
 
 
-def found_after(size: int, faulty: int, kind: str, steps: tuple[int, ...]) -> dict[int, float]:
-    """The probability that a fault which begins in the step after the first one is found within so many steps."""
-    miss, found = 1.0, {}
-    for step, drawn in zip(range(1, max(steps) + 1), islice(drawn_in(size, kind), 1, None), strict=False):
-        miss *= missed(size, faulty, drawn)
-        if step in steps:
-            found[step] = 1.0 - miss
-    return found
+def drawn_later(size: int, kind: str) -> list[int]:
+    """Rows that a later step compares, at equal distances of its chance."""
+    audits = Audits(steps=1, counting=kind == "counting", row_seconds=1.0 / size if kind == "large" else 1.0)
+    return [audits.due(size, 1.0, (number + 0.5) / CHANCES) for number in range(CHANCES)]
 
 
-def steps_for(size: int, faulty: int, kind: str, wanted: float = WANTED) -> int | None:
-    """Steps until the fault is found with this probability; None if they are more than MOST."""
-    miss = 1.0
-    for step, drawn in zip(count(1), islice(drawn_in(size, kind), 1, None), strict=False):
-        miss *= missed(size, faulty, drawn)
-        if miss <= 1.0 - wanted:
-            return step
-        if step >= MOST:
-            return None
-    return None
+def missed_later(size: int, faulty: int, kind: str) -> float:
+    """The probability that a later step draws no faulty row."""
+    return sum(missed(size, faulty, drawn) for drawn in drawn_later(size, kind)) / CHANCES
+
+
+def steps_for(miss: float) -> int:
+    """Steps until the fault is found with the wanted probability."""
+    return 1 if miss <= 1.0 - WANTED else math.ceil(math.log(1.0 - WANTED) / math.log(miss))
 
 
 def faulty_rows(size: int, share: str | float) -> int:
@@ -78,17 +65,18 @@ def results() -> list[dict[str, object]]:
     table = []
     for kind in KINDS:
         for size in SIZES:
-            drawn = list(islice(drawn_in(size, kind), 1000))
+            first, later = first_rows(size), drawn_later(size, kind)
             for share in SHARES:
                 faulty = faulty_rows(size, share)
                 if isinstance(share, float) and faulty == 1:
                     continue
+                miss = missed_later(size, faulty, kind)
                 table.append({
-                    "step": kind, "batch": size, "faulty": faulty, "share": share,
-                    "rows_in_first_step": drawn[0], "rows_in_1000_steps": sum(drawn),
-                    "found_in_first_step": 1.0 - missed(size, faulty, drawn[0]),
-                    "found_after": found_after(size, faulty, kind, STEPS),
-                    "steps_for_99_percent": steps_for(size, faulty, kind),
+                    "step": kind, "batch": size, "faulty": faulty, "share": share, "rows_in_first_step": first,
+                    "rows_in_later_steps": sum(later) / CHANCES,
+                    "found_in_first_step": 1.0 - missed(size, faulty, first),
+                    "found_after": {step: 1.0 - miss**step for step in STEPS},
+                    "steps_for_99_percent": steps_for(miss),
                 })  # fmt: skip
     return table
 
@@ -116,10 +104,9 @@ def main() -> None:
                 certain = row["faulty"] == row["batch"]
                 share = row["share"] if isinstance(row["share"], str) else percent(row["share"], certain)
                 cells = [percent(row["found_after"][k], certain) for k in STEPS]
-                needed = row["steps_for_99_percent"]
                 print(
                     f"| {row['batch']} | {share} ({row['faulty']}) | {percent(row['found_in_first_step'], certain)} | "
-                    f"{' | '.join(cells)} | {needed if needed else 'more'} |"
+                    f"{' | '.join(cells)} | {row['steps_for_99_percent']} |"
                 )
 
 

@@ -71,7 +71,7 @@ def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], objec
         sampling.Poisson(100 * whole, 0.01), clipping.Flat(problem.clip_norm), 1.0, 10 * rounds + 10, delta=1e-7
     )
 
-    dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="bookkeeping", ranks=ranks, verify_batch=False)
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="auto", ranks=ranks, verify_batch=False)
     states = [dp_step.init(params, distributed.shared_key(ranks))]
     sums = {name: torch.zeros_like(p) for name, p in params.items()}
     clipped = ClippedSum(sums, dict.fromkeys(sums, "all"), {"all": 1.0})

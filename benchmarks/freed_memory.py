@@ -40,7 +40,7 @@ HEADS = ("case", "step", "given back, ms", "kept, ms", "saved", "page faults", "
 def measure(case: str, step: str, rounds: int, quick: bool) -> dict[str, float]:
     """Seconds and page faults of a step, in this process."""
     problem = ALL_CASES[case].problem(quick=quick)
-    contestant = plain(problem) if step == "plain" else ours(problem, "bookkeeping", "none")
+    contestant = plain(problem) if step == "plain" else ours(problem, "auto", "none")
     seconds, faults = [], []
     for _ in range(WARM_UP + rounds):
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()

@@ -31,7 +31,7 @@ LIMIT_SECONDS = 600.0
 NO_GPU = 2
 ROUNDS = 11
 CASES = "w1,w2n,w3,w4,bert,gpt2,resnet18"
-CONTESTANTS = "plain,vmap,bookkeeping,ghost,auto"
+CONTESTANTS = "plain,vmap,ghost,auto"
 NUMBERS = (10**5, 10**7)
 
 

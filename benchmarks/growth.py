@@ -1,7 +1,7 @@
 """Growth of time and memory with the work: `python -m benchmarks.growth`.
 
 Llama-style decoders in which one size grows and the others stay: positions, samples, parameters, rank. At each point
-the clipped sum of `bookkeeping` and the step without privacy, with LoRA and with all parameters, in interleaved rounds
+the clipped sum of `auto` and the step without privacy, with LoRA and with all parameters, in interleaved rounds
 of one process; the best round counts. Memory is the peak of torch's allocator over the built model. An exponent p says
 that cost grows as size^p: the slope of a line through the three largest points, logarithms on both axes.
 """
@@ -89,7 +89,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
     """Best seconds and peak MiB of both steps."""
     contestants: dict[str, Contestant] = {
         "plain": plain(problem.copy()),
-        "private": ours(problem, "bookkeeping", "none"),
+        "private": ours(problem, "auto", "none"),
     }
     seconds = interleaved({name: each.step for name, each in contestants.items()}, rounds)
     found = {}

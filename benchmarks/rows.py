@@ -1,8 +1,8 @@
-"""How well the engine `vmap_grad` keeps rows apart, and what it takes in one pass: `python -m benchmarks.rows`.
+"""How well the engine `auto` keeps rows apart, and what it takes in one pass: `python -m benchmarks.rows`.
 
 Three tables: the losses of tests/_support/isolation, which mix rows or seem to, over several steps; random losses of
 tests/_support/row_programs.py, whose rows must not depend on those beside them; and, with --survey, a file of
-`python -m benchmarks.survey --engine vmap_grad --out FILE`.
+`python -m benchmarks.survey --out FILE`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def isolation(console: Console) -> dict[str, Any]:
     looped: list[str] = []
     for loss in track(list(ZOO.values()), "losses", console=console):
         seen.messages.clear()
-        told = [outcome.told(tolerance_of(loss)) for outcome in outcomes(loss, "vmap_grad")]
+        told = [outcome.told(tolerance_of(loss)) for outcome in outcomes(loss, "auto")]
         words = {text.split()[0] for text in told}
         worst = next(word for word in ("WRONG", "RAISED", "refused", "equal") if word in words)
         counts[f"{'honest' if loss.honest else 'mixing'}, {worst}"] += 1

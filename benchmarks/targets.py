@@ -64,11 +64,6 @@ def engine(title: str, case: str, limit: float, why: str, *, memory: bool = Fals
     return Target(title, limit, RATIO, "engines", ("cases", case, "contestants", "auto", *number), why=why)
 
 
-def compiled(title: str, case: str, limit: float, why: str) -> Target:
-    """A compiled clipped sum beside the eager step without privacy."""
-    return Target(title, limit, RATIO, "compiled", ("cases", case, "ratio_to_plain", "compiled sum"), why=why)
-
-
 def processes(title: str, row: str, limit: float) -> Target:
     """CPU time of a whole step of two processes beside data parallel training without privacy."""
     return Target(title, limit, RATIO, "distributed", ("rows", row, "cpu_ratio", "dp_step"), why="processes")
@@ -81,15 +76,11 @@ def memory(case: str, limit: float) -> Target:
 
 TARGETS = (
     engine("w1: decoder, LoRA", "w1", 1.00, "lora"),
-    compiled("w1, compiled", "w1", 0.72, "compiled"),
     engine("w2n: decoder, all parameters", "w2n", 1.12, "full"),
-    compiled("w2n, compiled", "w2n", 0.95, "full"),
     engine("w3: convolutional network", "w3", 1.30, "convolution"),
     engine("w4: ViT, LoRA", "w4", 1.03, "lora"),
-    compiled("w4, compiled", "w4", 0.80, "compiled"),
     engine("BERT, LoRA", "bert", 1.03, "lora"),
     engine("GPT-2, all parameters", "gpt2", 1.20, "full"),
-    compiled("GPT-2, compiled", "gpt2", 1.00, "full"),
     engine("ResNet18", "resnet18", 1.30, "convolution"),
     engine("VGG11", "vgg11", 1.40, "convolution"),
     engine("VGG19", "vgg19", 1.40, "convolution"),
@@ -111,10 +102,6 @@ TARGETS = (
     Target("import dpfunc", 150.0, MS, "startup", ("rows", "import dpfunc", "best_seconds")),
     Target("import dpfunc.accounting", 0.4, SECONDS, "startup", ("rows", "import dpfunc.accounting", "best_seconds")),
     *(
-        Target(f"tracing, {case}", 2.0, SHARE, "overhead", ("cases", case, "typing_best"), why="tracing")
-        for case in ("w1", "w2n", "w3", "w4", "gpt2", "bert", "mnist")
-    ),
-    *(
         Target(
             f"loader, {case}: 100 steps", 1.2, RATIO, "loader",
             ("cases", case, "steps", "100", "ratio"), why="loader",
@@ -134,16 +121,7 @@ REASONS = {
     "lora": (
         "the arithmetic is nearly that of the plain step: the gradient of a factor of rank r at T positions takes "
         "2 T d r operations for a sample, r / d of the layer's own product, and frozen weights need no gradient. "
-        "What is left is Python: for each use of a parameter (about 0.1 ms), and for each operation that is "
-        "traced. Tried: sample axes that are found once, answers of the trace that are used again for equal "
-        "calls."
-    ),
-    "compiled": (
-        "a compiled sum has no Python between its operations, and what compiling gains differs between processors: "
-        "the plain step of w1 takes 0.94 of its time compiled here, and 0.65 on two cores of an older machine, where "
-        "the private step took 0.73: most of it is products, which compiling leaves as they are. Tried: one graph for "
-        "the forward pass, the backward pass and the sums, "
-        "which is what is measured."
+        "What is left is Python: for each use of a parameter (about 0.1 ms), and for each function."
     ),
     "full": (
         "the norm of a sample's gradient of a p x d matrix at T positions takes min(1, T (p + d) / (p d)) of a "
@@ -154,8 +132,7 @@ REASONS = {
     "convolution": (
         "as for matrices, the norm is at most one product more, of three: 1.33. torch's kernels for weight "
         "gradients are slower for one sample than for a batch, which is the rest. Tried: one grouped convolution "
-        "for all samples, unfolded windows, ghost norms by cells and by taps, pieces of a bounded size; compiling "
-        "is slower."
+        "for all samples, unfolded windows, ghost norms by cells and by taps, pieces of a bounded size."
     ),
     "memory": (
         "gradients of layers' outputs are kept until the factors are known, since there is no second backward "
@@ -163,9 +140,8 @@ REASONS = {
         "is slower."
     ),
     "small": (
-        "a step of some milliseconds shows what Python costs for each use and each traced operation, see above. Tried: "
-        "marks of the device that are read together, answers of the trace that are used again, uses that occur again "
-        "as a whole, functions without parameters as well, small gradients of equal shapes as one."
+        "a step of some milliseconds shows what Python costs for each use and each function, see above. Tried: "
+        "marks of the device that are read together, small gradients of equal shapes as one."
     ),
     "mnist": (
         "the weight gradients of 256 samples are formed by one grouped convolution for each layer; with 1 and 16 "
@@ -196,10 +172,6 @@ REASONS = {
     "loader": (
         "a check takes three collations of up to 64 records, their copies and seeds, about two milliseconds; batches "
         "that are read in a fraction of one show it. Beside decoding or a step of training it is lost."
-    ),
-    "tracing": (
-        "some Python for each operation of the forward pass, of which small layers have many. Tried: answers that "
-        "are used again for equal calls; backward passes of which all derivatives are reviewed are not followed."
     ),
 }
 
@@ -344,34 +316,15 @@ def jax_section(report: dict[str, Any]) -> str:
     return f"JAX Privacy: {', '.join(sorted(reasons))}."
 
 
-COMPILED_HEADS = (
-    "case", "sum, eager", "compiled", "whole step, eager", "with `auto`", "noise", "compiling, s", "pays after, steps",
-)  # fmt: skip
-COMPILED = ("eager sum", "compiled sum", "eager step", "auto step", "noise")
-
-
-def compiled_rows(report: dict[str, Any]) -> list[list[str]]:
-    """Ratios to the eager step without privacy, and when compiling pays; or why a step stays eager."""
-    found = []
-    for name, case in report.get("cases", {}).items():
-        seconds = f"{case['first_compiled_seconds']['auto step']:.0f}" if case["compiled"] else "eager"
-        pays = str(case["pays_after"] or "") if case["compiled"] else case["reason"]
-        found.append([name, *(f"{case['ratio_to_plain'][who]:.2f}" for who in COMPILED), seconds, pays])
-    return found
-
-
-OVERHEAD_HEADS = (
-    "case", "plain step, ms", "private step, ms", "tracing", "tracing, best rounds", "audits",
-    "first step / later step",
-)  # fmt: skip
+OVERHEAD_HEADS = ("case", "plain step, ms", "private step, ms", "audits", "first step / later step")
 
 
 def overhead_rows(report: dict[str, Any]) -> list[list[str]]:
-    """What tracing and audits add to a step, by case."""
+    """What audits add to a step, by case."""
     return [
         [
             name, *(f"{1e3 * case['seconds'][kind]:.0f}" for kind in ("plain", "whole")),
-            *(f"{100 * case[kind]:.1f} %" for kind in ("typing", "typing_best", "audits")), f"{case['first']:.1f}",
+            f"{100 * case['audits']:.1f} %", f"{case['first']:.1f}",
         ]
         for name, case in report.get("cases", {}).items()
     ]  # fmt: skip
@@ -384,11 +337,8 @@ def small_section(report: dict[str, Any]) -> str:
         [name, f"{1e3 * case['plain']:.1f}", f"{1e3 * case['private']:.1f}", f"{case['ratio']:.1f}"]
         for name, case in report["cases"].items()
     ]
-    use, other = 1e6 * report["seconds_a_use"], 1e6 * report["seconds_a_function"]
-    line = (
-        f"One more use of a parameter takes {use:.0f} microseconds there, norm and sum included; the mode around each "
-        f"torch function adds {other:.1f} microseconds to a function without parameters."
-    )
+    use = 1e6 * report["seconds_a_use"]
+    line = f"One more use of a parameter takes {use:.0f} microseconds there, norm and sum included."
     return markdown(heads, cells) + "\n\n" + textwrap.fill(line, 130)
 
 
@@ -398,7 +348,6 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
     places = {
         "engines": markdown(ENGINE_HEADS, engine_rows(engines)),
         "jax": jax_section(engines),
-        "compiled": markdown(COMPILED_HEADS, compiled_rows(found.get("compiled", {}))),
         "overhead": markdown(OVERHEAD_HEADS, overhead_rows(found.get("overhead", {}))),
         "freed memory": markdown(freed_memory.HEADS, freed_memory.rows(found.get("freed_memory", {}).get("cases", {}))),
         "loaders": markdown(loader.HEADS, loader.rows(found.get("loader", {}).get("cases", {}))),

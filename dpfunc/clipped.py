@@ -6,11 +6,12 @@ The algorithm is `ClippedGrad._clip_and_sum`: norms, factors, the sum by factors
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,18 +23,19 @@ from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.compiled import ClipMicrobatch, Compilation, Compile, Compiler, RunFacts, check_setting, rows_at_once
 from dpfunc.distributed.processes import FullNorms
+from dpfunc.engines.draws import first_row
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
 from dpfunc.engines.guards.lockstep import in_lockstep
-from dpfunc.engines.guards.loss import unfollowed_code_is_an_error
+from dpfunc.engines.guards.loss import uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines.guards.parameters import check_params
-from dpfunc.engines.guards.python_state import python_state, refuse_counting
+from dpfunc.engines.guards.python_state import refuse_counting
+from dpfunc.engines.loop import state_before
 from dpfunc.engines.marks import ReadTogether
 from dpfunc.engines.microbatch import automatic_size
 from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import PerSample
-from dpfunc.engines.vmap import vmap
+from dpfunc.engines.vmap_grad import Grouped, vmap
 from dpfunc.errors import InvalidArgument, OutOfMemory
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.types import (
@@ -43,13 +45,15 @@ from dpfunc.types import (
     ClippedSum,
     ClipRule,
     Engine,
-    GroupFactors,
     LossFn,
     MicrobatchSums,
     Params,
     PerSampleGrads,
     Unreleased,
 )
+
+# torch's generator, and the modules into which parameters are put, are those of the process: threads take turns.
+_TURN = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,10 @@ class ClippedGrad:
     engine: Engine
     microbatch_size: int | Literal["auto"] | None
     adjacency: Adjacency
-    compile: Compile
     full_norms: FullNorms | None = field(default=None, repr=False)
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
-    _unchanging: set[tuple[object, ...]] = field(default_factory=set, repr=False, compare=False)
 
     def __call__(
         self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
@@ -76,11 +78,12 @@ class ClippedGrad:
         return self.compute(params, batch, mask_B, key)
 
     def compute(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, run: RunFacts | None = None
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
     ) -> tuple[ClippedSum, Unreleased]:
-        """The same in a step of a run (`run`: its public facts), without the check of params, which the step does."""
+        """The same without the check of params, which a step does."""
         try:
-            return self._compute(params, batch, mask_B, key, run)
+            with _TURN:
+                return self._compute(params, batch, mask_B, key)
         except (RuntimeError, MemoryError) as error:
             asked, together = out_of_memory(error), self.microbatch_size or batch_size(batch)
             if not asked:
@@ -93,7 +96,7 @@ class ClippedGrad:
             ) from error
 
     def _compute(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, run: RunFacts | None
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
     ) -> tuple[ClippedSum, Unreleased]:
         if self.full_norms is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
@@ -107,73 +110,36 @@ class ClippedGrad:
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
         seen: list[tuple[Tensor, Tensor]] = []
         total: dict[str, Tensor] = {}
-        size, padded, compute = self._microbatches(params, batch, num_samples, parts, bounds, run)
+        size, padded = self._size(params, batch, num_samples), _narrow(params)
+        compute = partial(self._microbatch, parts, tuple(bounds.values()))
         several = 0 < size < num_samples and not in_lockstep()
-        state = python_state(self.loss_fn) if several else ()
+        state = state_before(self.loss_fn, params, rows(batch, 0, 1)) if several else ()
+        by_position = getattr(self.engine, "by_position", False)
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             own_key = fold_in(key, "microbatch", number) if key else None
-            once = partial(_seeded, compute, params, chunk, chunk_mask_B, own_key)
-            result = once()
-            if several and (start + size >= num_samples or _shapes(chunk) not in self._unchanging):
-                if python_state(self.loss_fn) != state:  # what it builds for a shape is there for all rows
-                    state, result = python_state(self.loss_fn), once()
-                refuse_counting(self.loss_fn, state)
-                self._unchanging.add(_shapes(chunk))
+            seed = fold_in(key, "microbatch", 0) if key and by_position else own_key
+            seeded = torch_seed(seed) if seed else nullcontext()
+            with seeded, first_row(start), uncompiled(), unfollowed_code_is_an_error():
+                result = compute(params, chunk, chunk_mask_B, own_key)
             total = {name: total[name].add_(value) for name, value in result.sums.items()} if seen else result.sums
             real = min(size, num_samples - start)
             seen.append((result.losses_B[:real], result.norms_BG[:real]))
+        if several:  # the number of microbatches follows from the number of rows
+            refuse_counting(self.loss_fn, state)
         if not seen:
             total = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
         clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped, self._unreleased(seen, given_B, len(parts.group_names))
 
-    @cached_property
-    def _compiler(self) -> Compiler:
-        return Compiler(self.loss_fn, self.engine, self.compile, self._audits)
-
-    @property
-    def compilation(self) -> Compilation:
-        """Record of the last step: compiled or eager, and why."""
-        return self._compiler.last
-
-    def _microbatches(
-        self,
-        params: Params,
-        batch: Batch,
-        num_samples: int,
-        parts: Partition,
-        bounds: Mapping[str, float],
-        run: RunFacts | None,
-    ) -> tuple[int, bool, ClipMicrobatch]:
-        """Rows of a microbatch; true if smaller ones are padded to it; the function that computes its clipped sums."""
-        clip_and_sum = partial(self._clip_and_sum, parts, tuple(bounds.values()))
-        eager = partial(self._eager_microbatch, parts, tuple(bounds.values()))
-        if not self.compile or not num_samples:
-            return self._size(params, batch, num_samples), _narrow(params), eager
-        size = self._compiled_size(params, batch, num_samples, run)
-        if self.compile == "auto" and self._compiler.stays_eager(params, batch, size, run):
-            return self._size(params, batch, num_samples), _narrow(params), eager
-        bound = math.hypot(*bounds.values())
-        return size, True, self._compiler.clip_microbatch(params, batch, size, clip_and_sum, bound, eager)
-
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
-        """Rows of an eager microbatch."""
+        """Rows of a microbatch."""
         if self.microbatch_size is None or not num_samples:
             return max(2, num_samples) if num_samples and _narrow(params) else num_samples
         if self.microbatch_size != "auto":
             return self.microbatch_size
         largest = self._largest(params, batch)
         return math.ceil(num_samples / math.ceil(num_samples / largest))
-
-    def _compiled_size(self, params: Params, batch: Batch, num_samples: int, run: RunFacts | None) -> int:
-        """Rows of a compiled microbatch, which do not depend on the number that was drawn."""
-        if isinstance(self.microbatch_size, int):
-            return self.microbatch_size
-        largest = self._largest(params, batch) if self.microbatch_size == "auto" else None
-        if self.compile is True and largest is not None:
-            return largest
-        return rows_at_once(num_samples if run is None else run.expected_rows, largest)
 
     def _largest(self, params: Params, batch: Batch) -> int:
         """Rows whose activations fit into the memory for them."""
@@ -202,14 +168,14 @@ class ClippedGrad:
 
         # `_read_together` may call `compute` twice, and other engines can take their sums once only; processes in
         # lockstep must read the same marks.
-        repeatable = check is not None and isinstance(per_sample, PerSample) and not in_lockstep()
+        repeatable = check is not None and _repeatable(per_sample) and not in_lockstep()
         with exact(mask_B.device):
             result = self._read_together(compute) if repeatable else compute()
-            if check is not None:
-                check(result.sq_norms)
+        if check is not None:  # with the precision that the engine has run in
+            check(result.sq_norms)
         return result
 
-    def _eager_microbatch(
+    def _microbatch(
         self,
         parts: Partition,
         bounds: tuple[float, ...],
@@ -219,44 +185,17 @@ class ClippedGrad:
         key: Key | None,
     ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
-        start = time.perf_counter()
-        engine = self._engine_of(params, parts, bounds, mask_B)
-        unknown = _shapes(microbatch) not in self._unchanging and not in_lockstep()
-        state = python_state(self.loss_fn) if unknown else ()
-        per_sample = engine(self.loss_fn, params, microbatch)
+        start, seed = time.perf_counter(), torch.default_generator.get_state()
+        per_sample = self.engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
-        changes = unknown and python_state(self.loss_fn) != state
-        if not changes:
-            self._unchanging.add(_shapes(microbatch))
 
         def check(sq_norms: Mapping[str, Tensor]) -> None:
-            credited = credited_by(per_sample, sq_norms)
+            credited = credited_by(per_sample, sq_norms, seed, repeatable=_repeatable(per_sample))
             if credited is not None:
-                credited = replace(credited, evidence=credited.evidence._replace(changes=changes))
-            self._audits.note(credited)
-            if credited is not None:
-                with self._audits.choose_rows(key, microbatch, credited.evidence, seconds) as chosen:
-                    audit(self.loss_fn, params, microbatch, credited, chosen)
+                with self._audits.choose_rows(key, microbatch, seconds) as chosen:
+                    audit(self.loss_fn, params, microbatch, credited, chosen, self._audits)
 
         return self._clip_and_sum(parts, bounds, params, per_sample, mask_B, check)
-
-    def _engine_of(self, params: Params, parts: Partition, bounds: tuple[float, ...], mask_B: Tensor) -> Engine:
-        """The engine of a microbatch: the given one, or its `groupwise`, which sums clip groups in the backward pass.
-
-        The second where there are several groups and the factor of one depends on its own norm alone (`by_group`), and
-        where this norm is known: not where processes hold parts of the parameters.
-        """
-        groupwise: Callable[[GroupFactors], Engine] | None = getattr(self.engine, "groupwise", None)
-        alone = getattr(self.clip, "by_group", False) is True and len(parts.group_names) > 1
-        if groupwise is None or not alone or in_lockstep() or any(is_dtensor(param) for param in params.values()):
-            return self.engine
-        bound_of = dict(zip(parts.group_names, bounds, strict=True))
-
-        def factors(group: str, sq_norms: Mapping[str, Tensor]) -> Tensor:
-            norms_B1 = Partition(dict.fromkeys(sq_norms, group), (group,)).norms(sq_norms)
-            return safe_factors(self.clip, norms_B1, norms_B1.new_tensor([bound_of[group]]), mask_B)[:, 0]
-
-        return groupwise(GroupFactors(len(mask_B), parts.group_of, factors))
 
     def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor | None, num_groups: int) -> Unreleased:
         if not seen:
@@ -265,13 +204,9 @@ class ClippedGrad:
         return Unreleased(losses_B, norms_BG) if mask_B is None else Unreleased(losses_B[mask_B], norms_BG[mask_B])
 
 
-def _shapes(batch: Batch) -> tuple[object, ...]:
-    return batch_size(batch), *signature(batch)
-
-
-def _seeded(compute: ClipMicrobatch, params: Params, chunk: Batch, mask_B: Tensor, key: Key | None) -> MicrobatchSums:
-    with torch_seed(key) if key else nullcontext(), unfollowed_code_is_an_error():
-        return compute(params, chunk, mask_B, key)
+def _repeatable(per_sample: PerSampleGrads) -> bool:
+    """True if weighted sums can be taken more than once."""
+    return isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
 
 
 def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
@@ -311,13 +246,11 @@ def make_clipped_grad(
     engine: Engine | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
-    compile: Compile = False,
     full_norms: FullNorms | None = None,
 ) -> ClippedGrad:
     """Prepare `clipped_grad` for many batches; the arguments are the same.
 
-    With `full_norms`, parameters may be DTensors of which the engine sees the local parts. `compile` is that of
-    `make_dp_step`; without a run, "auto" compiles whatever a step costs, from the first step on.
+    With `full_norms`, parameters may be DTensors of which the engine sees the local parts.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> from dpfunc.clipping import Flat
@@ -334,8 +267,7 @@ def make_clipped_grad(
     if size is not None and size != "auto":
         size = integer("microbatch_size", size, minimum=1)
     one_of("adjacency", adjacency, ADJACENCIES)
-    check_setting(compile, size)
-    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, compile, full_norms)
+    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, full_norms)
 
 
 def clipped_grad(

@@ -21,13 +21,12 @@ from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.compiled import Compilation, Compile, RunFacts
 from dpfunc.distributed.collective_step import processes_of
 from dpfunc.distributed.processes import Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines.auto import Decision
 from dpfunc.engines.by_name import engine_of
 from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
+from dpfunc.engines.vmap_grad import Decision
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores
@@ -45,7 +44,7 @@ from dpfunc.state import (
     step_events,
     warn_of_start,
 )
-from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unproven, Unreleased, schedule_at
+from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
 _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
@@ -206,11 +205,8 @@ class DPStep:
         rank = (self._processes.rank,) if self._processes.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
 
-        expected = self.plan.sampler.expected_batch_size(state.step) / self._processes.size
-        run = RunFacts(state.step, self.plan.num_steps, expected)
-
         def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
-            return self.clipped_grad.compute(params, batch, mask_B, key, run)
+            return self.clipped_grad.compute(params, batch, mask_B, key)
 
         return self._processes.clip(clip, params, rows)
 
@@ -259,7 +255,7 @@ class DPStep:
         clipped = self.clipped_grad
         settings = (
             self._plan_digest, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size,
-            clipped.compile, self.verify_batch, self.journal is None, *installed().values(),
+            self.verify_batch, self.journal is None, *installed().values(),
         )  # fmt: skip
         place = (
             state.step,
@@ -278,11 +274,6 @@ class DPStep:
         """Engine that `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
         decide = getattr(self.clipped_grad.engine, "decision", None)
         return decide(self.clipped_grad.loss_fn) if decide else None
-
-    @property
-    def compilation(self) -> Compilation:
-        """Record of the last step: compiled or eager, and why."""
-        return self.clipped_grad.compilation
 
     def _run_of_its_own(self, params: Params) -> StepState:
         if self._calls.stateless:
@@ -337,9 +328,7 @@ def make_dp_step(
     plan: Plan,
     *,
     engine: str | Engine = "auto",
-    unproven: Unproven | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
-    compile: Compile = False,
     reduction: Literal["mean", "sum"] = "mean",
     noise_source: Literal["secure", "device"] = "secure",
     verify_batch: bool = True,
@@ -355,17 +344,10 @@ def make_dp_step(
     Args:
         loss_fn: `(params, batch) -> (B,)`, one loss a row; rows do not influence each other.
         plan: everything that decides privacy.
-        engine: `"auto"` (book-keeping in each step whose trace proves that samples stay apart, see `engines.auto`),
-            `"bookkeeping"`, `"ghost"`, `"vmap"`, `"loop"`, or an engine. This and the next three change speed and
-            memory, never the result.
-        unproven: what becomes of a step of which this is not proven: `"vmap"` computes each row alone (the default of
-            `"auto"`), `"audit"` takes it if at least 8 rows, and one in 8, agree with rows computed alone, `"refuse"`
-            raises (the default of `"bookkeeping"` and `"ghost"`, which do not take `"vmap"`).
+        engine: `"auto"` (vmap(grad(loss)) with rules, see `engines.auto`), `"vmap"` (the same without), `"ghost"`
+            (norms first, sums in a second pass: least memory), `"loop"` (rows one by one), or an engine. This and the
+            next argument change speed and memory, never the result.
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
-        compile: `"auto"` compiles the clipped sum with `torch.compile` from the third step on where that pays
-            (docs/engines.md), and logs why where it does not. True compiles from the first step on, or raises; needs
-            microbatch_size. `dp_step.compilation` is about the last step. Compiled steps round differently: a run that
-            is resumed needs the same setting.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
         noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.
         verify_batch: compare the size of each batch with the plan's draw of that step. With False the ledger has the
@@ -404,7 +386,7 @@ def make_dp_step(
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
     processes = processes_of(ranks)
-    processes.check_settings(microbatch_size, compile)
+    processes.check_settings(microbatch_size)
     if journal is not None and not callable(journal):
         raise InvalidArgument(
             f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
@@ -417,10 +399,9 @@ def make_dp_step(
     prepared = make_clipped_grad(
         loss_fn,
         plan.clip,
-        engine=engine_of(engine, unproven),
+        engine=engine_of(engine),
         microbatch_size=microbatch_size,
         adjacency=plan.adjacency,
-        compile=compile,
         full_norms=processes.full_norms,
     )
     return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks, processes)

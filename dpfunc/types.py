@@ -29,11 +29,6 @@ Adjacency = Literal["add_remove", "zero_out", "replace_one"]
 
 ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "zero_out", "replace_one")
 
-Unproven = Literal["audit", "vmap", "refuse"]
-"""A step that is not proven: compare more rows with rows alone; compute all rows alone; or raise."""
-
-UNPROVEN: tuple[Unproven, ...] = ("audit", "vmap", "refuse")
-
 Allocation = Literal["uniform", "optimal"]
 """How the noise is split over clip groups of different size."""
 
@@ -78,23 +73,6 @@ class ClipRule(Protocol):
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """Scale factors (B, G) for finite norms; `dpfunc.clipping` enforces `factor * norm <= bound` after it."""
         ...
-
-
-@dataclass(frozen=True)
-class GroupFactors:
-    """Factors of one clip group at a time, from the norms of its own parameters alone.
-
-    Args:
-        num_samples: B. group_of: parameter name -> group.
-        factors: `(group, {name: squared norms (B,)})`, of all its parameters -> factors (B,).
-
-    >>> GroupFactors(2, {"w": "all"}, lambda group, sq_norms: sq_norms["w"]).group_of
-    {'w': 'all'}
-    """
-
-    num_samples: int
-    group_of: Mapping[str, str]
-    factors: Callable[[str, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)

@@ -23,5 +23,5 @@ def test_names_that_a_module_defines():
 def test_the_way_of_a_batch_begins_in_the_step():
     way = house["way_of_a_batch"]()
     assert "step.py" in way[:2]
-    assert "engines/bookkeeping.py" in way
+    assert "engines/vmap_grad.py" in way
     assert int(house["numbers"](way)["files on the way of a batch, after the first step"]) == len(way)

@@ -42,7 +42,7 @@ TRUE = {
     "saved state": (lambda: dpfunc.save("nowhere", **{**RUN, "state": 5}), r"got state of type int\.$"),
     "saved params": (lambda: dpfunc.save("nowhere", **{**RUN, "params": 5}), r"got params of type int\.$"),
     "optimizer": (lambda: dpfunc.save("nowhere", **RUN, optimizer_state=[1]), r"got optimizer_state of type list\.$"),
-    "rows together": (lambda: called("bookkeeping"), r"got \(\) where it was called with 42 rows, all of the batch or a part"),
+    "rows": (lambda: called("auto"), r"return shape \(1,\), got \(\) where it was called with 1 row, all of the batch or"),
     "rows alone": (lambda: called("loop"), r"return shape \(1,\), got \(\) where it was called with 1 row, all of the batch or"),
     "missing only": (lambda: plan_without("delta"), r"of Plan, got it without delta\.$"),
     "unknown only": (lambda: plan_without("", extra=1), r"of Plan, got it with the unknown extra\.$"),

@@ -40,7 +40,7 @@ def made(module):
         x, y = batch
         return nn.functional.cross_entropy(forward(params, x), y, reduction="none")
 
-    dp_step = dpfunc.make_dp_step(loss_fn, plan(), engine="bookkeeping")
+    dp_step = dpfunc.make_dp_step(loss_fn, plan(), engine="auto")
     return params, dp_step, replay(dp_step.init(params, KEY))
 
 
@@ -113,7 +113,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind):
             params, state = dict(saved.params), saved.state
         dp_step = dpfunc.make_dp_step(
             dp_step.clipped_grad.loss_fn, plan(), journal=dpfunc.Journal(folder / "journal.jsonl", plan()),
-            engine="bookkeeping",
+            engine="auto",
         )  # fmt: skip
         optimizer = OPTIMIZERS[kind](list(params.values()))
         rates = [group["lr"] for group in optimizer.param_groups]

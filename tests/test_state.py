@@ -139,22 +139,19 @@ LIVE = {
 def test_of_two_threads_one_releases_a_step(name):
     """Both begin before the other has released: the second one is refused, and its journal is not called."""
     copied, journal = LIVE[name]
-    written, both, begun = [], threading.Barrier(2, timeout=60), threading.Event()
+    written, both = [], threading.Barrier(2, timeout=60)
 
     def note(after):
         written.append(after.step)
         journal(after)
 
-    def loss_fn(values, batch):
-        if begun.is_set():
-            both.wait()  # the states of both were checked
-        return linear_loss(values, batch)
+    def engine(loss_fn, values, batch):
+        both.wait()  # the states of both were checked
+        return loop_engine()(loss_fn, values, batch)
 
     state, values, _ = start()
-    dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=note if journal else None, verify_batch=False)
+    dp_step = make_dp_step(linear_loss, PLAN, engine=engine, journal=note if journal else None, verify_batch=False)
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
-    loop_engine()(loss_fn, values, batches[0])  # the first call of a shape is one with zeros
-    begun.set()
     first, second = pool_results(dp_step, values, batches, [state, copied(state)])
     refused = [each for each in (first, second) if isinstance(each, StateReused)]
     assert len(refused) == 1, (first, second)
@@ -171,7 +168,7 @@ def pool_results(dp_step, values, batches, states):
 
 def test_a_thread_takes_the_step_that_another_could_not_write():
     """A journal that fails releases nothing: the state is good, also for a thread that has waited for it."""
-    written, both, begun = [], threading.Barrier(2, timeout=60), threading.Event()
+    written, both = [], threading.Barrier(2, timeout=60)
 
     def full_once(after):
         written.append(after.step)
@@ -179,16 +176,13 @@ def test_a_thread_takes_the_step_that_another_could_not_write():
         if len(written) == 1:
             raise OSError("no space left on device")
 
-    def loss_fn(values, batch):
-        if begun.is_set():
-            both.wait()
-        return linear_loss(values, batch)
+    def engine(loss_fn, values, batch):
+        both.wait()
+        return loop_engine()(loss_fn, values, batch)
 
     state, values, _ = start()
-    dp_step = make_dp_step(loss_fn, PLAN, engine="loop", journal=full_once, verify_batch=False)
+    dp_step = make_dp_step(linear_loss, PLAN, engine=engine, journal=full_once, verify_batch=False)
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
-    loop_engine()(loss_fn, values, batches[0])
-    begun.set()
     found = pool_results(dp_step, values, batches, [state, state])
     assert sorted(type(each).__name__ for each in found) == ["OSError", "StepResult"]
     assert written == [1, 1]

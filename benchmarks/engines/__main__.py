@@ -42,7 +42,7 @@ def check_engines(context: click.Context, option: click.Parameter, text: str) ->
     if unknown:
         raise click.BadParameter(
             f"no contestant {', '.join(unknown)}. There are {', '.join(NAMES)}; an engine may carry its microbatch, "
-            "as in bookkeeping/4."
+            "as in auto/4."
         )
     return names
 

@@ -17,17 +17,15 @@ from dpfunc.clipping import Flat
 from dpfunc.clipping.bounds import SLACK
 
 PLAIN = "plain"
-PLAIN_COMPILED = "plain-compiled"
-COMPILED = "bookkeeping-compiled"
-ENGINES = ("vmap", "loop", "bookkeeping", "ghost", "auto", COMPILED)
+ENGINES = ("vmap", "loop", "ghost", "auto")
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-functorch")
 JAX_PLAIN = "jax-plain"
 JAX_PRIVACY = "jax-privacy"
 JAX = (JAX_PLAIN, JAX_PRIVACY, *(f"{JAX_PRIVACY}/{size}" for size in (1, 4, 8)))
 WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX = "whole-plain", "whole-dpfunc", "whole-jax"
 WHOLE = (WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
-NAMES = (PLAIN, PLAIN_COMPILED, *ENGINES, *OPACUS, *JAX, *WHOLE)
-NO_SUM = (PLAIN, PLAIN_COMPILED, WHOLE_PLAIN)  # nothing that could be compared with the truth
+NAMES = (PLAIN, *ENGINES, *OPACUS, *JAX, *WHOLE)
+NO_SUM = (PLAIN, WHOLE_PLAIN)  # nothing that could be compared with the truth
 _TAKES_MICROBATCH = (*ENGINES, JAX_PRIVACY, WHOLE_JAX)
 
 
@@ -57,17 +55,16 @@ class Contestant(NamedTuple):
     facts: Mapping[str, Any] = {}
 
 
-def plain(problem: Problem, *, compiled: bool = False) -> Contestant:
-    """Forward, mean loss, backward into `.grad`; no optimizer. torch.compile takes the module, as is usual."""
+def plain(problem: Problem) -> Contestant:
+    """Forward, mean loss, backward into `.grad`; no optimizer."""
     module = problem.module
-    forward = torch.compile(module) if compiled else module
 
     def clear() -> None:
         module.zero_grad(set_to_none=True)
 
     def step() -> None:
         clear()
-        problem.losses(forward(problem.inputs), problem.targets).mean().backward()
+        problem.losses(module(problem.inputs), problem.targets).mean().backward()
 
     return Contestant(step, clear, problem.clip_norm)
 
@@ -78,16 +75,14 @@ def microbatch(text: str) -> int | str | None:
 
 
 def ours(problem: Problem, engine_name: str, microbatch_size: str) -> Contestant:
-    """One of dpfunc's engines with flat clipping; compiled, it takes the whole batch at once unless told otherwise."""
-    compiled = engine_name == COMPILED
-    make_engine = getattr(dpfunc.engines, engine_name.partition("-")[0], None)
+    """One of dpfunc's engines with flat clipping."""
+    make_engine = getattr(dpfunc.engines, engine_name, None)
     if make_engine is None:
         raise NotImplementedError(f"dpfunc has no engine {engine_name}")
     loss_fn, params = problem.functional()
 
-    size = problem.batch_size if compiled and microbatch_size == "none" else microbatch(microbatch_size)
-    options: dict[str, Any] = {"engine": make_engine(), "microbatch_size": size, "compile": compiled}
-    clipped_grad = make_clipped_grad(loss_fn, Flat(clip_norm=problem.clip_norm), **options)
+    clip, size = Flat(clip_norm=problem.clip_norm), microbatch(microbatch_size)
+    clipped_grad = make_clipped_grad(loss_fn, clip, engine=make_engine(), microbatch_size=size)
     batch = (problem.inputs, problem.targets)
 
     def step() -> Mapping[str, Tensor]:
@@ -194,7 +189,7 @@ def jax(problem: Problem, name: str) -> Contestant:
 
 
 def known(name: str) -> bool:
-    """Whether a contestant of this name exists: an engine may carry its microbatch, as in `bookkeeping/4`."""
+    """Whether a contestant of this name exists: an engine may carry its microbatch, as in `auto/4`."""
     base, slash, size = name.partition("/")
     if slash:
         named = size in ("none", "auto") and base in ENGINES
@@ -219,8 +214,8 @@ def prepare(name: str, problem: Problem, microbatch_size: str = "none") -> Conte
         whatever the contestant raises when it does not take the module.
     """
     base = name.partition("/")[0]
-    if name in (PLAIN, PLAIN_COMPILED):
-        return plain(problem, compiled=name == PLAIN_COMPILED)
+    if name == PLAIN:
+        return plain(problem)
     if base in ENGINES:
         return ours(problem, base, microbatch_of(name, microbatch_size))
     if name == WHOLE_PLAIN:

@@ -188,7 +188,7 @@ def steps(sizes: Sizes) -> dict[str, Callable[[], object]]:
     problem = sizes.problem()
     found: dict[str, Callable[[], object]] = {
         "plain": plain(problem.copy()).step,
-        "private": ours(problem, "bookkeeping", "none").step,
+        "private": ours(problem, "auto", "none").step,
     }
     for step in found.values():
         step()

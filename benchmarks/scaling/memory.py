@@ -1,6 +1,6 @@
 """Bytes on one GPU, from shapes: what is held all the time, while gradients are computed, and while they are released.
 
-A model, not a measurement. It follows what the engines and the step do (`dpfunc/engines/bookkeeping.py`,
+A model, not a measurement. It follows what the engines and the step do (`dpfunc/engines/vmap_grad.py`,
 `dpfunc/clipped.py`, `dpfunc/distributed/`); the rule by which book-keeping forms gradients is the engine's own.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.scaling.shapes import Matrix, Shape
-from dpfunc.engines.bookkeeping import DEFAULT_BUDGET
 from dpfunc.engines.cost import matrix as matrix_costs
+from dpfunc.engines.vmap_grad import DEFAULT_BUDGET
 
-EngineName = Literal["vmap", "bookkeeping", "ghost"]
-ENGINES: tuple[EngineName, ...] = ("vmap", "bookkeeping", "ghost")
+EngineName = Literal["vmap", "auto", "ghost"]
+ENGINES: tuple[EngineName, ...] = ("vmap", "auto", "ghost")
 HALF, SINGLE = 2, 4
 OPTIMIZER = 3 * SINGLE  # AdamW: a float32 copy of the parameter and two moments
 LOSS = HALF + SINGLE + HALF  # a logit, its float32 copy for the softmax, and its gradient
@@ -162,7 +162,7 @@ def formed(job: Job) -> list[bool]:
 
     vmap forms all and ghost none. Book-keeping decides by time, within its budget.
     """
-    if job.engine != "bookkeeping":
+    if job.engine != "auto":
         return [job.engine == "vmap" for _ in trained_matrices(job)]
     budget, decided = DEFAULT_BUDGET, []
     for matrix in trained_matrices(job):
@@ -175,7 +175,7 @@ def formed(job: Job) -> list[bool]:
     return decided
 
 
-def bookkeeping_bytes(job: Job) -> int:
+def auto_bytes(job: Job) -> int:
     """What book-keeping keeps until the factors are known. An input counts once for all layers that read it."""
     total = 0
     seen: set[tuple[int, str]] = set()
@@ -199,7 +199,7 @@ def engine_bytes(job: Job) -> int:
     if job.engine == "vmap":
         most = max(matrix.numbers for matrix in trained_matrices(job))
         return job.microbatch * (HALF * job.trained + SINGLE * most)
-    return scratch + (bookkeeping_bytes(job) if job.engine == "bookkeeping" else 0)
+    return scratch + (auto_bytes(job) if job.engine == "auto" else 0)
 
 
 def gathered_bytes(job: Job) -> int:

@@ -12,10 +12,10 @@ from benchmarks.scaling.memory import ENGINES, LAYOUTS
 Report = Mapping[str, Any]
 # Jobs that are shown in full: model, tuning, layout, GPUs, engine.
 SHOWN = (
-    ("7B", "LoRA", "frozen cut", 8, "bookkeeping"),
-    ("70B", "LoRA", "frozen cut", 64, "bookkeeping"),
-    ("405B", "LoRA", "frozen cut", 512, "bookkeeping"),
-    ("405B", "LoRA", "tensor", 512, "bookkeeping"),
+    ("7B", "LoRA", "frozen cut", 8, "auto"),
+    ("70B", "LoRA", "frozen cut", 64, "auto"),
+    ("405B", "LoRA", "frozen cut", 512, "auto"),
+    ("405B", "LoRA", "tensor", 512, "auto"),
     ("7B", "full", "all cut", 8, "ghost"),
     ("70B", "full", "tensor", 512, "ghost"),
     ("100B", "full", "tensor", 512, "ghost"),

@@ -91,7 +91,7 @@ def sample_flops(job: Job) -> dict[str, float]:
       norm as the engine's rule says and the sum with 2 a trained number and token.
     """
     per_token = 2.0 * job.shape.parameters
-    passes = {"vmap": 2, "bookkeeping": 3, "ghost": 5}[job.engine]
+    passes = {"vmap": 2, "auto": 3, "ghost": 5}[job.engine]
     model, norms, sums = passes * per_token * job.length, 0.0, 0.0
     for matrix, dense in zip(trained_matrices(job), formed(job), strict=True):
         product = 2.0 * job.length * matrix.numbers * job.layout.tensor

@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep what --out has of other cases; its page holds both")
     parser.add_argument("--missing", action="store_true", help="only cases that --out does not have; with --append")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--engine", default="auto", choices=["auto", "vmap_grad"], help="engine to survey")
+    parser.add_argument("--engine", default="auto", choices=["auto", "vmap", "ghost"], help="engine to survey")
     parser.add_argument("--every", type=int, default=1, help="only every so many of the cases")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -155,7 +155,7 @@ def ctc(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
 
 
 def mixed_up(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
-    """Mixes samples: to be refused."""
+    """Mixes the samples of a batch; a row alone is mixed with itself."""
     other = b["x"].flip(0)
     return F.cross_entropy(call(0.7 * b["x"] + 0.3 * other), b["y"], reduction="none")
 

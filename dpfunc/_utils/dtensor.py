@@ -63,7 +63,7 @@ def arrived(tensor: Tensor) -> Tensor:
     >>> arrived(torch.ones(1))
     tensor([1.])
     """
-    return tensor if torch.compiler.is_compiling() else waited(tensor)
+    return waited(tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -77,6 +77,46 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return waited(tensor.to_local())
+
+
+def local_like(tensor: Tensor, param: Tensor) -> Tensor:
+    """The part of a gradient of `param` that this rank holds of `param`. May communicate.
+
+    >>> import torch
+    >>> local_like(torch.ones(1), torch.zeros(1))
+    tensor([1.])
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    placements = param.placements if is_dtensor(param) else ()
+    with torch.no_grad():
+        if tuple(tensor.placements) != tuple(placements):
+            tensor = tensor.redistribute(placements=placements)
+        return waited(tensor.to_local())
+
+
+def shard_like(full: Tensor, param: Tensor) -> Tensor:
+    """Shard a tensor that every rank holds in full like `param`. Does not communicate.
+
+    >>> import torch
+    >>> shard_like(torch.ones(1), torch.zeros(1))
+    tensor([1.])
+    """
+    if not is_dtensor(param):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def is_sharded(param: Tensor) -> bool:
+    """True if ranks hold different parts: their squared norms add up. Otherwise every rank has all of it.
+
+    >>> import torch
+    >>> is_sharded(torch.ones(2))
+    False
+    """
+    return is_dtensor(param) and any(not placement.is_replicate() for placement in param.placements)
 
 
 def distributed(part: Tensor, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import UnsupportedModel
 
 _TRIED = "2.13"
 
@@ -21,31 +21,6 @@ def installed() -> dict[str, str]:
     except PackageNotFoundError:
         own = "not installed"
     return {"dpfunc": own, "torch": str(torch.__version__)}
-
-
-def lacks_compile() -> str:
-    """Reason why this torch cannot compile the gradients of a step; empty if it can.
-
-    >>> lacks_compile()
-    ''
-    """
-    found = hasattr(torch._dynamo.config, "trace_autograd_ops")
-    return "" if found else f"torch {torch.__version__} cannot compile the gradients of a step"
-
-
-def check_compile() -> None:
-    """Check that torch compiles a step whose loss is differentiated inside of it.
-
-    Raises:
-        InvalidArgument: an older torch, which does not, or compiles it wrong.
-
-    >>> check_compile()
-    """
-    if lacks_compile():
-        raise InvalidArgument(
-            f"Expected compile=False with torch {torch.__version__}, which cannot compile the gradients of a step. "
-            f"Leave compile out, or install a newer torch ({_TRIED} was tried)."
-        )
 
 
 def check_sharding() -> None:

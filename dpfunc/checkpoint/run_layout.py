@@ -22,7 +22,7 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     Args:
         params: as the step gets them. ranks: as the step gets them.
 
-    It does not contain what the caller must keep the same when resuming: engine, microbatch size, compilation.
+    It does not contain what the caller must keep the same when resuming: engine, microbatch size.
 
     >>> layout({"w": torch.zeros(2)}, None)["data processes"]
     1

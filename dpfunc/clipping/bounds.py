@@ -111,7 +111,7 @@ def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
     if not len(norms_BG):
         return torch.zeros_like(norms_BG)
     try:
-        once = rule if torch.compiler.is_compiling() else copy.deepcopy(rule)
+        once = copy.deepcopy(rule)
         factors_BG: Tensor = torch.func.vmap(lambda norms_G: once.factors(norms_G[None], bounds_G)[0])(norms_BG)
     except (RuntimeError, IndexError, TypeError) as error:
         refuse_out_of_memory(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,7 +34,6 @@ class PSAC:
     clip_norm: float | Mapping[str, float]
     regularizer: float
     groups: Groups = ALL
-    by_group: ClassVar[bool] = True  # the factor of a group depends on the norm of that group alone
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))

@@ -74,7 +74,7 @@ class _ManyProcesses:
     def full_norms(self) -> FullNorms:
         return partial(full_norms, ranks=self.ranks)
 
-    def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
+    def check_settings(self, microbatch_size: int | str | None) -> None:
         """Refuse what processes cannot agree on where the loss itself communicates."""
         if self.ranks.independent:
             return
@@ -83,8 +83,6 @@ class _ManyProcesses:
                 'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures '
                 "may differ, and all must run the same microbatches."
             )
-        if compile is True:
-            raise InvalidArgument("Expected compile=False with sharded models: they communicate inside of the loss.")
 
     def check(self, call: StepCall) -> Rows:
         """All processes pass their own checks and agree with each other.

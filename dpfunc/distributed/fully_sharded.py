@@ -1,7 +1,7 @@
 """Full fine-tuning of a model that `fully_shard` manages: one layer is gathered at a time, in weights and in sums.
 
-The module swaps its own tensors in and out while it runs. They stand for the parameters: the ghost engine recognises
-their uses, and each weighted sum is sharded over the processes as soon as it is computed.
+The module swaps its own tensors in and out while it runs. They stand for the parameters: the engine of two passes
+recognises their uses, and each weighted sum is sharded over the processes as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc._utils.validation import shorten
-from dpfunc.batches import batch_size, pad_rows
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed.reduce import scattered
-from dpfunc.engines.ghost import Ghost, GhostEngine
+from dpfunc.engines.ghost import Ghost
 from dpfunc.engines.guards.lockstep import is_independent
 from dpfunc.engines.guards.scope import until_backward
-from dpfunc.engines.per_sample import PerSample, Zeros
-from dpfunc.engines.uses.parameter_source import has_parameter_source, using_source
+from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import fsdp_parts, managed, recovered, refuse_communication
 from dpfunc.functional.names import check_params
 from dpfunc.functional.refuse import refuse_unsupported
-from dpfunc.types import Batch, LossFn, Params
+from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
 
 class Managed(NamedTuple):
@@ -94,8 +92,7 @@ class ManagedForward:
         if is_independent():
             refuse_communication(self.module)
         scope = until_backward()
-        under_functorch = torch._C._functorch.maybe_current_level() is not None
-        if under_functorch or (scope is not None and not has_parameter_source()):
+        if scope is not None and not self._stands_for(params):
             raise UnsupportedModel(
                 "Parameters that fully_shard manages have no per-sample gradients in this engine. Use the engine and "
                 "the ranks that functionalize_managed returned."
@@ -111,15 +108,22 @@ class ManagedForward:
             with recovered(self.module):
                 return self.module(*args, **kwargs)
 
+    def _stands_for(self, params: Params) -> bool:
+        """True if these are the module's own tensors, as its engine gives them."""
+        own = vars(self).get("gathered", {})
+        return all(own.get(name) is param for name, param in params.items())
+
     def write(self, params: Params) -> None:
         """Write parameter shards into the module; layers still gathered from an earlier pass are released."""
         for part in fsdp_parts(self.module).values():
             part.reshard()
         with torch.no_grad():
             for name, own in self.parts.items():
-                own.copy_(params[name])
+                if local(own).data_ptr() != local(params[name]).data_ptr():  # they may be the module's own
+                    own.copy_(params[name])
 
-    def gathered_tensors(self) -> dict[str, Tensor]:
+    @cached_property
+    def gathered(self) -> dict[str, Tensor]:
         """The tensors that the module computes with, without their values. FSDP makes them once, and keeps them."""
         found: dict[str, Tensor] = {}
         for part in fsdp_parts(self.module).values():
@@ -149,68 +153,33 @@ def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ManagedEngine:
-    """The ghost engine over the tensors of a sharded module; see `functionalize_managed`."""
+    """The engine of two passes over the tensors of a sharded module; see `functionalize_managed`."""
 
     forward: ManagedForward = field(repr=False)
     ranks: Ranks = field(repr=False)
-    _ghost: GhostEngine = field(default_factory=GhostEngine, repr=False, compare=False)
 
     @cached_property
-    def _gathered(self) -> dict[str, Tensor]:
-        """The module's own tensors, which are the same in each step."""
-        return self.forward.gathered_tensors()
+    def _engine(self) -> VmapGrad:
+        return VmapGrad(two_passes=True, source=self)
 
-    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> ManagedSamples:
-        num_samples = batch_size(batch)
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
+        """Losses and norms of a batch; each weighted sum is sharded over the processes when it is made."""
         if not all(is_dtensor(param) for param in params.values()):
             raise InvalidArgument("Expected parameters in parts. Use the ranks that functionalize_managed returned.")
-        _ = self._gathered  # found before the source of parameters is in use
-        with using_source(self):  # one row is computed twice, and counted once
-            found = self._ghost(loss_fn, params, pad_rows(batch, 2) if num_samples == 1 else batch)
-        if not isinstance(found, Ghost):
-            raise UnsupportedModel("Expected at least two rows.")
-        unused = [name for name, grad in found.kept.grads.items() if isinstance(grad, Zeros)]
-        if unused:
+        found = self._engine(loss_fn, params, batch)
+        if isinstance(found, Ghost) and found.unused:
             raise UnsupportedModel(
-                f"The loss does not use the trained parameters {shorten(unused)}, or FSDP shows others in their place. "
-                "Freeze what is not used."
+                f"The loss does not use the trained parameters {shorten(found.unused)}, or FSDP shows others in their "
+                "place. Freeze what is not used."
             )
-        return ManagedSamples(found, num_samples, self)
+        return found
 
     def leaves(self, params: Params) -> dict[str, Tensor]:
         """The module's own tensors, after these parts were written into it."""
+        gathered = dict(self.forward.gathered)
         self.forward.write(params)
-        return dict(self._gathered)
+        return gathered
 
     def reduced(self, name: str, total: Tensor) -> Tensor:
         """The part of a sum over all processes that belongs to this one."""
         return scattered(total, self.forward.parts[name], self.ranks)
-
-
-@dataclass(frozen=True)
-class ManagedSamples:
-    """Per-sample gradients of a batch, whose weighted sums are sharded over the processes."""
-
-    found: Ghost = field(repr=False)
-    num_samples: int
-    engine: ManagedEngine = field(repr=False)
-
-    @property
-    def losses_B(self) -> Tensor:
-        return self.found.losses_B[: self.num_samples]
-
-    @property
-    def grads(self) -> Mapping[str, Any]:
-        """Mapping without gradients: only norms and sums are computed."""
-        return PerSample(self.losses_B, {}).grads
-
-    def sq_norms(self) -> dict[str, Tensor]:
-        return {name: norms[: self.num_samples] for name, norms in self.found.sq_norms().items()}
-
-    def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weighted sums of all processes: name -> DTensor."""
-        missing = len(self.found.losses_B) - self.num_samples
-        padded = {name: torch.cat([row, row.new_zeros(missing)]) for name, row in factors.items()}
-        with using_source(self.engine):
-            sums = self.found.weighted_sum(padded)
-        return {name: s if is_dtensor(s) else self.engine.reduced(name, s) for name, s in sums.items()}

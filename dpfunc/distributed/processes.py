@@ -73,12 +73,8 @@ class Processes(Protocol):
     def full_norms(self) -> FullNorms | None:
         """Squared norms of whole gradients from those of the parts of this process; None where it has whole ones."""
 
-    def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
-        """Check that the processes can take steps with these settings.
-
-        Args:
-            microbatch_size, compile: of `make_dp_step`.
-        """
+    def check_settings(self, microbatch_size: int | str | None) -> None:
+        """Check that the processes can take steps with this `microbatch_size` of `make_dp_step`."""
 
     def check(self, call: StepCall) -> Rows:
         """Check that each process can take the step, and that all mean the same one."""
@@ -121,7 +117,7 @@ class OneProcess:
     writes = True
     full_norms = None
 
-    def check_settings(self, microbatch_size: int | str | None, compile: bool | str) -> None:
+    def check_settings(self, microbatch_size: int | str | None) -> None:
         return None
 
     def check(self, call: StepCall) -> Rows:

@@ -25,7 +25,7 @@ _Representation = Literal["formed", "dropped", "ghost"]
 # Measured on two cores: 200 operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
 # Operations that a processor does while it writes a number to fresh memory and reads it twice.
 _A_FRESH_NUMBER = 240
-# The same for a number in memory that is used again: of small gradients, or of groups that are summed early.
+# The same for a number in memory that is used again: of small gradients.
 _A_NUMBER = 100
 # Operations of a convolution while a product of small matrices does one.
 _A_SMALL_PRODUCT = 2
@@ -80,16 +80,15 @@ class Costs:
         """True if the ghost norm takes fewer operations than one that is measured."""
         return self.ghost < self.dropped
 
-    def choose(self, num_samples: int, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
+    def choose(self, num_samples: int, budget: float = math.inf) -> Choice:
         """The representation that takes the fewest operations within a budget.
 
         Args:
             num_samples: B. budget: bytes that may be formed; what does not fit is kept as factors, if they are smaller.
-            groupwise: the memory is used again soon, since the clip group is summed during the backward pass.
         """
         formed_bytes, factor_bytes = (4 * num_samples * numbers for numbers in (self.numbers, self.factors))
         small = num_samples * self.numbers <= SCRATCH
-        formed = self.product + (_A_NUMBER if small or groupwise else _A_FRESH_NUMBER) * self.numbers
+        formed = self.product + (_A_NUMBER if small else _A_FRESH_NUMBER) * self.numbers
         measured = self.product + min(self.dropped, self.ghost)
         too_large = formed_bytes > budget and factor_bytes < formed_bytes
         too_large |= self.limited and not small and self.numbers > _MAX_SIZE_RATIO * self.factors
@@ -99,7 +98,7 @@ class Costs:
 
 
 def summed(numbers: int, positions: int = 1) -> Costs:
-    """Costs of a gradient that is a sum over positions: of a bias, a norm, a private copy. It is always formed."""
+    """Costs of a gradient that is a sum over positions: of a bias, a norm. It is always formed."""
     return Costs(numbers * positions, _A_FRESH_NUMBER * numbers * (1 + positions), numbers, numbers * positions)
 
 

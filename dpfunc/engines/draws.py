@@ -9,16 +9,41 @@ would alone: position 0.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines.levels import Below, Levels, inside, of_rows
+from dpfunc.engines.levels import Below, inside, of_rows
 
 _SELU_ALPHA = 1.7580993408473766  # of torch's alpha dropout
+
+
+_first: ContextVar[int] = ContextVar("dpfunc_first_row", default=0)
+
+
+@contextmanager
+def first_row(position: int) -> Iterator[None]:
+    """Inside, row 0 of a microbatch has this position in its batch."""
+    token = _first.set(position)
+    try:
+        yield
+    finally:
+        _first.reset(token)
+
+
+def positions_of(rows: Sequence[int]) -> list[int]:
+    """Positions in the batch of rows of the microbatch.
+
+    >>> with first_row(8):
+    ...     positions_of(range(2))
+    [8, 9]
+    """
+    return [_first.get() + row for row in rows]
 
 
 class OwnDraws:
@@ -32,21 +57,32 @@ class OwnDraws:
         self.positions = positions
         self._own = {_state()}
 
-    def of_each(self, draw: Callable[[int], Tensor]) -> Tensor:
-        """The draws `draw(row)` of all rows, (B, ...), each with the generator in the state of its own."""
-        generator = torch.default_generator
-        seeded_by_loss = _state() not in self._own
-        number = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    def seeded_by_loss(self) -> bool:
+        """True if the state of torch's generator is none that these draws have left."""
+        return _state() not in self._own
+
+    def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
+        """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
+        generator = _generator(device)
+        seeded_by_loss = self.seeded_by_loss()
+        number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
+        self._own.add(_state())
         after = generator.get_state()
-        self._own.add(hash(after.numpy().tobytes()))
         try:
             found = []
             for row, position in enumerate(self.positions):
-                generator.manual_seed(_seed(number, 0 if seeded_by_loss else position))
+                generator.manual_seed(seed_of(number, 0 if seeded_by_loss else position))
                 found.append(draw(row))
             return torch.stack(found)
         finally:
             generator.set_state(after)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def _state() -> int:
@@ -54,13 +90,18 @@ def _state() -> int:
         return hash(torch.default_generator.get_state().numpy().tobytes())
 
 
-def _seed(number: int, position: int) -> int:
+def seed_of(number: int, position: int) -> int:
+    """The seed of a row for one draw."""
     data = number.to_bytes(8, "little") + position.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
+AsRow = Callable[[Tensor], Tensor]
+"""Make the tensor of one row of those of all rows: `Levels.row`, or the only one."""
+
+
 def drawn(
-    levels: Levels, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """A random tensor of one row: the function itself, with the plain tensors of each row."""
     own = {id(value): of_rows(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
@@ -77,24 +118,26 @@ def drawn(
         )
         return found
 
+    like = args[0].device if args and isinstance(args[0], Tensor) else torch.get_default_device()
     with Below(), torch.no_grad():
-        values_B = draws.of_each(draw)
-    return levels.row(values_B)
+        values_B = draws.of_each(draw, torch.device(kwargs.get("device") or like))
+    found = as_row(values_B)
+    return found.requires_grad_() if kwargs.get("requires_grad") else found
 
 
 def draw_into(
-    levels: Levels, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Fill a tensor of the loss with random numbers, in place."""
     target = args[0]
     fresh = drawn(
-        levels, draws, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs
+        as_row, draws, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs
     )
     filled: Tensor = target.copy_(fresh)
     return filled
 
 
-def _noise(levels: Levels, draws: OwnDraws, input: Tensor, p: float, feature: bool) -> Tensor:
+def _noise(as_row: AsRow, draws: OwnDraws, input: Tensor, p: float, feature: bool) -> Tensor:
     """1 with probability 1 - p, else 0; one number for each, or for each channel."""
     shape = list(input.shape)
     if feature:
@@ -104,12 +147,12 @@ def _noise(levels: Levels, draws: OwnDraws, input: Tensor, p: float, feature: bo
         return torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
 
     with Below(), torch.no_grad():
-        values_B = draws.of_each(draw)
-    return levels.row(values_B)
+        values_B = draws.of_each(draw, input.device)
+    return as_row(values_B)
 
 
 def dropout(
-    levels: Levels,
+    as_row: AsRow,
     draws: OwnDraws,
     input: Tensor,
     p: float,
@@ -124,7 +167,7 @@ def dropout(
         return input
     if p == 1:
         return input.mul_(torch.zeros_like(input)) if inplace else input * torch.zeros_like(input)
-    noise = _noise(levels, draws, input, p, feature)
+    noise = _noise(as_row, draws, input, p, feature)
     if not alpha:
         scaled = noise / (1 - p)
         return input.mul_(scaled) if inplace else input * scaled
@@ -161,7 +204,7 @@ _FILLING = frozenset(
 
 
 def _attention(
-    levels: Levels, draws: OwnDraws, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    as_row: AsRow, draws: OwnDraws, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention with dropout, from its parts: torch's own draws inside of a kernel."""
@@ -175,12 +218,24 @@ def _attention(
     if attn_mask is not None:
         boolean = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
-    weights = dropout(levels, draws, scores.softmax(-1), dropout_p, True, feature=False, alpha=False, inplace=False)
+    weights = dropout(as_row, draws, scores.softmax(-1), dropout_p, True, feature=False, alpha=False, inplace=False)
     return weights @ value
 
 
+def _rrelu(
+    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], input: Tensor,
+    lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
+) -> Any:  # fmt: skip
+    """Leaky ReLU with random slopes."""
+    if not training:
+        return NotImplemented
+    slopes = drawn(as_row, draws, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})
+    kept = torch.where(input < 0, slopes, torch.ones_like(slopes))
+    return input.mul_(kept) if inplace or func is torch.rrelu_ else input * kept
+
+
 def random_operation(
-    levels: Levels, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result of a function that draws; NotImplemented for calls that draw nothing."""
     kind = _DROPOUTS.get(func)
@@ -188,13 +243,16 @@ def random_operation(
         feature, alpha, inplace = kind
         bound = dict(zip(("input", "p", "train"), args, strict=False), **kwargs)
         p, train = bound["p"], bound["train"]
-        return dropout(levels, draws, bound["input"], p, train, feature=feature, alpha=alpha, inplace=inplace)
+        return dropout(as_row, draws, bound["input"], p, train, feature=feature, alpha=alpha, inplace=inplace)
     if func is F.scaled_dot_product_attention:
         p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        return _attention(levels, draws, *args, **kwargs) if p > 0 else NotImplemented
+        return _attention(as_row, draws, *args, **kwargs) if p > 0 else NotImplemented
+    if func in _SLOPES:
+        return _rrelu(as_row, draws, func, *args, **kwargs)
     if func in _FILLING:
-        return draw_into(levels, draws, func, args, kwargs)
-    return drawn(levels, draws, func, args, kwargs)
+        return draw_into(as_row, draws, func, args, kwargs)
+    return drawn(as_row, draws, func, args, kwargs)
 
 
-RANDOM = frozenset((*_DROPOUTS, *_DRAWING, *_FILLING, F.scaled_dot_product_attention))
+_SLOPES = frozenset((torch.rrelu, torch.rrelu_))
+RANDOM = frozenset((*_DROPOUTS, *_DRAWING, *_FILLING, *_SLOPES, F.scaled_dot_product_attention))

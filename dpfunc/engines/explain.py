@@ -1,24 +1,14 @@
-"""Preview of book-keeping: representation, bytes and operations for each use of a parameter."""
+"""Preview of a step: representation, bytes and operations for each use of a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+import math
+from dataclasses import dataclass
 
 from dpfunc.batches import batch_size
-from dpfunc.engines.bookkeeping import DEFAULT_BUDGET, FactorRecorder
 from dpfunc.engines.cost import summed
-from dpfunc.engines.guards.loss import check_differentiable
-from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.tracing.sample_axis_discovery import DiscoveryRecorder
-from dpfunc.engines.tracing.trace import Trace, following
-from dpfunc.engines.uses.sample_axis import SampleAxis
-from dpfunc.engines.uses.tracked import Tracked
-from dpfunc.engines.uses.tracker import Tracker
+from dpfunc.engines.vmap_grad import DEFAULT_BUDGET, Passed, VmapGrad
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
@@ -30,8 +20,8 @@ class UseCost:
 
     Args:
         parameter, op: what is used, and by which operation. representation: `formed` (B gradients in memory); factors
-            that are kept, with a norm of gradients that are formed and `dropped`, or a `ghost` norm; `copies` (private
-            copies without memory) or `unused`. See `dpfunc/engines/cost.py`.
+            that are kept, with a norm of gradients that are formed and `dropped`, or a `ghost` norm; or `unused`. See
+            `dpfunc/engines/cost.py`.
         shape: of the parameter. num_bytes: kept until the factors of the clip rule are known. operations: of gradients,
             norms and weighted sum, where training without privacy has one product of the sum.
     """
@@ -76,51 +66,38 @@ class Explanation:
         )
 
 
-@dataclass
-class _CostRecorder(FactorRecorder):
-    """Recorder of book-keeping that also notes the cost of each use."""
-
-    num_samples: int = 0
-    costs: list[UseCost] = field(default_factory=list)
-
-    def use(self, use: Use, targets: Mapping[str, int], output: Tensor, needed: Mapping[str, Tensor | None]) -> Tensor:
-        """Note the use as book-keeping does, and its cost: the choice is about the largest parameter."""
-        result = super().use(use, targets, output, needed)
-        choice = self.chosen[use.key]
-        largest = max(use.wanted, key=lambda argument: use.shapes[argument].numel())
-        for argument, name in use.wanted.items():
-            chosen = argument == largest and use.rule.costs is not None
-            own = choice if chosen else summed(use.shapes[argument].numel()).choose(use.num_samples)
-            shape = tuple(use.shapes[argument])
-            self.costs.append(UseCost(name, use.name, own.representation, shape, own.num_bytes, own.operations))
-        return result
-
-    def copies(self, tracked: Tracked, copies: Tensor, sample_axis: SampleAxis) -> None:
-        """Keep the private copies, and note their cost."""
-        super().copies(tracked, copies, sample_axis)
-        shape = tuple(tracked.tensor.shape)
-        cost = summed(tracked.tensor.numel()).choose(self.num_samples)
-        self.costs.append(UseCost(tracked.name, "pointwise", "copies", shape, cost.num_bytes, cost.operations))
+def _of_use(use: Use) -> list[UseCost]:
+    """The cost of each parameter of a use: the choice is about the largest one, and the others are formed."""
+    choice = use.choose(DEFAULT_BUDGET)
+    largest = max(use.wanted, key=lambda argument: use.shapes[argument].numel())
+    costs = []
+    for argument, name in use.wanted.items():
+        shape = tuple(use.shapes[argument])
+        chosen = argument == largest and use.rule.costs is not None
+        own = choice if chosen else summed(math.prod(shape)).choose(use.num_samples)
+        costs.append(UseCost(name, use.name, own.representation, shape, own.num_bytes, own.operations))
+    return costs
 
 
-def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | None = None) -> Explanation:
-    """Describe what `bookkeeping` does with each use of each parameter, for batches of this shape.
+def explain(loss_fn: LossFn, params: Params, batch: Batch) -> Explanation:
+    """Describe what `auto` does with each use of each parameter, for batches of this shape.
 
-    Runs the model forward.
+    Runs the model forward and backward.
 
     Args:
-        loss_fn: `(params, batch) -> (B,)`. params: trainable parameters. batch: at least two samples.
-        memory_budget: as for `bookkeeping`.
+        loss_fn: `(params, batch) -> (B,)`. params: trainable parameters. batch: at least one sample.
 
     Returns:
-        The table of uses, in the order of the forward pass; parameters that are not used come last.
+        The table of uses, in the order of the forward pass; then parameters whose gradients are formed by `vmap(grad)`,
+        or by the `loop` where rows are computed alone; parameters that are not used come last.
 
     Raises:
-        InvalidArgument: fewer than two samples. UnsupportedModel: as `bookkeeping` raises it.
+        InvalidArgument: no samples. InvalidArgument, UnsupportedModel: as `auto` raises them.
 
     Guarantees:
         every parameter is in the table (tests/engines/test_explain.py).
 
+    >>> import torch
     >>> loss_fn = lambda params, batch: torch.nn.functional.linear(batch, params["w"]).sum(1)
     >>> print(explain(loss_fn, {"w": torch.ones(2, 3)}, torch.ones(4, 3)))
     parameter  shape   op      representation  MiB   million operations
@@ -128,16 +105,19 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch, memory_budget: int | 
     all                1 uses                  0.00  0.0
     """
     num_samples = batch_size(batch)
-    if num_samples < 2:
-        raise InvalidArgument(f"Expected a batch of at least 2 samples, got {num_samples}.")
+    if not num_samples:
+        raise InvalidArgument("Expected a batch of at least 1 sample, got none.")
+    passes: list[Passed] = []
     with torch_seed(insecure_key(0)):
-        discovery = DiscoveryRecorder(Trace(num_samples))
-        leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-        budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
-        recorder = _CostRecorder(budget, num_samples=num_samples)
-        tracker = Tracker(leaves, num_samples, discovery, recorder)
-        with following(discovery.trace, batch), torch.enable_grad(), backward_inside(), tracker:
-            check_differentiable(loss_fn(leaves, batch), num_samples)
-    used = {cost.parameter for cost in recorder.costs}
+        norms = VmapGrad(told=passes.append)(loss_fn, params, batch).sq_norms()
+    costs = [cost for passed in passes for use in reversed(passed.uses) for cost in _of_use(use)]
+    formed = [(name, "vmap(grad)", len(passed.losses_B)) for passed in passes for name in passed.rest]
+    alone = num_samples - sum(len(passed.losses_B) for passed in passes)
+    formed += [(name, "loop", alone) for name, norms_B in norms.items() if alone and norms_B.any()]
+    for name, op, rows in formed:
+        shape = tuple(params[name].shape)
+        cost = summed(math.prod(shape)).choose(rows)
+        costs.append(UseCost(name, op, cost.representation, shape, cost.num_bytes, cost.operations))
+    used = {cost.parameter for cost in costs}
     unused = (UseCost(n, "", "unused", tuple(p.shape), 0, 0) for n, p in params.items() if n not in used)
-    return Explanation(num_samples, (*recorder.costs, *unused))
+    return Explanation(num_samples, (*costs, *unused))

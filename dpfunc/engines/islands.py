@@ -8,7 +8,7 @@ Axis letters: B rows, m images of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,15 +19,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dpfunc.engines.levels import Below, Levels, apply_node, below_both, inside, of_rows
+from dpfunc.engines.levels import Below, Levels, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import Dense, PerSampleGrad
-from dpfunc.engines.rules import RULES
+from dpfunc.engines.rules import REGISTERED, RULES
 from dpfunc.engines.rules.composite import without_dispatch
+from dpfunc.engines.rules.convolution import CONVOLUTIONS, TRANSPOSED, per_axis
 from dpfunc.engines.rules.gates import gates
+from dpfunc.engines.rules.linear import MATMULS
 from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.rules.table import Rule, Use
-from dpfunc.engines.uses.sample_axis import SampleAxis
 
 _Bound = dict[str, Any]
 
@@ -41,13 +42,22 @@ class Pass(Protocol):
 
     levels: Levels
     anchor: Tensor
-    credited: dict[str, list[PerSampleGrad]]
     uses: dict[object, Use]
+    noted: list[Use]
+    turned: dict[int, tuple[Tensor, Tensor]]
     budget: int
     is_exact: bool
 
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
+        ...
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Count uses of parameters whose gradients will come."""
+        ...
+
+    def take(self, name: str, grad: PerSampleGrad) -> None:
+        """Take the gradients of one use of a parameter."""
         ...
 
     def backward_node(self) -> None:
@@ -78,11 +88,11 @@ class Form:
 
 
 def _linear(bound: _Bound) -> tuple[Tensor, Any]:
-    return F.linear(bound["input"], bound["weight"], bound["bias"]), None
+    return F.linear(bound["input"], bound["weight"].flatten(1), bound["bias"]), None
 
 
 def _linear_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = grad @ bound["weight"].to(grad.dtype)
+    found: Tensor = grad @ bound["weight"].to(grad.dtype).flatten(1)
     return found
 
 
@@ -106,20 +116,30 @@ def _addmm_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
 
 
 def _convolution(bound: _Bound, run: Callable[..., Tensor]) -> tuple[Tensor, Any]:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    return run(*(bound[name] for name in names)), None
+    return run(**{name: value for name, value in bound.items() if name != "shape"}), None
 
 
 def _convolution_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    weight = bound["weight"].to(grad.dtype)
+    weight, further = bound["weight"].to(grad.dtype), bound.get("output_padding")
     axes = weight.ndim - 2
-    sizes = [[value] * axes if isinstance(value, int) else list(value) * (axes if len(value) == 1 else 1)
-             for value in (bound["stride"], bound["padding"], bound["dilation"])]  # fmt: skip
+    stride, padding, dilation, beyond = (
+        per_axis(value, axes) for value in (bound["stride"], bound["padding"], bound["dilation"], further or 0)
+    )
     like = grad.new_empty(1).expand(bound["shape"])
-    found: Tensor = torch.ops.aten.convolution_backward(
-        grad, like, weight, None, *sizes, False, [0] * axes, bound["groups"], [True, False, False]
-    )[0]
+    options = (stride, padding, dilation, further is not None, beyond, bound["groups"], [True, False, False])
+    found: Tensor = torch.ops.aten.convolution_backward(grad, like, weight, None, *options)[0]
     return found
+
+
+def _same(bound: _Bound) -> bool:
+    """True for a padding in numbers; those of "same" are found where it is symmetric."""
+    padding, weight = bound["padding"], bound["weight"]
+    if not isinstance(padding, str):
+        return True
+    dilation = per_axis(bound["dilation"], weight.ndim - 2)
+    totals = [step * (taps - 1) for step, taps in zip(dilation, weight.shape[2:], strict=True)]
+    bound["padding"] = [0] * len(totals) if padding == "valid" else [total // 2 for total in totals]
+    return padding == "valid" or not any(total % 2 for total in totals)
 
 
 def _layer_norm(bound: _Bound) -> tuple[Tensor, Any]:
@@ -163,10 +183,7 @@ def _matrix(name: str) -> Callable[[_Bound], bool]:
 
 
 def _convolution_form(run: Callable[..., Tensor], axes: int) -> Form:
-    return Form(
-        "input", lambda bound: _convolution(bound, run), _convolution_input,
-        lambda bound: not isinstance(bound["padding"], str), lambda bound: axes + 1,
-    )  # fmt: skip
+    return Form("input", lambda bound: _convolution(bound, run), _convolution_input, _same, lambda bound: axes + 1)
 
 
 def _same_dtype(bound: _Bound) -> bool:
@@ -175,9 +192,9 @@ def _same_dtype(bound: _Bound) -> bool:
 
 
 FORMS: Mapping[Callable[..., Any], Form] = {
-    F.linear: Form("input", _linear, _linear_input, _matrix("weight"), positions=True),
+    F.linear: Form("input", _linear, _linear_input, lambda bound: bound["weight"].ndim > 1, positions=True),
     **dict.fromkeys(
-        (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm),
+        MATMULS,
         Form("input", _matmul, _matmul_input, _matrix("other"), positions=True),
     ),
     **dict.fromkeys(
@@ -190,9 +207,9 @@ FORMS: Mapping[Callable[..., Any], Form] = {
             positions=True,
         ),
     ),
-    F.conv1d: _convolution_form(F.conv1d, 1),
-    F.conv2d: _convolution_form(F.conv2d, 2),
-    F.conv3d: _convolution_form(F.conv3d, 3),
+    **{
+        run: _convolution_form(run, axes) for family in (CONVOLUTIONS, TRANSPOSED) for axes, run in enumerate(family, 1)
+    },
     F.layer_norm: Form("input", _layer_norm, _layer_norm_input, _same_dtype, reads_input=True),
     F.group_norm: Form(
         "input", _group_norm, _group_norm_input, _same_dtype, lambda bound: bound["input"].ndim - 1, reads_input=True
@@ -205,11 +222,11 @@ FORMS: Mapping[Callable[..., Any], Form] = {
 
 def _credit(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
     """Credit the per-sample gradients of a use to its parameters, formed or as factors."""
+    owner.noted.append(use)
     found = use.rule.grads(use, grad, **{**use.options, **tensors})
     formed = use.choose(owner.budget).representation == "formed"
     for argument, name in use.wanted.items():
-        made = Dense(found[argument].dense()) if formed else found[argument]
-        owner.credited.setdefault(name, []).append(made)
+        owner.take(name, Dense(found[argument].dense()) if formed else found[argument])
 
 
 @dataclass
@@ -278,9 +295,9 @@ class _Call:
                 self.owner.levels.rows,
                 dict(names),
                 {argument: value.shape for argument, (_, value) in self.wanted.items()},
-                SampleAxis(0, 1, self.images) if self.images > 1 else SampleAxis(0),
                 {**options, **tensors, self.form.input: None},
                 output,
+                images=max(1, self.images),
             )
             self.owner.uses[key] = use
         return use
@@ -321,6 +338,10 @@ class _Credited(torch.autograd.Function):
 
 def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation with a closed form; NotImplemented where vmap and grad are to do it."""
+    if owner.turned and len(args) == 2 and (func in MATMULS or func is F.linear):
+        _, leaf = owner.turned.get(id(args[1]), (None, None))
+        if leaf is not None:  # `x @ W.T` is a linear, and the reverse
+            func, args = (torch.matmul if func is F.linear else F.linear), (args[0], leaf)
     rule, form = RULES[func], FORMS[func]
     if not owner.levels.on_top() or not torch.is_grad_enabled():
         return NotImplemented
@@ -342,11 +363,65 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
             return NotImplemented
         else:
             bound[name] = inside(value)
-    if not form.takes({**bound, form.input: given}):
+    bound[form.input] = given
+    if not form.takes(bound):
         return NotImplemented
     if not wanted and not given.requires_grad:
         return NotImplemented
+    owner.expect(name for name, _ in wanted.values())
     return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted), owner.anchor, given)
+
+
+def other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation that is another one with a closed form, e.g. a look-up; else NotImplemented."""
+    names, form = OTHER_FORMS[func]
+    bound = dict(zip(names, args, strict=False), **kwargs)
+    found = form(owner, bound)
+    if found is NotImplemented:
+        return found
+    other, given = found
+    return operation(owner, other, given, {})
+
+
+def _look_up(owner: Pass, bound: _Bound) -> Any:
+    """`table[ids]` as an embedding."""
+    table, ids = bound["table"], bound["index"]
+    whole = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32) and ids.ndim and is_row(ids)
+    if not whole or owner.plain(table) is None or table.ndim != 2 or bound.get("dim", 0) != 0:
+        return NotImplemented
+    return F.embedding, (torch.where(ids < 0, ids + len(table), ids), table)
+
+
+def _products(owner: Pass, bound: _Bound) -> Any:
+    """A bilinear layer as a linear one of all products of two inputs; vmap would take row after row."""
+    weight = bound["weight"]
+    if owner.plain(weight) is None:
+        return NotImplemented
+    products = (bound["input1"].unsqueeze(-1) * bound["input2"].unsqueeze(-2)).flatten(-2)
+    return F.linear, (products, weight, bound.get("bias"))
+
+
+_BILINEAR = (("input1", "input2", "weight", "bias"), _products)
+_SELECT = (("table", "dim", "index"), _look_up)
+OTHER_FORMS: Mapping[Callable[..., Any], tuple[Sequence[str], Callable[[Pass, _Bound], Any]]] = {
+    F.bilinear: _BILINEAR,
+    torch.bilinear: _BILINEAR,
+    torch.index_select: _SELECT,
+    Tensor.index_select: _SELECT,
+    Tensor.__getitem__: (("table", "index"), _look_up),
+}
+
+
+def turned(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Transpose a matrix, and note it if it is a parameter."""
+    found = func(*args, **kwargs)
+    plain = not kwargs and args[0].ndim == 2 and owner.plain(args[0]) is not None
+    if plain and (len(args) == 1 or (args[1] - args[2]) % 2):
+        owner.turned[id(found)] = (found, args[0])
+    return found
+
+
+TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose)  # type: ignore[attr-defined]  # of C
 
 
 class _Source(torch.autograd.Function):
@@ -448,13 +523,16 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
     """
     if not owner.levels.on_top() or not torch.is_grad_enabled():
         return NotImplemented
+    least = 4 if func is F.scaled_dot_product_attention else 3  # attention needs an axis of positions besides
     places: list[int] = []
     values = [*args, *kwargs.values()]
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
             values_B = of_rows(value)
-            if values_B is None or values_B.ndim < 3 or values_B.shape[1] != 1:
+            if values_B is None or values_B.ndim < least or values_B.shape[1] != 1:
                 return NotImplemented
+            if places and values_B.ndim != values[places[0]].ndim + 1:
+                return NotImplemented  # broadcast axes: the first one is not that of rows
             if not places and values_B.numel() < _LARGE:
                 return NotImplemented
             places.append(place)
@@ -493,12 +571,12 @@ class _Taps(TorchFunctionMode):
     """Below both levels, the operations of a composite on parameters go to their rules.
 
     Args:
-        names: id of a plain parameter -> its name. axis: of the rows, in what the operations give.
+        names: id of a plain parameter -> its name. Rows are on axis 1 of what the operations give.
     """
 
-    def __init__(self, owner: Pass, names: Mapping[int, str], axis: int) -> None:
+    def __init__(self, owner: Pass, names: Mapping[int, str]) -> None:
         super().__init__()
-        self.owner, self.names, self.axis = owner, names, axis
+        self.owner, self.names = owner, names
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -516,11 +594,12 @@ class _Taps(TorchFunctionMode):
             self.owner.levels.rows,
             {name: self.names[id(value)] for name, value in wanted.items()},
             {name: value.shape for name, value in wanted.items()},
-            SampleAxis(self.axis),
             {name: None if isinstance(value, Tensor) else value for name, value in bound.items()},
             out.shape,
+            axis=1,
         )
         needed = {n: bound[n].detach() for name in wanted for n in rule.needs[name]}
+        self.owner.expect(use.wanted.values())
 
         def credit(grad: Tensor) -> None:
             with torch.no_grad(), exact(grad.device):
@@ -529,19 +608,78 @@ class _Taps(TorchFunctionMode):
         return apply_node(_Tap, out, _ANCHOR, credit)
 
 
+def _of_samples(owner: Pass, value: Any) -> Tensor | None:
+    """The tensor of all rows (B, ...) where that of each is a batch of one; None where it is not."""
+    values_B = of_rows(value)
+    if values_B is not None:
+        return values_B[:, 0] if values_B.shape[1:2] == (1,) else None
+    plain: Tensor = inside(value)
+    return plain.expand(owner.levels.rows, *plain.shape[1:]) if plain.shape[:1] == (1,) else None
+
+
+def registered(
+    owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[..., Any]
+) -> Any:
+    """An operation with a rule of a user: vmap and grad do all of it but the gradient of its parameter.
+
+    NotImplemented where a row is no batch of one, as the rule takes its tensors.
+
+    Args:
+        run: of the operation and its arguments, with its parts seen.
+    """
+    rule = REGISTERED[func]
+    bound = rule.bind(args, kwargs)
+    ((argument, needs),) = rule.needs.items()
+    leaf = bound.get(argument)
+    known = owner.plain(leaf) if isinstance(leaf, Tensor) else None
+    if known is None or not owner.levels.on_top() or not torch.is_grad_enabled():
+        return NotImplemented
+    name, value = known
+    with Below():
+        needed = {need: _of_samples(owner, bound[need]) for need in needs}
+    fixed = owner.levels.constant(value)
+    out = run(
+        func,
+        [fixed if each is leaf else each for each in args],
+        {key: fixed if each is leaf else each for key, each in kwargs.items()},
+    )
+    out_B = of_rows(out) if isinstance(out, Tensor) else None
+    if out_B is None or out_B.shape[1:2] != (1,) or any(each is None for each in needed.values()):
+        return NotImplemented
+    options = {key: None if isinstance(each, Tensor) else each for key, each in bound.items()}
+    shape = torch.Size((len(out_B), *out_B.shape[2:]))
+    use = Use(rule, func.__name__, owner.levels.rows, {argument: name}, {argument: value.shape}, options, shape)
+
+    owner.expect((name,))
+
+    def credit(grad: Tensor) -> None:
+        owner.backward_node()
+        grad_B = of_rows(grad)
+        with Below(), torch.no_grad(), exact(value.device):
+            grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
+            _credit(owner, use, grad_B[:, 0], needed)
+
+    return apply_node(_Tap, out, owner.anchor, credit)
+
+
 _plain_gates = without_dispatch(gates)
 
 
-def recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def recurrent(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
     """A recurrent layer over time: torch's own kernel and its derivatives below both levels, its gates by their rule.
 
-    A row is a batch of one, on the axis of the batch. NotImplemented for packed rows.
+    A row is a batch of one, on the axis of the batch. NotImplemented for packed rows, and for dropout between layers.
+
+    Args:
+        bound: arguments by name.
     """
-    names = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
-    bound = dict(zip(names, args, strict=False), **kwargs)
     given = bound["input"]
-    packed = isinstance(bound.get("params"), bool) or "batch_sizes" in bound
-    if packed or not owner.levels.on_top() or not torch.is_grad_enabled() or not isinstance(given, Tensor):
+    if (
+        "batch_sizes" in bound
+        or not owner.levels.on_top()
+        or not torch.is_grad_enabled()
+        or not isinstance(given, Tensor)
+    ):
         return NotImplemented
     axis = 0 if bound["batch_first"] else 1
     given_B = of_rows(given)
@@ -561,22 +699,19 @@ def recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
     if any(state.ndim != 3 for state in states):
         return NotImplemented
     with Below():
-        rows = owner.levels.rows
-        own = [
-            inside(state).unsqueeze(0).expand(rows, *state.shape) if of_rows(state) is None else None
-            for state in states
-        ]
-    states = [state if value is None else owner.levels.row(value) for state, value in zip(states, own, strict=True)]
-    options = {name: bound[name] for name in names[3:]}
+        zeros_B = given_B.new_zeros(owner.levels.rows, 1)
+    # states that are the same for all rows, trained ones among them, get an axis of rows
+    states = [
+        state + owner.levels.row(zeros_B).to(state.dtype) if of_rows(state) is None else state for state in states
+    ]
+    options = (bound["has_biases"], bound["num_layers"], bound["bidirectional"])
 
     def call(x_B: Tensor, *states_B: Tensor) -> _Results:
         x = x_B.squeeze(1 + axis)  # (B, T, d)
         first = [state_B.squeeze(2).transpose(0, 1).contiguous() for state_B in states_B]  # (L, B, H)
-        with _Taps(owner, credited, 1):
-            out, *lasts = RECURRENT[func](
-                x if axis == 0 else x.transpose(0, 1), first[0] if single else first, plain, **options
-            )
-        out = out if axis == 0 else out.transpose(0, 1)
+        with _Taps(owner, credited):
+            out, *lasts = RECURRENT[func](x.transpose(0, 1), first[0] if single else first, plain, *options)
+        out = out.transpose(0, 1)
         return (out.unsqueeze(1 + axis), *(last.transpose(0, 1).unsqueeze(2) for last in lasts))
 
     wanted = [value.requires_grad for value in (given, *states)]

@@ -8,7 +8,7 @@ name in a version of torch that is different.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -84,7 +84,9 @@ def custom_functions(plain: bool) -> Iterator[None]:
 @contextmanager
 def below_both() -> Iterator[None]:
     """Inside, no level is open: custom functions run as well, which `Below` does not cover."""
-    with _without_level(), _without_level():
+    with ExitStack() as stack:
+        while functorch.maybe_current_level() is not None:
+            stack.enter_context(_without_level())
         yield
 
 

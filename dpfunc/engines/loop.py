@@ -2,30 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.dtensor import local
-from dpfunc.batches import batch_size, row_alone, rows
+from dpfunc._utils.dtensor import local, local_like
+from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
+from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
+from dpfunc.engines.guards.earlier_rows import RowMemory, refuse_earlier, refuse_undeclared
 from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all
-from dpfunc.engines.guards.loss import check_depends, check_differentiable, parameters_unchanged, refuse_reentrant
-from dpfunc.engines.guards.python_state import note_kept, refuse_counting, refuse_kept, was_kept
+from dpfunc.engines.guards.loss import (
+    check_depends,
+    check_differentiable,
+    parameters_unchanged,
+    refuse_reentrant,
+    uncompiled,
+)
+from dpfunc.engines.guards.python_state import python_state, refuse_counting, refuse_kept
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
+from dpfunc.engines.levels import run_backward
+from dpfunc.engines.opened import opened
 from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.tracing.trace import Trace, state_before, tracing_rows_alone
-from dpfunc.engines.uses.tensor_parallel import local_like
+from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines.sequences import NAMES, layer_by_layer
 from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params
 
-_LoopEngine = Callable[[LossFn, Params, Batch], PerSample]
+COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
+"""Of numbers of 16 bits."""
+
+# Numbers that a loss may ask of zeros while it builds what it keeps.
+_MANY = 100
+_ASKING = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
+_TELLING = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__", "__format__",
+        "__repr__",
+    )
+)  # fmt: skip
 
 
-def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
+class Alone(NamedTuple):
+    """One row that was computed alone.
+
+    Args:
+        losses_1: its loss (1,). grads: name -> gradient of each parameter that it uses, on this rank. coarse: there
+            were numbers of 16 bits. told: Python was told numbers of the row.
+    """
+
+    losses_1: Tensor
+    grads: dict[str, Tensor]
+    coarse: bool
+    told: bool
+
+
+class _Told(BaseException):
+    """The loss asks what nobody can answer. No Exception, so that code of the loss that catches all does not."""
+
+
+class RowAlone(TorchFunctionMode):
+    """One row alone: every torch function that the loss calls passes here.
+
+    Args:
+        row: the row. position: in the batch, which decides about its random numbers. allowed: how often the loss may
+            ask for numbers of the row; without a limit where it is None.
+    """
+
+    def __init__(self, row: Batch, position: int, allowed: int | None = None) -> None:
+        super().__init__()
+        self.memory, self.draws, self.allowed = RowMemory(), OwnDraws([position]), allowed
+        self.coarse = self.told = False
+        self.memory.note(pytree.tree_leaves(row))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_earlier(args, kwargs)
+        refuse_undeclared(func)
+        if func in _ASKING or func in _TELLING:
+            self._tell(func, args)
+        found = self._computed(func, args, kwargs)
+        if isinstance(found, Tensor):
+            self.coarse |= found.dtype in COARSE_DTYPES
+        self.memory.follow(func, args, kwargs, found)
+        return found
+
+    def _tell(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
+        if not any(isinstance(value, Tensor) and self.memory.depends(value) for value in args):
+            return
+        self.told = True
+        if self.allowed is not None:
+            self.allowed -= 1
+            if self.allowed < 0 or func in _TELLING:  # a loop of Python may wait for a number that zeros never have
+                raise _Told
+
+    def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func in RANDOM and kwargs.get("generator") is None and functorch.peek_interpreter_stack() is None:
+            found = random_operation(_only, self.draws, func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        parts = partial(_recurrent, func) if func in RECURRENT and _has_dropout(args) else opened(func)
+        if parts is None:
+            return func(*args, **kwargs)
+        with self:
+            return parts(*args, **kwargs)
+
+
+def _only(values_1: Tensor) -> Tensor:
+    return values_1[0]
+
+
+def _has_dropout(args: Sequence[Any]) -> bool:
+    """True for a recurrent layer of a sequence that is not packed, with dropout between its parts."""
+    return isinstance(args[2], (list, tuple)) and bool(args[6]) and args[5] > 0
+
+
+def _recurrent(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
+    return layer_by_layer(func, dict(zip(NAMES, args, strict=True)))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Engine that `loop` returns."""
+
+    by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
+
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+        """Gradients of all rows, one after the other."""
+        return rows_alone(loss_fn, params, batch, positions_of(range(batch_size(batch))))
+
+
+def loop() -> Loop:
     """The engine of last resort: one forward and backward pass a sample. All B gradients are in memory.
+
+    Random numbers of a row are a function of the seed and of its position, the same as those of `auto`.
 
     Returns:
         An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
@@ -33,94 +162,133 @@ def loop() -> Callable[[LossFn, Params, Batch], PerSample]:
     Raises:
         InvalidArgument: the loss has a wrong shape, or no gradient.
         UnsupportedModel: the loss communicates between ranks, other than in tensor parallel layers; or these give
-            parameters that are not split gradients in parts.
+            parameters that are not split gradients in parts; or it changes what it keeps from call to call, or uses a
+            tensor of another row.
 
     Guarantees:
-        equals the reference (tests/engines/test_parity.py).
+        equals the reference (tests/engines/test_parity.py); draws what `auto` draws (tests/engines/test_draws.py);
+        keeps nothing of a row (tests/engines/test_kept_state.py).
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> loop()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms()["w"]
     tensor([25.,  1.])
     """
-
-    def engine(loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
-        num_samples = batch_size(batch)
-        losses: list[Tensor] = []
-        recorder = CollectiveRecorder()
-        parts = {name: local(param.detach()) for name, param in params.items()}
-        grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
-        reached, reads = not num_samples, list[str]()
-        random, before = 0, state_before(loss_fn, params, rows(batch, 0, 1), alone=True)
-        for sample in range(num_samples):
-            losses_1, grads, trace = _single(loss_fn, params, row_alone(batch, sample), recorder)
-            reached |= bool(grads)
-            reads, random = reads + trace.reads, random + len(trace.random_calls)
-            losses.append(losses_1)
-            _keep(grads_B, sample, grads)
-        check_depends(reached)
-        first = next(iter(parts.values()))
-        losses_B = torch.cat(losses) if losses else first.new_zeros(0)
-        if recorder.meshes:
-            check_replicated(losses_B, grads_B, params, recorder.meshes)
-        result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
-        if on_any_process(bool(reads) or was_kept(loss_fn)):
-            note_kept(loss_fn, before, next(iter(reads), ""))
-            with refused_by_all():
-                refuse_kept(loss_fn)
-            if not random:
-                _check_repeats(engine, loss_fn, params, batch, result)
-        if num_samples > 1 and not in_lockstep():  # FSDP keeps what it communicates
-            refuse_counting(loss_fn, before)
-        return result
-
-    return engine
+    return Loop()
 
 
-def _single(
-    loss_fn: LossFn, params: Params, row: Batch, recorder: CollectiveRecorder
-) -> tuple[Tensor, dict[str, Tensor], Trace]:
-    """The loss (1,) of one row, the gradients of the parameters that it uses, on this rank, and the trace."""
+def rows_alone(loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSample:
+    """Gradients of rows at these positions of the batch, one after the other; see `loop`."""
+    refuse_kept(loss_fn)
+    num_samples = batch_size(batch)
+    params = {name: param.detach().clone() for name, param in params.items()}  # a loss that writes spoils a copy
+    recorder, seed = CollectiveRecorder(), torch.default_generator.get_state()
+    parts = {name: local(param.detach()) for name, param in params.items()}
+    grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
+    before = state_before(loss_fn, params, rows(batch, 0, 1)) if num_samples else ()
+    losses, reached, told = list[Tensor](), not num_samples, False
+    for row, position in enumerate(positions):
+        torch.default_generator.set_state(seed)
+        alone = row_gradients(loss_fn, params, row_alone(batch, row), position, recorder)
+        reached, told = reached or bool(alone.grads), told or alone.told
+        losses.append(alone.losses_1)
+        _keep(grads_B, row, alone.grads)
+    check_depends(reached)
+    losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
+    if recorder.meshes:
+        check_replicated(losses_B, grads_B, params, recorder.meshes)
+    result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
+    torch.default_generator.set_state(seed)
+    torch.empty(()).random_()  # the next step draws other numbers, whatever the rows have drawn
+    if num_samples and not in_lockstep():  # FSDP keeps what it communicates
+        refuse_counting(loss_fn, before)
+    if on_any_process(told and num_samples > 1):
+        torch.default_generator.set_state(seed)
+        again = row_gradients(loss_fn, params, row_alone(batch, 0), positions[0], recorder)
+        with refused_by_all():
+            _check_repeats(again, losses_B, grads_B)
+    return result
+
+
+def row_gradients(
+    loss_fn: LossFn, params: Params, row: Batch, position: int, recorder: CollectiveRecorder | None = None
+) -> Alone:
+    """Loss and gradients of a row that has this position in its batch. torch's generator is at the state of the step.
+
+    Args:
+        loss_fn, params: as for an engine. row: a copy of it, a batch of one. position: in the batch.
+        recorder: notes the meshes of collectives inside of the loss.
+    """
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    with (
-        tracing_rows_alone(row) as trace,
-        own_only(recorder),
-        parameters_unchanged(params),
-        torch.enable_grad(),
-        backward_inside(),
-    ):
-        losses_1 = loss_fn(leaves, row)
-        check_differentiable(losses_1, 1)
-        refuse_reentrant((), losses_1)
-        trace.check_own(losses_1, "the loss")
-        grads = torch.autograd.grad(losses_1.sum(), tuple(leaves.values()), allow_unused=True)
-        for name, grad in zip(leaves, grads, strict=True):
-            trace.check_own(grad, f"the gradient of {name!r}")
+    mode = RowAlone(row, position)
+    try:
+        with (
+            own_only(recorder), parameters_unchanged(params), torch.enable_grad(), backward_inside(),
+            uncompiled(), mode,
+        ):  # fmt: skip
+            losses_1 = loss_fn(leaves, row)
+            check_differentiable(losses_1, 1)
+            refuse_reentrant((), losses_1)
+            grads = run_backward(losses_1.sum(), tuple(leaves.values()))
+    finally:
+        mode.memory.end()
     used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     local_grads = {
         name: local_like(grad.to_dense() if grad.is_sparse else grad, params[name]).detach()
         for name, grad in used.items()
     }
-    return losses_1.detach(), local_grads, trace
+    return Alone(losses_1.detach(), local_grads, mode.coarse, mode.told)
 
 
-def _keep(grads_B: dict[str, Tensor], sample: int, grads: Mapping[str, Tensor]) -> None:
-    """Put the gradients of a sample into their places; that of a single sample is not copied."""
+def _keep(grads_B: dict[str, Tensor], row: int, grads: Mapping[str, Tensor]) -> None:
+    """Put the gradients of a row into their places; that of a single one is not copied."""
     for name, grad in grads.items():
         if len(grads_B[name]) == 1 and grad.dtype == grads_B[name].dtype:
             grads_B[name] = grad[None]
         else:
-            grads_B[name][sample] = grad
+            grads_B[name][row] = grad
 
 
-def _check_repeats(engine: _LoopEngine, loss_fn: LossFn, params: Params, batch: Batch, first: PerSample) -> None:
-    """Check that the first of several rows gives the same again: a loss may keep Python numbers of its row."""
-    if len(first.losses_B) < 2:
-        return
-    again = engine(loss_fn, params, rows(batch, 0, 1))
-    pairs = [(again.losses_B, first.losses_B[:1])]
-    pairs += [(again.sq_norms()[name], norms_B[:1]) for name, norms_B in first.sq_norms().items()]
+def _check_repeats(again: Alone, losses_B: Tensor, grads_B: Mapping[str, Tensor]) -> None:
+    """Check that the first of several rows gives the same again: a loss may keep what `python_state` does not reach."""
+    pairs = [(again.losses_1, losses_B[:1])]
+    pairs += [(grad.norm(), grads_B[name][0].norm()) for name, grad in again.grads.items()]
     if not all(bool(torch.isclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True).all()) for one, other in pairs):
         raise UnsupportedModel(
             "The loss of a row, or its gradient, is another one after other rows were computed: it keeps Python "
-            "numbers of rows from call to call, or draws random numbers. Compute each loss from its own row alone."
+            "numbers of rows from call to call, or draws random numbers of another library. Compute each loss from "
+            "its own row alone, with torch's random numbers."
         )
+
+
+# Losses, and the shapes of rows that they were called with to build what they keep; no result depends on it.
+_warmed: MutableMapping[LossFn, set[object]] = WeakIdKeyDictionary()
+
+
+def is_warm(loss_fn: LossFn, batch: Batch) -> bool:
+    """True if a loss has had zeros of the shapes of these rows."""
+    return in_lockstep() or signature(batch) in _warmed.get(loss_fn, ())
+
+
+def state_before(loss_fn: LossFn, params: Params, batch: Batch) -> tuple[object, ...]:
+    """What a loss keeps before it sees any of these rows, after it was warmed up."""
+    warm_up(loss_fn, params, batch)
+    return python_state(loss_fn)
+
+
+def warm_up(loss_fn: LossFn, params: Params, batch: Batch) -> None:
+    """Call a loss with a row of zeros, which are nobody's, once for each shape of rows.
+
+    What it builds for a shape (a mask, a table of positions) is no change then. It is stopped where it would be told
+    their numbers.
+    """
+    if is_warm(loss_fn, batch):
+        return
+    _warmed.setdefault(loss_fn, set()).add(signature(batch))
+    zeros = tree_map(lambda leaf: torch.zeros_like(leaf[:1]), batch)
+    leaves, mode = {name: param.detach().requires_grad_() for name, param in params.items()}, RowAlone(zeros, 0, _MANY)
+    with (
+        suppress(Exception, _Told), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)),
+        own_only(), torch.enable_grad(), backward_inside(), uncompiled(), mode,
+    ):  # fmt: skip
+        loss_fn(leaves, zeros)
+    mode.memory.end()  # what is made of zeros is no table of a shape: no row may use it

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from dpfunc.batches import batch_size, rows, tree_map
-from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.guards.python_state import note_kept, refuse_kept
+from dpfunc.engines.guards.python_state import refuse_counting
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.tracing.trace import state_before, tracing_rows_alone
+from dpfunc.engines.loop import RowAlone, state_before
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
@@ -32,8 +31,9 @@ def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
     few = rows(batch, 0, 2)
     if batch_size(few) < 2:
         return 1
-    before = state_before(loss_fn, params, rows(few, 0, 1), alone=True)
-    one, two = (_saved_bytes(loss_fn, params, tree_map(torch.clone, rows(few, 0, count)), before) for count in (1, 2))
+    before = state_before(loss_fn, params, rows(few, 0, 1))
+    one, two = (_saved_bytes(loss_fn, params, tree_map(torch.clone, rows(few, 0, count))) for count in (1, 2))
+    refuse_counting(loss_fn, before)
     device = next(iter(params.values())).device
     allowed = _CPU_BYTES
     if device.type == "cuda":
@@ -41,24 +41,22 @@ def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
     return max(1, allowed // max(1, two - one))
 
 
-def _saved_bytes(loss_fn: LossFn, params: Params, batch: Batch, before: object) -> int:
+def _saved_bytes(loss_fn: LossFn, params: Params, batch: Batch) -> int:
     bytes_by_storage: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
-        with unseen():
-            storage = tensor.untyped_storage()
-            bytes_by_storage[storage.data_ptr()] = storage.nbytes()
+        storage = tensor.untyped_storage()
+        bytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    with (
-        tracing_rows_alone(batch) as trace, torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks,
-    ):  # fmt: skip
-        losses_B = loss_fn(leaves, batch)
-    if trace.noticed:
-        note_kept(loss_fn, before, next(iter(trace.reads), ""))
-        refuse_kept(loss_fn)
+    rows_together = RowAlone(batch, 0)
+    try:
+        with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks, rows_together:
+            losses_B = loss_fn(leaves, batch)
+    finally:
+        rows_together.memory.end()
     total = sum(bytes_by_storage.values())
     del losses_B  # alive until here: freed storages could be counted twice
     return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -50,37 +50,43 @@ def tolerance_of(*dtypes: torch.dtype) -> float:
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
     """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
-    if torch.compiler.is_compiling():
-        with torch.autocast(device.type, enabled=False):  # `full_precision` is around the whole call
-            yield
-        return
-    with ExitStack() as stack:
-        stack.enter_context(full_precision(device))
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        yield
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """No shortened products (TF32, bfloat16) of float32 tensors. A compiled step needs it around all of its work."""
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         torch.set_float32_matmul_precision("highest")
     try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if device.type == "cuda" else nullcontext():
+        with ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
+            if torch.is_autocast_enabled(device.type):
+                stack.enter_context(torch.autocast(device.type, enabled=False))
             yield
     finally:
         if precision != "highest":
             torch.set_float32_matmul_precision(precision)
 
 
+def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Function that gives contexts with the autocast and the products that are chosen now."""
+    kind, products, tf32 = device.type, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(products)
+        try:
+            flags = torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32) if kind == "cuda" else nullcontext()
+            with flags, torch.autocast(kind, dtype, enabled):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return again
+
+
 def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Take the rows with factor 0 out of factors and tensors, since 0 * inf is NaN. Compiled code zeroes them."""
+    """Take the rows with factor 0 out of factors and tensors, since 0 * inf is NaN."""
     kept_B = factors_B != 0
-    if torch.compiler.is_compiling():
-        zeroed = (torch.where(kept_B.reshape(-1, *(1,) * (t.ndim - 1)), t, torch.zeros_like(t)) for t in tensors)
-        return (factors_B, *zeroed)
     if not any_set(~kept_B):
         return (factors_B, *tensors)
     return (factors_B[kept_B], *(tensor[kept_B] for tensor in tensors))
@@ -118,9 +124,8 @@ def safe_sq_norms(
         lost_B: bound on the norm of what is too small to be squared, see `lost_in_squares`; None where it was not.
     """
     norms_B, eps = sq_norms_B.sqrt(), torch.finfo(reach_B.dtype).eps
-    if not torch.compiler.is_compiling():
-        drifts = 2 * TOLERATED / (eps * max(1, additions))
-        cancels[:] = [reach_B > min(_CANCELS, drifts) * norms_B]
+    drifts = 2 * TOLERATED / (eps * max(1, additions))
+    cancels[:] = [reach_B > min(_CANCELS, drifts) * norms_B]
     safe_B = norms_B + ROUNDINGS * eps * reach_B
     return (safe_B if lost_B is None else safe_B + lost_B).square()
 
@@ -143,7 +148,7 @@ def from_pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared norms from products of pairs, mended where too few digits are left or they overflowed.
 
-    Those are measured on the gradients in float64. A compiled step cannot choose samples: it takes an upper bound.
+    Those are measured on the gradients in float64.
     What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
 
     Args:
@@ -156,8 +161,6 @@ def from_pairs(
     more_B = torch.where(lost_B > _TINY, lost_B, 0.0)
     added_B = more_B * (2 * reach_B + more_B)  # the norm is at most the sum of those of its parts
     doubtful_B = ~((rounding_B + added_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
-    if torch.compiler.is_compiling():
-        return torch.where(doubtful_B, sq_norms_B.clamp(min=0.0) + rounding_B, sq_norms_B), reach_B, lost_B
     if any_set(doubtful_B):
         measured, reach = measure(doubtful_B)
         sq_norms_B = sq_norms_B.index_put((doubtful_B,), measured.to(sq_norms_B.dtype))
@@ -168,8 +171,6 @@ def from_pairs(
 
 def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:
     """Mask (B,) of samples whose parts cancel; None without any. `measure` computes the norms if they were not yet."""
-    if torch.compiler.is_compiling():
-        return None
     if not cancels:
         measure()
     return cancels[0] if any_set(cancels[0]) else None

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.cost import matrix
-from dpfunc.engines.evidence import NOTHING_FOUND, Evidence
 from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
@@ -54,18 +53,9 @@ class PerSampleGrad(Protocol):
         """`sum_i factors_B[i] * grad_i`; a factor of 0 removes its row, also one that is not finite."""
         ...
 
-    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """True if it holds gradients of this many samples for a parameter of this shape."""
-        ...
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        ...
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that it keeps in memory."""
         ...
 
 
@@ -91,16 +81,9 @@ class Dense:
         flat_BP = to_accumulation_dtype(_flat(grads_B))
         return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
 
-    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        return self.grads_B.shape == (num_samples, *shape)
-
     @property
     def shape(self) -> tuple[int, ...]:
         return self.grads_B.shape[1:]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.grads_B,)
 
 
 @dataclass(frozen=True)
@@ -119,16 +102,9 @@ class Zeros:
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         return torch.zeros_like(self.like, dtype=accumulation_dtype(self.like.dtype))
 
-    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        return self.num_samples == num_samples and self.like.shape == shape
-
     @property
     def shape(self) -> tuple[int, ...]:
         return self.like.shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -196,7 +172,7 @@ class Outer:
         if self.products and self.products[0][0] is self.a_BTp:
             return self.products.pop()[1]
         products_BTT = _products(a_BTp)
-        if self.products is not None and not torch.compiler.is_compiling():
+        if self.products is not None:
             self.products[:] = [(self.a_BTp, products_BTT)]
         return products_BTT
 
@@ -218,17 +194,6 @@ class Outer:
             a_BTp, b_BTd = a_BTp.transpose(0, 1), b_BTd.transpose(0, 1)
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
-    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """True if both sides have the same samples and positions, and their product has the shape."""
-        same = self.a_BTp.shape[:2] == self.b_BTd.shape[:2] and len(self.a_BTp) == num_samples
-        numbers = self.a_BTp.shape[2] * self.b_BTd.shape[2]
-        return same and numbers == math.prod(shape) and self.shape == shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Both sides, though b is often an activation that autograd keeps as well."""
-        return self.a_BTp, self.b_BTd
-
 
 def _products(a_BTp: Tensor) -> Tensor:
     """`a_t . a_u` of all pairs of positions of each sample."""
@@ -237,8 +202,7 @@ def _products(a_BTp: Tensor) -> Tensor:
 
 def _paired(a_BTT: Tensor, b_BTT: Tensor, p: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `(a_t . a_u)(b_t . b_u)` over all pairs of positions, and that of `|a_t| |b_t|` over all positions."""
-    diagonal = slice(None, None, a_BTT.shape[1] + 1)  # Tensor.diagonal warns where it is compiled
-    a_BT, b_BT = (products_BTT.flatten(1)[:, diagonal].sqrt() for products_BTT in (a_BTT, b_BTT))
+    a_BT, b_BT = (products_BTT.diagonal(dim1=1, dim2=2).sqrt() for products_BTT in (a_BTT, b_BTT))
     lost_B = lost_in_squares(a_BT.sum(1), p, b_BT.sum(1), d)
     return (a_BTT * b_BTT).sum((1, 2)), (a_BT * b_BT).sum(1), lost_B
 
@@ -289,23 +253,13 @@ class Gather:
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
         ids_BT, g_BTd = self.ids_BT, self._rows()
-        compiled = torch.compiler.is_compiling()  # no number is looked at then
-        if self.ids_BT.numel() and (compiled or cancelling_samples(self.cancels, self.sq_norms) is not None):
+        if self.ids_BT.numel() and cancelling_samples(self.cancels, self.sq_norms) is not None:
             ids_BT, g_BTd = self.slots(), self.merged()
         factors_B, ids_BT, g_BTd = without_dropped(factors_B, ids_BT, g_BTd)
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
         table_Vd = scaled_BTd.new_zeros(self.shape[0], scaled_BTd.shape[2])
         table_Vd = table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
         return table_Vd.to(accumulation_dtype(self.g_BTd.dtype))
-
-    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        """True if each id has its row, and the rows fill a table of this shape."""
-        same = self.ids_BT.shape == self.g_BTd.shape[:2] and len(self.ids_BT) == num_samples
-        return same and self.shape == shape and shape[0] * self.g_BTd.shape[2] == math.prod(shape)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.ids_BT, self.g_BTd
 
 
 @dataclass(frozen=True)
@@ -346,16 +300,9 @@ class Tied:
     def _sum(self, factors_B: Tensor) -> Tensor:
         return self.gather.weighted_sum(factors_B) + self.outer.weighted_sum(factors_B)
 
-    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        return self.gather.fits(num_samples, shape) and self.outer.fits(num_samples, shape)
-
     @property
     def shape(self) -> tuple[int, ...]:
         return self.gather.shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*self.gather.tensors, *self.outer.tensors)
 
 
 def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
@@ -460,8 +407,6 @@ def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
 
 def _key(grad: PerSampleGrad) -> object:
     """Key of gradients that can be stacked; None for those that stay alone."""
-    if torch.compiler.is_compiling():
-        return None
     if type(grad) is Outer and grad.a_BTp.numel() + grad.b_BTd.numel() <= _SMALL:
         a, b = grad.a_BTp, grad.b_BTd
         return (Outer, grad.shape, a.shape, b.shape, a.dtype, b.dtype, a.device)
@@ -486,22 +431,16 @@ class PerSample:
     """The gradients of all parameters for B samples.
 
     Args:
-        losses_B: of each sample. grads: name -> gradients. evidence: about the pass. alone: each sample was computed
-            alone.
+        losses_B: of each sample. grads: name -> gradients. alone: each sample was computed alone.
     """
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
-    evidence: Evidence = NOTHING_FOUND
     alone: bool = False
 
     @cached_property
-    def _kept_stacks(self) -> list[_Stack]:
+    def _stacks(self) -> list[_Stack]:
         return _stacked(self.grads)
-
-    @property
-    def _stacks(self) -> list[_Stack]:  # the compiler cannot enter the lock of a cached property, and stacks nothing
-        return _stacked(self.grads) if torch.compiler.is_compiling() else self._kept_stacks
 
     def sq_norms(self) -> dict[str, Tensor]:
         with exact(self.losses_B.device):

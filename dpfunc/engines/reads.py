@@ -49,6 +49,10 @@ class Reader(Protocol):
         """End the pass, also where code of the loss catches the exception."""
         ...
 
+    def differ(self, stop: Diverged) -> None:
+        """End the pass where rows differ; if it goes on, it does so with the first row, and counts for nothing."""
+        ...
+
     def reading(self, read: str) -> None:
         """Note what the loss keeps, before Python learns anything of the rows."""
         ...
@@ -61,7 +65,7 @@ def agreed(reader: Reader, keys: Sequence[Hashable], read: str) -> None:
     for row, key in enumerate(keys):
         groups.setdefault(key, []).append(row)
     if len(groups) > 1:
-        reader.stop(Diverged(list(groups.values()), read))
+        reader.differ(Diverged(list(groups.values()), read))
 
 
 def bits(values_B: Tensor) -> list[bytes]:
@@ -96,6 +100,8 @@ def by_row(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs
 
     Rows whose results have different shapes are grouped.
     """
+    if kwargs.get("out") is not None:
+        reader.stop(Alone(f"{func.__name__} writes its result, which is of each row, into `out`"))
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     plain = [(inside(value), of_rows(value)) if isinstance(value, Tensor) else (value, None) for value in flat]
     found = []
@@ -110,8 +116,9 @@ def by_row(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs
     for values in zip(*(leaves for leaves, _ in results), strict=True):
         if isinstance(values[0], Tensor):
             agreed(reader, [tuple(value.shape) for value in values], func.__name__)
+            same = all(value.shape == values[0].shape for value in values)
             with Below():
-                stacked = torch.stack(values)
+                stacked = torch.stack(values if same else [values[0]] * len(values))
             joined.append(reader.levels.row(stacked))
         else:
             agreed(reader, values, func.__name__)
@@ -162,6 +169,23 @@ def getitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwarg
     return args[0][positions(reader, args[1])]
 
 
+def _mask_first(target: Tensor, parts: Sequence[Any], value: Any) -> tuple[Tensor, list[Any], Any]:
+    """A write by one mask beside slices and numbers as one by the mask alone; torch's rule for rows mixes up axes."""
+    places = [place for place, part in enumerate(parts) if _is_mask(part)]
+    if len(places) > 1:
+        return target, list(parts), value
+    place, mask = places[0], parts[places[0]]
+    used = sum(mask.ndim if part is mask else part is not ... for part in parts)
+    whole = [slice(None)] * mask.ndim
+    filled = [slice(None)] * (target.ndim - used)
+    before = [each for part in parts[:place] for each in (filled if part is ... else [part])]
+    view = target[(*before, *whole, *parts[place + 1 :])]
+    axis = sum(not isinstance(part, int) for part in before)
+    if isinstance(value, Tensor) and value.ndim:
+        value = value.reshape((1,) * (view.ndim - mask.ndim + 1 - value.ndim) + tuple(value.shape)).movedim(axis, 0)
+    return view.movedim([axis + each for each in range(mask.ndim)], list(range(mask.ndim))), [mask], value
+
+
 def setitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Write where a mask of each row is set."""
     target, index, value = args
@@ -178,7 +202,9 @@ def setitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwarg
         )
         target.copy_(torch.where(mask, fill, target))
         return None
-    target[positions(reader, index)] = value
+    if len(parts) > 1 and all(_is_mask(part) or isinstance(part, (int, slice, type(...))) for part in parts):
+        target, parts, value = _mask_first(target, parts, value)
+    target[positions(reader, tuple(parts))] = value
     return None
 
 
@@ -253,6 +279,73 @@ def ctc_loss(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwar
     return NotImplemented
 
 
+def solve(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Equations whose sides have the same batch axes: torch's rule for others takes rows for such an axis."""
+    bound = dict(zip(("A", "B"), args, strict=False), **kwargs)
+    left, right = bound["A"], bound["B"]
+    if not (is_row(left) or is_row(right)) or (left.shape[:-2] == right.shape[:-2] and right.ndim > 1):
+        return NotImplemented
+    if func is not torch.linalg.solve or bound.keys() - {"A", "B", "left"}:
+        reader.stop(Alone(f"vmap cannot broadcast the sides of {func.__name__}"))
+    vector = right.ndim == 1 or right.shape == left.shape[:-1]
+    right = right.unsqueeze(-1) if vector else right
+    axes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    sides = (side.expand(*axes, *side.shape[-2:]) for side in (left, right))
+    found = func(*sides, left=bound.get("left", True))
+    return found.squeeze(-1) if vector else found
+
+
+def sparse(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A sparse tensor of numbers of a level as a dense one: torch has no sparse tensors at levels."""
+    bound = dict(zip(("indices", "values", "size"), args, strict=False), **kwargs)
+    values, size = bound["values"], bound.get("size")
+    if not isinstance(values, Tensor) or not (is_row(values) or values.requires_grad):
+        return NotImplemented
+    if size is None or bound.get("dtype") not in (None, values.dtype) or bound.get("requires_grad"):
+        return reader.stop(Alone("a sparse tensor has no given size, or is of another dtype"))
+    places = tuple(bound["indices"].long().unbind(0))
+    return values.new_zeros(tuple(size)).index_put(places, values, accumulate=True)
+
+
+def numbers(reader: Reader, given: Any) -> Any:
+    """Arguments with the whole numbers of a row read: sizes and ends, which torch reads inside of an operation."""
+
+    def number(value: Tensor) -> Any:
+        whole = is_row(value) and not value.ndim and not value.is_floating_point()
+        return read(reader, Tensor.item, (value,), {}) if whole else value
+
+    return pytree.tree_map_only(Tensor, number, given)
+
+
+def stacked(reader: Reader, given: Any) -> Any:
+    """Lists of numbers of a row as one tensor, which `torch.tensor` makes without a graph; read if of several kinds."""
+    leaves = pytree.tree_leaves(given)
+    if isinstance(given, Tensor) or not any(map(is_row, leaves)):
+        return given
+    same = all(isinstance(leaf, Tensor) and not leaf.ndim and leaf.dtype == leaves[0].dtype for leaf in leaves)
+
+    def joined(value: Any) -> Tensor:
+        found: Tensor = value.detach() if isinstance(value, Tensor) else torch.stack([joined(each) for each in value])
+        return found
+
+    if same:
+        return joined(given)
+    return pytree.tree_map_only(Tensor, lambda value: read(reader, Tensor.tolist, (value,), {}), given)
+
+
+def sizes(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation whose sizes may be numbers of a row."""
+    if not any(map(is_row, pytree.tree_leaves((tuple(args[1:]), dict(kwargs))))):
+        return NotImplemented
+    rest, kwargs = numbers(reader, (tuple(args[1:]), dict(kwargs)))
+    return func(args[0], *rest, **kwargs)
+
+
+def by_memory(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Another view of the same memory, in place: that of a row begins where that of all rows does."""
+    return reader.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
+
+
 def _whole_numbers(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
@@ -289,7 +382,13 @@ READS: dict[Any, Handler] = {
     **dict.fromkeys(_named("masked_select"), masked_select),
     **dict.fromkeys(_named("masked_scatter", "masked_scatter_"), masked_scatter),
     **dict.fromkeys(_named("repeat_interleave"), repeat_interleave),
+    **dict.fromkeys((torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq), solve),
+    **dict.fromkeys(_named("as_strided_"), by_memory),
+    **dict.fromkeys(
+        _named("split", "split_with_sizes", "view", "reshape", "expand", "repeat", "unflatten", "narrow"), sizes
+    ),
     torch.where: where,
+    torch.sparse_coo_tensor: sparse,
     torch._C._nn.one_hot: one_hot,
     torch.ctc_loss: ctc_loss,
     Tensor.__getitem__: getitem,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.engines.bookkeeping import bookkeeping
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense
-from dpfunc.engines.rules import RULES
+from dpfunc.engines.rules import REGISTERED
 from dpfunc.engines.rules.table import Rule, Use
+from dpfunc.engines.vmap_grad import Passed, VmapGrad
 from dpfunc.errors import InvalidArgument
 
 _TOLERANCE = 1e-8
@@ -26,7 +26,10 @@ def register_rule(
     needs: Sequence[str],
     example: Mapping[str, Any],
 ) -> None:
-    """Add a rule for one operation to the fast engines, after it is compared with single samples.
+    """Add a rule for one operation to the engines, after it is compared with single samples.
+
+    It makes steps faster: without it, the gradient is formed by vmap(grad). It gets rows that are batches of one,
+    joined on axis 0; other uses of the operation are left to vmap(grad).
 
     Args:
         op: a function that torch can intercept: one of torch's own, or one that calls
@@ -38,7 +41,7 @@ def register_rule(
         example: arguments by name for the comparison, float64 where floating, with at least two samples.
 
     Raises:
-        InvalidArgument: the rule does not give what single samples give; it is not added.
+        InvalidArgument: the rule does not give what single samples give, or is not used; it is not added.
 
     Guarantees:
         a wrong rule is refused (tests/engines/test_register.py::test_a_wrong_rule_is_refused).
@@ -55,26 +58,29 @@ def register_rule(
         raise InvalidArgument(f"Expected needs to name arguments of the example, got unknown {unknown}.")
 
     def _grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:
-        if use.sample_axis.axis != 0 or use.output[0] != use.num_samples:
-            raise use.refuse("the samples are not on axis 0.")
-        return {parameter: Dense(per_sample_grad(grad, **arguments))}
+        grads_B, shape = per_sample_grad(grad, **arguments), (use.num_samples, *use.shapes[parameter])
+        if grads_B.shape != shape:
+            raise InvalidArgument(
+                f"Expected the rule for {use.name} to give gradients {shape}, got {tuple(grads_B.shape)}."
+            )
+        return {parameter: Dense(grads_B)}
 
     rule = Rule((op,), _grads, {parameter: tuple(needs)}, names=tuple(example))
-    before = RULES.pop(op, None)
-    RULES[op] = rule
+    before = REGISTERED.pop(op, None)
+    REGISTERED[op] = rule
     right = False
     try:
-        _compare(op, parameter, example, list(needs))
+        _compare(rule, op, parameter, example)
         right = True
     finally:
         if not right:
-            del RULES[op]
+            del REGISTERED[op]
         if not right and before is not None:
-            RULES[op] = before
+            REGISTERED[op] = before
 
 
-def _compare(op: Callable[..., Tensor], parameter: str, example: Mapping[str, Any], needs: Sequence[str]) -> None:
-    batch = {name: example[name] for name in needs}
+def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Mapping[str, Any]) -> None:
+    batch = {name: example[name] for name in rule.needs[parameter]}
     output = op(*example.values())
     weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype).reshape(output.shape[1:])
 
@@ -82,12 +88,18 @@ def _compare(op: Callable[..., Tensor], parameter: str, example: Mapping[str, An
         values = {**example, **batch, **params}
         return (op(*values.values()) * weights).square().flatten(1).sum(1) if weights.ndim else op(*values.values())
 
+    passes: list[Passed] = []
     params = {parameter: example[parameter]}
     one_each_BB = torch.eye(len(output), dtype=torch.float64)
     found, truth = (
         torch.stack([per_sample.weighted_sum({parameter: factors_B})[parameter] for factors_B in one_each_BB])
-        for per_sample in (engine(loss_fn, params, batch) for engine in (bookkeeping(), loop()))
+        for per_sample in (engine(loss_fn, params, batch) for engine in (VmapGrad(told=passes.append), loop()))
     )
+    if not any(use.rule is rule for passed in passes for use in passed.uses):
+        raise InvalidArgument(
+            f"Expected the rule for {getattr(op, '__name__', op)} to be used for its example, and it is not. Take a "
+            "function that torch can intercept, whose samples are on axis 0 of its result and of needs."
+        )
     off = float((found - truth).abs().max()) / max(float(truth.abs().max()), 1e-12)
     if found.shape != truth.shape or not off <= _TOLERANCE:
         raise InvalidArgument(

@@ -79,7 +79,7 @@ class Forward:
         """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
         needs them when it repeats parts of the forward pass."""
         refuse_unsupported(self.module, checkpointing=True)
-        with unfollowed_code_is_an_error(), self._writing_is_an_error():
+        with self._writing_is_an_error():
             scope.hold(lambda: self._swapped(params))
             with _put_back(self.module):
                 return self.module(*args, **kwargs)
@@ -187,8 +187,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     Args:
         module: any module. It is not changed, now or later; it must not be changed while `forward` is used, but for
             `module.train()` and `module.eval()`, which `forward` follows. DistributedDataParallel and the wrapper of
-            `torch.compile` are taken off: names have no prefix, nothing is communicated, and nothing is compiled
-            (`make_dp_step` has `compile=True`). Parameters that `fully_shard` manages are constants.
+            `torch.compile` are taken off: names have no prefix, nothing is communicated, and nothing is compiled.
+            Parameters that `fully_shard` manages are constants.
         trainable: which parameters are arguments: a regular expression that is searched in their names
             (`dpfunc.functional` has `BIASES`, `HEADS`, `ATTENTION` and `PROJECTOR`), or a list of names. None takes
             those that require gradients. All others are constants.

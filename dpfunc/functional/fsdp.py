@@ -177,7 +177,7 @@ def refuse_old_vmap(module: nn.Module) -> None:
     if "setup_context" not in vars(Hook):
         raise UnsupportedModel(
             "This version of torch cannot run models of fully_shard under torch.func (vmap): 2.13 can. Use "
-            'engine="bookkeeping".'
+            'engine="loop".'
         )
 
 

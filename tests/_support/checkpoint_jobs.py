@@ -81,7 +81,7 @@ def train(folder, kind, stop, load=False, save=None, recharge=False, seen=None):
     """A run up to a step, from the start or a checkpoint. What everybody may see: parameters, ledger, steps, releases."""
     values, ranks, optimizer = start(kind)
     journal = Journal(Path(folder) / "journal.jsonl", PLAN)
-    dp_step = make_dp_step(loss_fn, PLAN, engine="bookkeeping", ranks=ranks, journal=journal)
+    dp_step = make_dp_step(loss_fn, PLAN, engine="auto", ranks=ranks, journal=journal)
     if load:
         state = load_into(folder, values, ranks, optimizer, recharge=recharge).state
     else:
@@ -283,7 +283,7 @@ if __name__ == "__main__":  # one process of a job that is started, and killed, 
     )
     current, its_ranks, adam = start("rows")
     step = make_dp_step(
-        loss_fn, PLAN, engine="bookkeeping", ranks=its_ranks, journal=Journal(Path(place) / "journal.jsonl", PLAN)
+        loss_fn, PLAN, engine="auto", ranks=its_ranks, journal=Journal(Path(place) / "journal.jsonl", PLAN)
     )
     now, rows = step.init(current, insecure_key(5)), data()
     for drawn in PLAN.batches(now, its_ranks):

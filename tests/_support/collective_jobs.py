@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from types import FunctionType
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfunc
 from dpfunc import clipping, engines
-from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.errors import DPFuncError
 
@@ -49,6 +46,12 @@ def autograd_function(params, batch):
         return all_reduce(_losses(params, batch), group=dist.group.WORLD)
 
 
+def trained_by_all(params, batch):
+    """The sum of a trained parameter over ranks, whose backward pass would sum gradients of records over ranks."""
+    name, weight = next(iter(params.items()))
+    return _losses({**params, name: funcol.all_reduce(weight, "sum", dist.group.WORLD) / 2}, batch)
+
+
 def sums_weights(params, batch):
     """Communicates what does not depend on a sample, as FSDP2 does when it gathers frozen weights."""
     weight = torch.full((3,), 2.0)
@@ -74,7 +77,16 @@ def pipeline(params, batch):
 
 LOSSES = {
     f.__name__: f
-    for f in (scaled_by_all, scaled_in_place, gathered, autograd_function, sums_weights, context_parallel, pipeline)
+    for f in (
+        scaled_by_all,
+        scaled_in_place,
+        gathered,
+        autograd_function,
+        trained_by_all,
+        sums_weights,
+        context_parallel,
+        pipeline,
+    )
 }
 
 
@@ -100,48 +112,12 @@ def message(loss, engine):
     return "losses", result.losses_B.tolist()
 
 
-def compiled_message():
-    """The same from a compiled step with vmap."""
-    params, batch = case()
-    prepared = make_clipped_grad(
-        scaled_by_all, clipping.Flat(clip_norm=0.1), engine=engines.vmap(), compile=True, microbatch_size=4
-    )
-    try:
-        found, _ = prepared(params, batch)
-    except Exception as error:  # noqa: BLE001  (dynamo wraps errors in its own)
-        return type(error).__name__, str(error)
-    return "sums", found.sums["b"].tolist()
-
-
-def silently_wrong():
-    """What vmap gives without the guard, and no error: nobody waits for the other ranks.
-
-    Returns:
-        Distances of the losses to those of this rank alone, and to the true ones.
-    """
-    params, batch = case()
-    store, first = dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
-    if not first:
-        store.wait(["rank 0 went on"])
-    with patch("dpfunc.engines.vmap.none_batched", nullcontext):
-        found = engines.vmap()(scaled_by_all, params, batch).losses_B.clone()
-    if first:  # before rank 1 has begun
-        store.set("rank 0 went on", "")
-    total = batch["x"].abs().sum((1, 2))
-    alone = _losses(params, batch) / total
-    dist.all_reduce(total)
-    true = _losses(params, batch) / total
-    return float((found - alone).abs().max()), float((found - true).abs().max())
-
-
-def ordinary(engine, compiled):
+def ordinary(engine):
     """A loss that does not communicate, where there are ranks."""
     params, batch = case()
-    options = {"compile": True, "microbatch_size": 4} if compiled else {}
     clip = clipping.Flat(clip_norm=0.1)
     found, _ = dpfunc.clipped_grad(_losses, params, batch, clip, engine=engines.loop())
-    prepared = make_clipped_grad(_losses, clip, engine=getattr(engines, engine)(), **options)
-    again, _ = prepared(params, batch)
+    again, _ = dpfunc.clipped_grad(_losses, params, batch, clip, engine=getattr(engines, engine)())
     return max(float((found.sums[name] - again.sums[name]).abs().max()) for name in params)
 
 
@@ -155,7 +131,7 @@ def data_parallel_module():
     for module in (inner, wrapped):
         forward, params = dpfunc.functionalize(module)
         loss_fn = _of(forward)
-        every = [getattr(engines, name)()(loss_fn, params, batch) for name in ("vmap", "bookkeeping", "auto")]
+        every = [getattr(engines, name)()(loss_fn, params, batch) for name in ("vmap", "auto")]
         results.append((list(params), [result.grads["0.weight"].dense() for result in every]))
     same = results[0][0] == results[1][0]
     off = max(float((a - results[0][1][0]).abs().max()) for a in (*results[0][1], *results[1][1]))
@@ -173,7 +149,7 @@ def _of(forward):
     return lambda p, b: F.cross_entropy(forward(p, b["x"]).mean(1), b["y"], reduction="none")
 
 
-def late_use(engine, independent, unproven):
+def late_use(engine, independent):
     """A use that the first batch does not have, in a loss that asks its batch: norms are those of rows alone."""
 
     def losses(params, batch):
@@ -184,7 +160,7 @@ def late_use(engine, independent, unproven):
         return outputs.square().sum(1)
 
     run, params = (
-        getattr(engines, engine)(unproven=unproven),
+        getattr(engines, engine)(),
         {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))},
     )
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))

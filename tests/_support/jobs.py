@@ -15,7 +15,7 @@ from torch.nn import functional
 from workers import caught
 
 import dpfunc
-from dpfunc import clipping, compiled, distributed, sampling
+from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.versions import installed
 from dpfunc.batches import take
 from dpfunc.checkpoint.journal import Journal
@@ -115,7 +115,7 @@ def one_step(**trouble):
         written.append(after.step)
 
     dp_step = make_dp_step(
-        loss, the_plan, ranks=ranks, journal=journal, engine=unusual("engine", "bookkeeping"),
+        loss, the_plan, ranks=ranks, journal=journal, engine=unusual("engine", "auto"),
         reduction=unusual("reduction", "mean"),
     )  # fmt: skip
     state = replay(dp_step.init(current, insecure_key(unusual("seed", 3))))
@@ -168,7 +168,7 @@ def part_of_the_mesh():
     ranks = distributed.sharded(mesh, data=("rep", "shard"))
     current = distributed.shard(params(), mesh["shard"], min_size=1)
     the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
-    dp_step = make_dp_step(loss_fn, the_plan, engine="bookkeeping", ranks=ranks)
+    dp_step = make_dp_step(loss_fn, the_plan, engine="auto", ranks=ranks)
     state = replay(dp_step.init(current, insecure_key(3)))
     return caught(dp_step, current, take(data(), next(iter(the_plan.batches(state, ranks)))), state)
 
@@ -286,34 +286,6 @@ def noise_share(trouble=None):
         streams.tile, collective_step.noise_windows = tile, windows
         if trouble == "fails" and ranks.rank == 1:
             streams.secure_normal = usual
-
-
-def compiled_train(use_ranks=True):
-    """The same run eager and with compile="auto", of graphs whose operations run one by one; how its steps ran."""
-    usual = torch.compile
-
-    def quick(core, *, fullgraph, dynamic, options):
-        return usual(core, fullgraph=fullgraph, dynamic=dynamic, backend="eager")
-
-    ranks = distributed.data_parallel() if use_ranks else None
-    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 20 / NUM_RECORDS), num_steps=4)
-    with (
-        mock.patch.object(torch, "compile", quick),
-        mock.patch.object(compiled, "_MIN_RUN_FLOPS", 0.0),
-        mock.patch.object(compiled, "_MAX_PADDING", 1.0),
-    ):
-        return [_compiled_run(the_plan, ranks, setting) for setting in (False, "auto")]
-
-
-def _compiled_run(the_plan, ranks, setting):
-    dp_step = make_dp_step(loss_fn, the_plan, compile=setting, ranks=ranks)
-    current, records, how = params(), data(), []
-    state = replay(dp_step.init(current, insecure_key(5)))
-    for indices in the_plan.batches(state, ranks):
-        grads, state, _ = dp_step(current, take(records, indices), state)
-        current = {name: value - 0.1 * grads[name] for name, value in current.items()}
-        how.append(dp_step.compilation.compiled)
-    return current, how
 
 
 def spoiled_sums(whole):

@@ -19,7 +19,7 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 KEY = dpfunc.insecure_key(2106)
 END = "=== another part begins here"
 PRIVACY = PrivacyArguments(
-    dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="bookkeeping", dp_log_unreleased=True
+    dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="auto", dp_log_unreleased=True
 )
 
 

@@ -33,7 +33,7 @@ def train(use_ranks=True):
     """A run of some noisy steps: parameters, ledger, and the numbers of the records of this process in each step."""
     ranks = distributed.data_parallel() if use_ranks else None
     the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 2.9 / NUM_RECORDS))
-    dp_step = make_dp_step(loss_fn, the_plan, engine="bookkeeping", ranks=ranks)
+    dp_step = make_dp_step(loss_fn, the_plan, engine="auto", ranks=ranks)
     current = params()
     state = replay(dp_step.init(current, insecure_key(7)))
     numbers = [b["number"].tolist() for b in the_plan.loader(Records(), state, ranks)]

@@ -76,7 +76,7 @@ class TaskModel:
     task: str
     batch: Callable[[], Mapping[str, torch.Tensor]]
     changes: Mapping[str, object] = field(default_factory=dict)
-    engine: str = "bookkeeping"
+    engine: str = "groups"
     own: bool = True
 
 
@@ -90,7 +90,7 @@ SEQ = "sequence_classification"
 MODELS = {
     "classes of a text": TaskModel("BertForSequenceClassification", "bert", SEQ, classified()),
     "classes of a text, Llama": TaskModel("LlamaForSequenceClassification", "llama", SEQ, classified()),
-    "classes of a text, BART": TaskModel("BartForSequenceClassification", "bart", SEQ, ended, D_MODEL, "loop"),
+    "classes of a text, BART": TaskModel("BartForSequenceClassification", "bart", SEQ, ended, D_MODEL),
     "pairs of sentences": TaskModel("BertForSequenceClassification", "bert", SEQ, pairs),
     "regression": TaskModel("BertForSequenceClassification", "bert", SEQ, classified(labels=randn(4)), ONE),
     "regression, whole numbers": TaskModel("BertForSequenceClassification", "bert", SEQ,
@@ -101,13 +101,13 @@ MODELS = {
                                 classified(labels=classes(2, 4, 3).float())),
     "several labels, by configuration": TaskModel("BertForSequenceClassification", "bert", SEQ,
                                                   classified(labels=classes(2, 4, 3).float()), SEVERAL),
-    "multiple choice": TaskModel("BertForMultipleChoice", "bert", SEQ, choices),
+    "multiple choice": TaskModel("BertForMultipleChoice", "bert", SEQ, choices, engine="one pass"),
     "next sentence": TaskModel("BertForNextSentencePrediction", "bert", SEQ,
                                lambda: {**pairs(), "labels": classes(2)}),
     "classes of tokens": TaskModel("BertForTokenClassification", "bert", "token_classification", tagged),
     "masked language model": TaskModel("BertForMaskedLM", "bert", "masked_lm", masked),
     "causal language model": TaskModel("LlamaForCausalLM", "llama", "causal_lm", language),
-    "causal language model, experts": TaskModel("MixtralForCausalLM", "mixtral", "causal_lm", language),
+    "causal language model, experts": TaskModel("MixtralForCausalLM", "mixtral", "causal_lm", language, engine="one pass"),
     "T5": TaskModel("T5ForConditionalGeneration", "t5", "seq2seq", lambda: {**text(), "labels": targets()},
                     {**T5, "decoder_start_token_id": 0}),
     "BART": TaskModel("BartForConditionalGeneration", "bart", "seq2seq", lambda: {**text(), "labels": targets()},
@@ -116,13 +116,13 @@ MODELS = {
                        D_MODEL),
     "Marian": TaskModel("MarianMTModel", "marian", "seq2seq", lambda: {**text(), "labels": targets()}, D_MODEL),
     "Whisper": TaskModel("WhisperForConditionalGeneration", "whisper", "seq2seq",
-                         lambda: {"input_features": randn(4, 8, 16), "labels": targets()}, WHISPER),
+                         lambda: {"input_features": randn(4, 8, 16), "labels": targets()}, WHISPER, engine="one pass"),
     "classes of sound, Whisper": TaskModel("WhisperForAudioClassification", "whisper", SEQ,
                                            lambda: {"input_features": randn(4, 8, 16), "labels": classes()},
-                                           {**WHISPER, "classifier_proj_size": 8}),
+                                           {**WHISPER, "classifier_proj_size": 8}, engine="one pass"),
     "classes of sound, spectrogram": TaskModel("ASTForAudioClassification", "audio-spectrogram-transformer", SEQ,
                                                lambda: {"input_values": randn(4, 16, 8), "labels": classes()},
-                                               PATCHES),
+                                               PATCHES, engine="one pass"),
     "Wav2Vec2, CTC": TaskModel("Wav2Vec2ForCTC", "wav2vec2", "ctc", spoken, WAV2VEC2),
     "Wav2Vec2, CTC, mean": TaskModel("Wav2Vec2ForCTC", "wav2vec2", "ctc", spoken,
                                      {**WAV2VEC2, "ctc_loss_reduction": "mean"}),
@@ -130,10 +130,10 @@ MODELS = {
     "classes of sound, Wav2Vec2": TaskModel("Wav2Vec2ForSequenceClassification", "wav2vec2", SEQ,
                                             lambda: {**waves(), "labels": classes()}, WAV2VEC2),
     "classes of images": TaskModel("ViTForImageClassification", "vit", "image_classification",
-                                   lambda: {"pixel_values": images(), "labels": classes()}),
+                                   lambda: {"pixel_values": images(), "labels": classes()}, engine="one pass"),
     "classes of videos": TaskModel("VideoMAEForVideoClassification", "videomae", SEQ,
                                    lambda: {"pixel_values": randn(4, 2, 3, 16, 16), "labels": classes()},
-                                   {"num_frames": 2, "tubelet_size": 1}),
+                                   {"num_frames": 2, "tubelet_size": 1}, engine="one pass"),
 }  # fmt: skip
 
 

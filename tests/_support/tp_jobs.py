@@ -17,10 +17,9 @@ from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import engines
-from dpfunc._utils.dtensor import distributed, local
+from dpfunc._utils.dtensor import distributed, is_sharded, local
 from dpfunc.batches import rows
-from dpfunc.engines.guards.row_independence import perturbed_params
-from dpfunc.engines.uses.tensor_parallel import is_sharded
+from dpfunc.engines.guards.audit import rounded_params
 from dpfunc.errors import DPFuncError
 
 VOCAB, LENGTH, BATCH = 32, 6, 5
@@ -209,18 +208,18 @@ def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,), checkpointin
         "local shapes": all(value.shape == local(parts[key].detach()).shape for key, value in sums.items()),
         "sharded": sum(is_sharded(param) for param in parts.values()),
         "dtypes": sorted({str(value.dtype) for value in sums.values()}),
-        "engine": engine.decision(loss_fn).engine if engine_name == "auto" else engine_name,
+        "engine": engine.decision(loss_fn).engine if engine_name != "loop" else "loop",
         "first": float(next(iter(whole.values())).flatten()[0]),
     }
 
 
 def shaken_alike():
-    """Perturbed parts of parameters, put together, against perturbed whole ones; and whether they still are DTensors."""
+    """Parts of parameters that are moved by rounding, put together, against whole ones; whether they are DTensors."""
     whole, split = built("mlp", torch.float64), built("mlp", torch.float64)
     split_mlp(split, mesh_of())
-    expected = perturbed_params(dpfunc.functionalize(whole).params)
+    expected = rounded_params(dpfunc.functionalize(whole).params, 2**40, 0)
     parts = dpfunc.functionalize(split).params
-    found = perturbed_params(parts)
+    found = rounded_params(parts, 2**40, 0)
     kept = all(isinstance(found[name], DTensor) == isinstance(param, DTensor) for name, param in parts.items())
     off = [float((full(found[name]) - value).abs().max()) for name, value in expected.items()]
     return kept, max(off)
@@ -281,47 +280,67 @@ def _replicate(part, mesh):
         part.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])))
 
 
-def refused(kind, engine="bookkeeping"):
-    """The error for what tensor parallelism does not cover."""
+class WholeTransposed(nn.Linear):
+    def forward(self, x):
+        return (x @ self.weight.t()).mean(1)
+
+
+class WholeScaled(Scaled):
+    def forward(self, x):
+        return self.head(x * self.scale).mean(1)
+
+
+MODELS = {
+    "sequence": (MLP, MLP), "table": (Table, Table), "own heads": (Normed, Normed), "scaled": (Scaled, WholeScaled),
+    "transposed": (lambda: Transposed(6, 4), lambda: WholeTransposed(6, 4)),
+    "across records": (lambda: AcrossRecords(6, 3), lambda: nn.Linear(6, 3)),
+}  # fmt: skip
+
+
+def unusual(kind, engine="auto"):
+    """Layers that are split in other ways: the error, or the relative difference to one process."""
+    mesh, batch, loss = mesh_of(), batch_of(), pixels
     torch.manual_seed(0)
-    mesh = mesh_of()
-    batch = batch_of()
-    loss = pixels
-    if kind in ("vmap", "frozen", "other records", "compiled"):
-        model = MLP()
+    split, whole = MODELS.get(kind, (MLP, MLP))
+    model, whole = split(), whole()
+    whole.load_state_dict(model.state_dict())
+    if kind in ("vmap", "frozen", "other records"):
         split_mlp(model, mesh)
     if kind == "frozen":
-        for layer in (model.up, model.down):
+        for layer in (*(model.up, model.down), *(whole.up, whole.down)):
             layer.requires_grad_(False)
     if kind == "other records":
         batch["x"] = batch["x"] * (1 + dist.get_rank())
     if kind == "sequence":
-        model = MLP()
+        model.norm.register_forward_pre_hook(lambda part, args: (DTensor.from_local(args[0], mesh, [Replicate()]),))
         parallelize_module(model, mesh, {"norm": SequenceParallel(use_local_output=False)})
         model.head.register_forward_pre_hook(lambda part, args: (args[0].full_tensor(),))
     if kind == "own heads":
-        model = Normed()
         parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if kind == "table":
-        model = Table()
         parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
         loss = ids
     if kind in ("transposed", "scaled", "across records"):
-        model = {"transposed": Transposed(6, 4), "scaled": Scaled(), "across records": AcrossRecords(6, 3)}[kind]
         _replicate(model, mesh)
         batch = rows(batch, 0, 4)
     if kind == "losses":
-        model = MLP()
         parallelize_module(model, mesh, {"head": RowwiseParallel(input_layouts=Replicate(), use_local_output=False)})
         loss = squares
     forward, params = dpfunc.functionalize(model.double())
     try:
-        if kind == "compiled":
-            getattr(engines, engine)().prepare(loss(forward), params, batch)
-        getattr(engines, engine)()(loss(forward), params, batch)
+        found = getattr(engines, engine)()(loss(forward), params, batch)
     except DPFuncError as error:
         return type(error).__name__, str(error)
-    return None, ""
+    forward, wholes = dpfunc.functionalize(whole.double())
+    expected = engines.loop()(loss(forward), wholes, batch)
+    size, off = len(batch["x"]), 0.0
+    for factors_B in (torch.ones(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64)):
+        sums, wanted = (each.weighted_sum(dict.fromkeys(params, factors_B)) for each in (found, expected))
+        for name, value in sums.items():
+            value = distributed(value, params[name])
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            off = max(off, float((value - wanted[name]).abs().max()))
+    return None, off
 
 
 def ids(forward):

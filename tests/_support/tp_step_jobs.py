@@ -32,7 +32,7 @@ def _mesh(parts):
     return init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "tp"))
 
 
-def train(name, parts, engine="bookkeeping", microbatch_size=None, clip="flat", frozen_sharded=False, expected=2.9):
+def train(name, parts, engine="auto", microbatch_size=None, clip="flat", frozen_sharded=False, expected=2.9):
     """Noisy steps; `parts` processes hold one replica. 0 is one whole model without ranks."""
     dtype = torch.float64
     model = built(name, dtype)
@@ -95,7 +95,7 @@ def trouble(kind):
     if kind == "one process":
         ranks = None
     plan = Plan(sampling.Poisson(NUM_RECORDS, 0.5), clipping.Flat(0.5), 1.0, STEPS, delta=1e-3)
-    options = {"engine": "vmap"} if kind == "vmap" else {"engine": "bookkeeping"}
+    options = {"engine": "auto"}
     mine = dist.get_rank() == dist.get_world_size() - 1
     data = batch_of(NUM_RECORDS, torch.float64)
     if kind == "other records" and mine:
@@ -111,8 +111,6 @@ def trouble(kind):
         params["norm.weight"][2] = float("nan")
     state = None
     try:
-        if kind == "compile":
-            options |= {"compile": True, "microbatch_size": 4}
         if kind == "microbatches":
             options["microbatch_size"] = "auto"
         dp_step = make_dp_step(CASES["mlp"][2](forward), plan, ranks=ranks, **options)

@@ -19,7 +19,7 @@ NAMES = {
     "Flat": "Here: dpfunc.clipping.Flat.",
     "Automatic": "Here: dpfunc.clipping.Automatic.",
     "Poisson": "Here: dpfunc.sampling.Poisson.",
-    "bookkeeping": "Here: dpfunc.engines.bookkeeping.",
+    "register_rule": "Here: dpfunc.engines.register_rule.",
     "attach": "Here: dpfunc.lora.attach.",
     "Ranks": "Here: dpfunc.distributed.Ranks.",
     "make_record": "Here: dpfunc.checkpoint.make_record.",

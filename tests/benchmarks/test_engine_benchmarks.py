@@ -244,8 +244,8 @@ def test_ratios_are_taken_within_rounds():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        *[("plain", True), ("bookkeeping/4", True), ("ghost/auto", True), ("auto/none", True), ("opacus-ghost", True)],
-        *[("bookkeeping/0", False), ("plain/4", False), ("opacus-ghost/2", False), ("vmap/", False), ("gost", False)],
+        *[("plain", True), ("auto/4", True), ("ghost/auto", True), ("auto/none", True), ("opacus-ghost", True)],
+        *[("auto/0", False), ("plain/4", False), ("opacus-ghost/2", False), ("vmap/", False), ("gost", False)],
     ],
 )
 def test_names_of_contestants(name, expected):

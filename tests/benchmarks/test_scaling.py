@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from dpfunc import lora
-from dpfunc.engines import bookkeeping
+from dpfunc.engines import auto
 from dpfunc.engines.per_sample import Dense
 from dpfunc.functional import functionalize
 from dpfunc.rng import insecure_key
@@ -107,7 +107,7 @@ def test_activations_of_a_block():
     sizes = {"layers": 1, "width": 256, "hidden": 700, "length": 96, "vocabulary": 50}
     block = decoder(3, **sizes, norm="rms", lora=True).module[1]
     measured, _ = saved_numbers(block, torch.randn(3, 96, 256, requires_grad=True))
-    job = Job(shape, 8, LAYOUTS["replicated"], 1, "bookkeeping", length=96, microbatch=3)
+    job = Job(shape, 8, LAYOUTS["replicated"], 1, "auto", length=96, microbatch=3)
     assert layer_activations(job) / 2 == 3 * 96 * (8 * 256 + 4 * 700)
     assert 1 <= measured / (layer_activations(job) / 2) < 1.1
 
@@ -118,7 +118,7 @@ def test_book_keeping_forms_what_the_model_says(length, width):
     sizes = {"layers": 1, "width": width, "hidden": 3 * width, "length": length, "vocabulary": 50}
     problem = decoder(2, **sizes, norm="rms", lora=False)
     forward, params = functionalize(problem.module)
-    grads = bookkeeping()(lambda p, x: forward(p, x).square().mean((1, 2)), params, problem.inputs).grads
+    grads = auto()(lambda p, x: forward(p, x).square().mean((1, 2)), params, problem.inputs).grads
     found = {
         name: isinstance(grad, Dense)
         for name, grad in grads.items()
@@ -126,7 +126,7 @@ def test_book_keeping_forms_what_the_model_says(length, width):
     }
     order = ("q", "k", "v", "o", "gate", "up", "down")
     shape = Shape("", layers=1, width=width, hidden=3 * width, heads=1, kv_heads=1, vocabulary=50)
-    job = Job(shape, None, LAYOUTS["replicated"], 1, "bookkeeping", length=length, microbatch=2)
+    job = Job(shape, None, LAYOUTS["replicated"], 1, "auto", length=length, microbatch=2)
     expected = dict(zip([matrix.name for matrix in trained_matrices(job)], formed(job), strict=True))
     names = {name: next((part for part in order if f".{part}." in name), "head") for name in found}
     assert {names[name]: dense for name, dense in found.items()} == expected
@@ -134,7 +134,7 @@ def test_book_keeping_forms_what_the_model_says(length, width):
 
 def test_a_budget_bounds_what_is_formed():
     """The first matrices of a large model are formed, later ones only where the factors are larger."""
-    job = Job(MODELS["70B"], None, LAYOUTS["replicated"], 8, "bookkeeping")
+    job = Job(MODELS["70B"], None, LAYOUTS["replicated"], 8, "auto")
     decided = formed(job)
     assert decided[0]
     names = {matrix.name for matrix, dense in list(zip(trained_matrices(job), decided, strict=True))[20:] if dense}
@@ -202,7 +202,7 @@ def test_rings():
 
 def test_traffic_of_replicated_adapters():
     """One message of float32 sums in each step, whatever the microbatches; and nothing else of size."""
-    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 64, "bookkeeping")
+    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 64, "auto")
     found = traffic.sent(job)
     assert found["sums"] == 2 * 63 / 64 * 4 * job.shape.lora_parameters(16)
     assert sum(found.values()) == found["sums"] + found["handshake"]
@@ -212,7 +212,7 @@ def test_traffic_of_replicated_adapters():
 
 def test_traffic_of_sharded_models():
     """Gathers in each pass of each microbatch; noise by tiles; norms of divided layers over the tensor group."""
-    job = Job(MODELS["70B"], 16, LAYOUTS["frozen cut"], 64, "bookkeeping")
+    job = Job(MODELS["70B"], 16, LAYOUTS["frozen cut"], 64, "auto")
     once = 63 / 64 * 2 * job.shape.parameters
     assert traffic.sent(job)["frozen parameters"] == pytest.approx(once * 2 * 32)
     ghost = dataclasses.replace(job, engine="ghost")
@@ -228,7 +228,7 @@ def test_traffic_of_sharded_models():
 
 def test_operations():
     """Forward, repetition and backward of a frozen model; ghost runs two of them twice."""
-    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 8, "bookkeeping")
+    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 8, "auto")
     per_token = 2 * job.shape.parameters * job.length
     assert traffic.sample_flops(job)["model"] == 3 * per_token
     assert traffic.sample_flops(dataclasses.replace(job, engine="ghost"))["model"] == 5 * per_token
@@ -239,7 +239,7 @@ def test_operations():
 
 
 def test_seconds_follow_the_measured_noise():
-    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 8, "bookkeeping")
+    job = Job(MODELS["7B"], 16, LAYOUTS["replicated"], 8, "auto")
     slow, fast = traffic.seconds(job, 1e7), traffic.seconds(job, 2e7)
     assert slow["noise"] == 2 * fast["noise"] == job.shape.lora_parameters(16) / (1e7 * traffic.Assumed().threads)
     assert {**slow, "noise": 0} == {**fast, "noise": 0}
@@ -252,7 +252,7 @@ def test_fits():
 def test_combinations_that_do_not_exist():
     assert not Job(TINY, 4, LAYOUTS["tensor"], 8, "vmap").possible
     assert not Job(TINY, None, LAYOUTS["frozen cut"], 8, "ghost").possible
-    assert not Job(TINY, None, LAYOUTS["streamed"], 8, "bookkeeping").possible
+    assert not Job(TINY, None, LAYOUTS["streamed"], 8, "auto").possible
     assert Job(TINY, None, Layout("x", cut_frozen=True, cut_trained=True), 8, "vmap").possible
 
 

@@ -8,16 +8,16 @@ from benchmarks.survey.measure import measure
 
 def test_a_row_of_the_table():
     row = measure(tables.cases()["other/MLP/full/eval/none"])
-    assert row["engine"] == "bookkeeping"
+    assert row["engine"] == "one pass"
     assert row["parity"] < 1e-4
     assert row["ratio"] > 0
 
 
 def test_a_refusal_is_a_row():
-    row = measure(tables.cases()["other/mixup in the batch/full/eval/none"])
+    row = measure(tables.cases()["other/spectral norm/full/train/none"])
     assert row["engine"] == "refused"
-    assert "depends on the other samples" in row["reason"]
-    assert "mixup" in table.page([row], {"torch": "2"})
+    assert "samples would influence each other" in row["reason"]
+    assert "spectral norm" in table.page([row], {"torch": "2"})
 
 
 def test_what_cannot_be_built_is_no_row():

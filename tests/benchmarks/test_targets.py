@@ -58,8 +58,7 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
         "".join(
-            f"<!-- {place} -->\n<!-- end -->\n"
-            for place in ("engines", "jax", "compiled", "overhead", "freed memory", "loaders")
+            f"<!-- {place} -->\n<!-- end -->\n" for place in ("engines", "jax", "overhead", "freed memory", "loaders")
         )
         + "before\n<!-- targets -->\nold\n<!-- end -->\nafter\n"
     )

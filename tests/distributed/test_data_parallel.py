@@ -16,12 +16,12 @@ def close(found, expected, tolerance):
 
 CASES = [
     # engine, clip rule, dtype, microbatch size, expected batch size, tolerance
-    ("bookkeeping", "flat", torch.float32, None, 2.9, 1e-6),
+    ("auto", "flat", torch.float32, None, 2.9, 1e-6),
     ("vmap", "automatic", torch.float32, None, 2.9, 1e-6),
     ("auto", "layers", torch.float32, 2, 2.9, 1e-6),
     ("ghost", "flat", torch.float64, 1, 9.0, 1e-12),
     ("loop", "layers", torch.float64, None, 9.0, 1e-12),
-    ("bookkeeping", "automatic", torch.float32, "auto", 20.0, 1e-6),
+    ("auto", "automatic", torch.float32, "auto", 20.0, 1e-6),
 ]
 
 
@@ -47,7 +47,7 @@ def test_any_number_of_processes_gives_the_same(case):
 @pytest.mark.parametrize("seed", range(3))
 def test_other_draws(seed):
     """Other keys draw other batches; also the one without any record."""
-    settings = ("bookkeeping", "flat", torch.float64, 2, 0.4)
+    settings = ("auto", "flat", torch.float64, 2, 0.4)
     [(expected, ledger, counts)] = run(1, "jobs:train", 100 + seed, *settings, False)
     assert 0 in counts
     for params, its_ledger, _ in run(2, "jobs:train", 100 + seed, *settings):
@@ -57,7 +57,7 @@ def test_other_draws(seed):
 
 def test_one_process_writes_the_journal(tmp_path):
     path = tmp_path / "journal.jsonl"
-    (_, ledger, _), _ = run(2, "jobs:train", 7, "bookkeeping", "flat", torch.float32, None, 2.9, True, 8, path)
+    (_, ledger, _), _ = run(2, "jobs:train", 7, "auto", "flat", torch.float32, None, 2.9, True, 8, path)
     assert len(path.read_text().splitlines()) == 8
     assert journal_ledger(path).to_json() == ledger
 
@@ -134,13 +134,3 @@ def test_a_group_that_waits_for_good_is_refused():
     for kind, said in run(2, "jobs:endless"):
         assert kind == "InvalidArgument"
         assert "Expected a process group with a timeout of at most 1:00:00, got 2:00:00" in said
-
-
-@pytest.mark.slow
-def test_compiled_steps():
-    """Each process compiles what it holds; the result is that of eager steps, and of one process."""
-    [[(expected, _), _]] = run(1, "jobs:compiled_train", False)
-    for eager, (found, how) in run(2, "jobs:compiled_train"):
-        assert how == [False, False, True, True]
-        close(found, expected, 1e-5)
-        close(eager[0], expected, 1e-5)

@@ -22,10 +22,10 @@ def _new_processes():
     _pool.stop()
 
 
-@pytest.mark.parametrize(("stage", "engine"), [(1, "vmap"), (2, "bookkeeping"), (3, "bookkeeping"), (3, "ghost")])
+@pytest.mark.parametrize(("stage", "engine"), [(1, "vmap"), (2, "auto"), (3, "auto"), (3, "ghost")])
 def test_a_partitioned_model_gives_the_same(stage, engine):
     """Three noisy steps on `engine.module`; trained parameters are plain tensors, added after ZeRO-3."""
-    [(wanted, _, _), _] = run(2, "deepspeed_jobs:zero", 0, "bookkeeping")
+    [(wanted, _, _), _] = run(2, "deepspeed_jobs:zero", 0, "auto")
     for params, step, refused in run(2, "deepspeed_jobs:zero", stage, engine):
         assert refused.pop("steps") == ("ok", "")
         assert step == 3
@@ -37,7 +37,7 @@ def test_a_partitioned_model_gives_the_same(stage, engine):
 
 def test_what_patches_linear_layers_is_refused():
     """ZeRO-3 with its default `memory_efficient_linear` hides them: an error on all, and not zeros."""
-    for _, step, refused in run(2, "deepspeed_jobs:zero", 3, "bookkeeping", True):
+    for _, step, refused in run(2, "deepspeed_jobs:zero", 3, "auto", True):
         kind, text = refused["steps"]
         assert (kind, step) == ("UnsupportedModel", 0)
         assert "custom autograd.Function" in text
@@ -47,4 +47,4 @@ def test_vmap_says_what_to_use():
     for _, step, refused in run(2, "deepspeed_jobs:zero", 3, "vmap"):
         kind, text = refused["steps"]
         assert (kind, step) == ("UnsupportedModel", 0)
-        assert 'engine="bookkeeping"' in text
+        assert 'engine="auto"' in text

@@ -8,9 +8,9 @@ from sharded_cases import check, close, expected
 from workers import run
 
 CASES = [
-    ("sharded lora", "bookkeeping", None, False),
+    ("sharded lora", "auto", None, False),
     ("sharded lora", "vmap", 2, True),
-    ("full", "bookkeeping", None, True),
+    ("full", "auto", None, True),
     ("full", "ghost", 2, True),
     ("full", "vmap", None, False),
 ]
@@ -32,9 +32,7 @@ def test_parts_give_the_same(case):
 
 def test_replicas_of_parts():
     """HSDP: each half of the parameters is held by two processes, and stays the same on both in every bit."""
-    check(
-        run(4, "fsdp_jobs:train_with", {"way": "full", "engine": "bookkeeping", "hsdp": True}), expected("full", "loop")
-    )
+    check(run(4, "fsdp_jobs:train_with", {"way": "full", "engine": "auto", "hsdp": True}), expected("full", "loop"))
 
 
 @pytest.mark.parametrize(("size", "hsdp"), [(2, False), (4, False), (4, True)])

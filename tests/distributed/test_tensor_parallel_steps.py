@@ -45,8 +45,6 @@ def test_norms_of_parts_are_found_out():
 TROUBLE = {
     "data parallel": ("InvalidArgument", "dpfunc.distributed.sharded"),
     "one process": ("InvalidArgument", "or sharded(mesh)"),
-    "vmap": ("UnsupportedModel", "bookkeeping"),
-    "compile": ("InvalidArgument", "compile=False"),
     "microbatches": ("InvalidArgument", "what each process measures may differ"),
     "other records": ("RankMismatch", "same records"),
     "one ulp": ("RankMismatch", ""),

@@ -62,7 +62,7 @@ def test_images(capsys):
     names = run("images.ipynb")
     assert names["accuracy"] > 0.7  # chance is 0.25
     assert 7.9 < names["state"].ledger.epsilon(1e-5).epsilon <= 8.0
-    assert names["dp_step"].decision.proven
+    assert names["dp_step"].decision.engine == "one pass"
     assert "Use dpfunc.replace_batchnorm(model)" in capsys.readouterr().out
 
 

@@ -15,15 +15,15 @@ from dpfunc.engines.per_sample import Outer
 SIZES = st.integers(1, 4096)
 
 
-@given(SIZES, SIZES, SIZES, st.integers(1, 64), st.booleans())
-def test_no_representation_of_a_matrix_is_cheaper_than_the_chosen_one(positions, p, d, num_samples, groupwise):
+@given(SIZES, SIZES, SIZES, st.integers(1, 64))
+def test_no_representation_of_a_matrix_is_cheaper_than_the_chosen_one(positions, p, d, num_samples):
     costs = matrix(positions, p, d)
-    choice = costs.choose(num_samples, groupwise=groupwise)
-    kept = costs.choose(num_samples, 0, groupwise=groupwise)
+    choice = costs.choose(num_samples)
+    kept = costs.choose(num_samples, 0)
     measured = num_samples * (costs.product + min(costs.ghost, costs.dropped))
     assert choice.operations <= measured
     assert kept.representation == "formed" or kept.operations == measured
-    assert costs.choose(num_samples, groupwise=groupwise) == choice
+    assert costs.choose(num_samples) == choice
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64))
@@ -36,11 +36,6 @@ def test_the_ghost_norm_is_for_few_positions():
     chosen = [matrix(positions, 1024, 1024).choose(16) for positions in (1, 64, 4096)]
     assert [choice.representation for choice in chosen] == ["ghost", "ghost", "formed"]
     assert matrix(128, 8, 384).choose(16).representation == "formed"  # LoRA: a narrow matrix is nearly free
-
-
-def test_memory_that_is_used_again_makes_forming_cheaper():
-    costs = matrix(128, 384, 384)
-    assert (costs.choose(64).representation, costs.choose(64, groupwise=True).representation) == ("ghost", "formed")
 
 
 def test_large_tables_are_not_formed():

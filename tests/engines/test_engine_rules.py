@@ -1,4 +1,4 @@
-"""Every way to use a parameter, on every sample axis, against the loop over single samples. A new layer is a line in layers.py."""
+"""Every way to use a parameter against the loop over single samples. A new layer is a line in layers.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LENGTH = 3
 # (seed, batch sizes): 1 is no batch, 2 and 3 are small batches, 3 is also the length.
 RUNS = ((0, (1, 2, 3, 5)), (1, (3,)))
-FAST = ("bookkeeping", "ghost", "vmap_grad")
+FAST = ("auto", "vmap", "ghost")
 
 layers = pytest.mark.parametrize("name", LAYERS)
 
@@ -53,16 +53,6 @@ def test_layers_equal_the_loop(engine, dtype, name):
 
 
 @layers
-@pytest.mark.parametrize("first", [(2, 1), (3, 4)], ids=str)
-@pytest.mark.parametrize("engine", ["bookkeeping", "ghost"])
-def test_an_engine_holds_for_other_sizes(engine, first, name):
-    """The cache from the first batch does not change the results for batches of another size and length."""
-    run = ENGINES[engine]()
-    for size, length in (first, (4, 4), (2, 3), (5, 1)):
-        check(run, name, torch.float64, 0, size, length)
-
-
-@layers
 @pytest.mark.parametrize("formed", [True, False], ids=["formed", "factors"])
 def test_both_forms_are_the_same(formed, name, monkeypatch):
     """Whether gradients are formed at once or kept as factors is a matter of speed."""
@@ -70,7 +60,7 @@ def test_both_forms_are_the_same(formed, name, monkeypatch):
     assert (costs.choose(3).representation == "formed") is formed
     for op, rule in RULES.items():
         monkeypatch.setitem(RULES, op, replace(rule, costs=lambda use: costs))
-    check(ENGINES["bookkeeping"](), name, torch.float64, 0, 3, LENGTH)
+    check(ENGINES["auto"](), name, torch.float64, 0, 3, LENGTH)
 
 
 @layers

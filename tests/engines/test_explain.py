@@ -1,10 +1,11 @@
-"""The table of what book-keeping does."""
+"""The table of how per-sample gradients are found."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from models import CASES, build
+from torch.nn import functional as F
 
 from dpfunc import engines
 from dpfunc.engines import explain
@@ -22,32 +23,67 @@ def test_every_parameter_is_in_the_table(name):
 def test_the_bytes_are_those_of_the_engine():
     case = build("mlp")
     table = explain(case.loss_fn, case.params, case.batch)
-    grads = engines.bookkeeping()(case.loss_fn, case.params, case.batch).grads
+    grads = engines.auto()(case.loss_fn, case.params, case.batch).grads
     formed = {use.parameter: use.num_bytes for use in table.uses if use.representation == "formed"}
     assert formed
     assert all(grads[name].grads_B.nbytes == num_bytes for name, num_bytes in formed.items())
 
 
-def test_a_budget_changes_the_representation_and_not_the_result():
-    generator = torch.Generator().manual_seed(0)
-    params = {"w": torch.randn(512, 512, generator=generator)}
-    batch = torch.randn(2, 200, 512, generator=generator)
-    loss_fn = lambda p, b: torch.tanh(torch.nn.functional.linear(b, p["w"]) / 30).square().sum((1, 2))
-    tables = [explain(loss_fn, params, batch, budget) for budget in (None, 0)]
-    assert [table.uses[0].representation for table in tables] == ["formed", "ghost"]
-    assert tables[1].num_bytes < tables[0].num_bytes
-    found = [engines.bookkeeping(budget)(loss_fn, params, batch) for budget in (None, 0)]
-    assert torch.allclose(found[0].sq_norms()["w"], found[1].sq_norms()["w"], rtol=1e-4)
-    sums = [grads.weighted_sum({"w": torch.tensor([1.0, 0.3])})["w"] for grads in found]
-    assert (sums[0] - sums[1]).norm() < 1e-5 * sums[0].norm()
+def test_positions_decide_the_representation():
+    loss_fn = lambda p, b: torch.tanh(F.linear(b, p["w"])).square().sum((1, 2))
+    found = {}
+    for positions in (8, 400):
+        batch = torch.ones(2, positions, 256)
+        table = explain(loss_fn, {"w": torch.ones(256, 256)}, batch)
+        found[positions] = table.uses[0].representation
+        kept = engines.auto()(loss_fn, {"w": torch.ones(256, 256)}, batch).grads["w"]
+        assert hasattr(kept, "grads_B") is (found[positions] == "formed")
+    assert found == {8: "ghost", 400: "formed"}
 
 
-def test_a_parameter_that_is_not_used_is_said_so():
-    loss_fn = lambda p, b: (b * p["w"]).sum(1)
-    table = explain(loss_fn, {"w": torch.ones(3), "idle": torch.ones(2)}, torch.ones(2, 3))
-    assert [use.representation for use in table.uses if use.parameter == "idle"] == ["unused"]
+def test_the_order_is_that_of_the_forward_pass():
+    params = {"b": torch.ones(3, 3), "a": torch.ones(3, 3)}
+    table = explain(lambda p, x: F.linear(F.linear(x, p["a"]).sin(), p["b"]).sum(1), params, torch.ones(2, 3))
+    assert [(use.parameter, use.op) for use in table.uses] == [("a", "linear"), ("b", "linear")]
 
 
-def test_one_sample_is_not_enough():
-    with pytest.raises(InvalidArgument, match="at least 2 samples"):
-        explain(lambda p, b: (b * p["w"]).sum(1), {"w": torch.ones(3)}, torch.ones(1, 3))
+WITH_RULES = {
+    "x @ W.T": (lambda w, x: x @ w.T, (4, 3), "linear"),
+    "x @ W.transpose": (lambda w, x: x @ w.transpose(-1, 0), (4, 3), "linear"),
+    "linear of W.t()": (lambda w, x: F.linear(x, w.t()), (3, 4), "matmul"),
+    "bilinear": (lambda w, x: F.bilinear(x, x.sin(), w), (2, 3, 3), "linear"),
+    "table[ids]": (lambda w, x: w[x.round().long().clamp(-5, 4)], (5, 2), "embedding"),
+    "index_select": (lambda w, x: w.index_select(0, x.flatten().long().clamp(0, 4)), (5, 2), "embedding"),
+    "same padding": (lambda w, x: F.conv1d(x[:, None], w, padding="same"), (2, 1, 3), "conv1d"),
+    "transposed convolution": (lambda w, x: F.conv_transpose1d(x[:, None], w), (1, 2, 3), "conv_transpose1d"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_RULES)
+def test_large_parameters_go_to_rules(name):
+    run, shape, op = WITH_RULES[name]
+    loss_fn = lambda p, x: run(p["w"], x).square().reshape(len(x), -1).sum(1)
+    params, batch = {"w": torch.randn(shape, dtype=torch.float64)}, 3 * torch.randn(2, 3, dtype=torch.float64)
+    assert [use.op for use in explain(loss_fn, params, batch).uses] == [op]
+    found, wanted = (engine(loss_fn, params, batch).sq_norms()["w"] for engine in (engines.auto(), engines.loop()))
+    assert torch.allclose(found, wanted)
+
+
+def test_parameters_without_a_rule_are_said_so():
+    params = {"scale": torch.ones(3), "w": torch.ones(3, 3), "idle": torch.ones(2)}
+    table = explain(lambda p, b: (F.linear(b, p["w"]) * p["scale"]).sum(1), params, torch.ones(2, 3))
+    assert [(use.parameter, use.op, use.representation) for use in table.uses[1:]] == [
+        ("scale", "vmap(grad)", "formed"), ("idle", "", "unused"),
+    ]  # fmt: skip
+    assert table.uses[1].num_bytes == 2 * 3 * 4
+
+
+def test_rows_that_are_computed_alone_are_said_so():
+    loss_fn = lambda p, b: (b.detach().clone().apply_(float) * p["w"]).sum(1)  # torch's vmap has no `apply_`
+    table = explain(loss_fn, {"w": torch.ones(3)}, torch.ones(2, 3))
+    assert [(use.parameter, use.op, use.representation) for use in table.uses] == [("w", "loop", "formed")]
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(InvalidArgument, match="at least 1 sample"):
+        explain(lambda p, b: (b * p["w"]).sum(1), {"w": torch.ones(3)}, torch.ones(0, 3))

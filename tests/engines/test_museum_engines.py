@@ -15,7 +15,7 @@ from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import partition
 from dpfunc.functional import functionalize
 
-ENGINES = {name: getattr(engines, name) for name in ("vmap", "loop", "bookkeeping", "ghost", "auto")}
+ENGINES = {name: getattr(engines, name) for name in ("auto", "vmap", "ghost", "loop")}
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 
 

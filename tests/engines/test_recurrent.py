@@ -8,29 +8,22 @@ import pytest
 import torch
 from models import Case
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
-from dpfunc.engines import bookkeeping
-from dpfunc.engines.rules import COMPOSITES
-from dpfunc.engines.tracing.declared import declare_over_time
-from dpfunc.engines.tracing.rows import Mixed
-from dpfunc.engines.tracing.trace import Trace, following
-from dpfunc.errors import UnsupportedModel
+from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.functional import functionalize, with_params
-from dpfunc.rng import insecure_key, torch_seed
 
 # torch says once that projections are slower
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 WORDS, D, H, CLASSES, LENGTH = 9, 4, 5, 3, 4
-FAST = ("bookkeeping", "ghost")
+FAST = ("auto", "vmap")
 LAYERS = {
     "LSTM": (nn.LSTM, {}),
     "LSTM, batch first": (nn.LSTM, {"batch_first": True}),
@@ -106,26 +99,18 @@ def check(engine, loss_fn, params, size, length=LENGTH):
     assert not {what: value for what, value in found.items() if not value < tolerance}, f"B={size} T={length}"
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @every_layer
-def test_results_are_those_of_torch(name, train):
-    """Also the masks of dropout between layers."""
+def test_results_are_those_of_torch(name):
     layer, options = LAYERS[name]
-    model = made(lambda: Classifier(layer, {**options, "dropout": 0.5 * (options.get("num_layers", 1) > 1)}, True))
-    recurrent = model.layer.train(train)
-    x = torch.randn(3, 4, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    hx = tuple(start.repeat(1, 3 if recurrent.batch_first else 4, 1) for start in model.start)
+    recurrent = made(lambda: Classifier(layer, options, True))
+    recurrent, start = recurrent.layer, recurrent.start
+    x = torch.randn(4, 3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    hx = tuple(each.repeat(1, 3, 1) for each in start)
     function = getattr(torch, recurrent.mode.lower())
     weights = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
-    arguments = (
-        x, hx if len(hx) > 1 else hx[0], weights, recurrent.bias, recurrent.num_layers, recurrent.dropout, train,
-        recurrent.bidirectional, recurrent.batch_first,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        wanted = function(*arguments)
-        torch.manual_seed(1)
-        found = COMPOSITES[function](*arguments)
+    arguments = (x, hx if len(hx) > 1 else hx[0], weights, recurrent.bias, recurrent.num_layers)
+    wanted = function(*arguments, 0.0, False, recurrent.bidirectional, False)
+    found = RECURRENT[function](*arguments, recurrent.bidirectional)
     assert len(found) == len(wanted)
     for own, others in zip(found, wanted, strict=True):
         assert own.shape == others.shape
@@ -175,22 +160,22 @@ def test_some_parameters_alone(engine, trainable):
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("engine", FAST)
 def test_dropout_between_layers(engine, layer):
-    """The gradients of all samples add up to that of torch with the same masks."""
-    model = made(lambda: Classifier(layer, {"num_layers": 3, "dropout": 0.5})).train()
-    forward, params = functionalize(model)
-    batch = batch_of(5, LENGTH)
+    """Gradients fit the losses of the same masks, which differ between samples."""
+    forward, params = functionalize(made(lambda: Classifier(layer, {"num_layers": 3, "dropout": 0.5})).train())
+    ids_BT, labels_B = batch_of(1, LENGTH)
+    batch, run = (ids_BT.expand(5, -1), labels_B.expand(5)), ENGINES[engine]()
+    generator = torch.Generator().manual_seed(0)
+    step = {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in params.items()}
 
-    def loss_fn(params, batch):
-        with torch_seed(insecure_key(1)):
-            return loss_of(forward)(params, batch)
+    def at(scale):
+        torch.manual_seed(1)
+        return run(loss_of(forward), {name: p + scale * step[name] for name, p in params.items()}, batch)
 
-    per_sample = ENGINES[engine](unproven="audit")(loss_fn, params, batch)  # a seed in the loss is a doubt
-    found = per_sample.weighted_sum({name: torch.ones(5) for name in params})
-    with torch_seed(insecure_key(1)):
-        losses_B = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    wanted = torch.autograd.grad(losses_B.sum(), list(model.parameters()))
-    for (name, _), grad in zip(model.named_parameters(), wanted, strict=True):
-        assert (found[name] - grad).abs().max() < 1e-12, name
+    found = at(0.0)
+    along_B = sum((found.grads[name].dense() * step[name]).flatten(1).sum(1) for name in params)
+    change_B = (at(1e-6).losses_B - at(-1e-6).losses_B) / 2e-6
+    assert len(set(found.losses_B.tolist())) == 5
+    assert (along_B - change_B).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -234,41 +219,6 @@ def shortened(batch, lengths):
 PACKED_LENGTHS = ((4, 4, 2), (5, 3, 2, 1), (3, 2, 1, 1, 1))
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
-@every_layer
-def test_packed_results_and_gradients_are_those_of_torch(name, dtype, train):
-    """Also the masks of dropout between layers."""
-    layer, options = LAYERS[name]
-    options = {**options, "dropout": 0.5 * (options.get("num_layers", 1) > 1)}
-    recurrent = made(lambda: Classifier(layer, options, True), dtype).layer.train(train)
-    generator = torch.Generator().manual_seed(0)
-    lengths = (4, 3, 3, 1)
-    batch_sizes = torch.tensor([sum(length > time for length in lengths) for time in range(4)])
-    draw = lambda *shape: torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
-    directions = recurrent.num_layers * (1 + recurrent.bidirectional)
-    sizes = [recurrent.proj_size or H] + [H] * (layer is nn.LSTM)
-    data, hx = draw(sum(lengths), D), tuple(draw(directions, len(lengths), size) for size in sizes)
-    weights = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
-    arguments = (
-        data, batch_sizes, hx if len(hx) > 1 else hx[0], weights, recurrent.bias, recurrent.num_layers,
-        recurrent.dropout, train, recurrent.bidirectional,
-    )  # fmt: skip
-    function = getattr(torch, recurrent.mode.lower())
-    results = []
-    for run in (function, COMPOSITES[function]):
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            outputs = run(*arguments)
-        directed = sum((out * torch.sin(torch.arange(out.numel(), dtype=dtype)).view_as(out)).sum() for out in outputs)
-        results.append((outputs, torch.autograd.grad(directed, (data, *hx, *weights))))
-    for own, others in zip(results[1], results[0], strict=True):
-        assert len(own) == len(others)
-        for value, wanted in zip(own, others, strict=True):
-            assert value.shape == wanted.shape
-            assert (value - wanted).abs().max() < TOLERANCE[dtype] * (1 + wanted.abs().max())
-
-
 @every_layer
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
 @pytest.mark.parametrize("enforce_sorted", [True, False], ids=["sorted", "not enforced"])
@@ -297,44 +247,6 @@ def test_packed_sequences_in_any_order(engine, layer):
         assert not {what: value for what, value in found.items() if not value < 1e-10}, lengths
 
 
-LENGTHS = {
-    "of all samples": lambda ids_BT: (ids_BT != 0).sum().expand(len(ids_BT)) % 3 + 1,
-    "of the next sample": lambda ids_BT: (ids_BT != 0).sum(1).roll(1),
-    "of the place in the batch": lambda ids_BT: torch.arange(len(ids_BT)) % ids_BT.shape[1] + 1,
-}
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("engine", FAST)
-def test_lengths_that_are_not_of_the_sample_are_refused(engine, lengths):
-    """The sizes of a packed sequence are numbers of all samples, and say nothing of whose they are."""
-    layer, table = nn.LSTM(D, H, batch_first=True).double(), torch.randn(WORDS, D, dtype=torch.float64)
-
-    def loss_fn(params, batch):
-        x = pack_padded_sequence(table[batch[0]], LENGTHS[lengths](batch[0]), batch_first=True, enforce_sorted=False)
-        output = functional_call(layer, params, (x,))[0]
-        return pad_packed_sequence(output, batch_first=True, total_length=LENGTH)[0].square().sum((1, 2))
-
-    batch = shortened(batch_of(3, LENGTH), (4, 2, 3))
-    with pytest.raises(UnsupportedModel, match="lengths|roll|sum"):
-        ENGINES[engine]()(loss_fn, functionalize(layer)[1], batch)
-
-
-@pytest.mark.parametrize("engine", FAST)
-def test_sizes_that_no_lengths_gave_are_refused(engine):
-    """Rows that a mask selected are those of other samples where another sample has more."""
-    layer, table = nn.GRU(D, H).double(), torch.randn(WORDS, D, dtype=torch.float64)
-
-    def loss_fn(params, batch):
-        rows = table[batch[0]].transpose(0, 1)[batch[0].T != 0]
-        packed = PackedSequence(rows, torch.tensor([3, 3, 2, 1]))
-        output = functional_call(layer, params, (packed,))[0]
-        return pad_packed_sequence(output, total_length=LENGTH)[0].square().sum((0, 2))
-
-    with pytest.raises(UnsupportedModel, match="number depends on values"):
-        ENGINES[engine]()(loss_fn, functionalize(layer)[1], shortened(batch_of(3, LENGTH), (4, 3, 2)))
-
-
 @every_layer
 @pytest.mark.parametrize("engine", FAST)
 def test_autocast(engine, name):
@@ -347,7 +259,6 @@ def test_autocast(engine, name):
             return loss_fn(params, batch).float()
 
     wanted = engines.loop()(loss_fn, params, batch).sq_norms()
-    ENGINES[engine]()(loss_fn, params, batch).sq_norms()  # the types that are kept of it have numbers of 32 bits
     found = ENGINES[engine]()(shortened_loss, params, batch).sq_norms()
     largest = max(float(norms_B.max()) for norms_B in wanted.values()) ** 0.5
     for key, norms_B in wanted.items():
@@ -362,7 +273,7 @@ def test_sixteen_bits_keep_small_numbers(layer):
         forward, params = functionalize(made(lambda: Classifier(layer, {"batch_first": True})).layer)
         params = {name: (0.01 * param).to(dtype) for name, param in params.items()}
         x = torch.randn(5, LENGTH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
-        found = bookkeeping()(lambda params, x, run=forward: run(params, x)[0].sum((1, 2)), params, x)
+        found = engines.auto()(lambda params, x, run=forward: run(params, x)[0].sum((1, 2)), params, x)
         first = {name: torch.eye(5, dtype=torch.float64)[0] for name in params}
         gates[dtype] = found.weighted_sum(first)["bias_ih_l0"].double().reshape(-1, H)
     assert ((gates[torch.float16] - gates[torch.float64]).norm(dim=1) < 0.01 * gates[torch.float64].norm(dim=1)).all()
@@ -374,7 +285,7 @@ def test_gates_that_are_closed():
     params["bias_ih_l0"] = params["bias_ih_l0"].clone().index_fill_(0, torch.arange(3 * H, 4 * H - 1), -200.0)
     x = torch.randn(5, LENGTH, D, generator=torch.Generator().manual_seed(0))
     loss_fn = lambda params, x: forward(params, x)[0].square().sum((1, 2))
-    wanted, found = (run(loss_fn, params, x).sq_norms() for run in (engines.loop(), bookkeeping()))
+    wanted, found = (run(loss_fn, params, x).sq_norms() for run in (engines.loop(), engines.auto()))
     for name, norms_B in wanted.items():
         assert (found[name] - norms_B).abs().max() < 1e-5, name
 
@@ -397,19 +308,20 @@ def test_longer_sequences_make_no_more_calls(name):
     for length in (2, 20):
         hx = torch.zeros(len(weights) // 4, 3, H, dtype=torch.float64)
         with Counting() as mode:
-            COMPOSITES[function](
-                torch.ones(length, 3, D, dtype=torch.float64), (hx, hx) if layer.mode == "LSTM" else hx, weights, True,
-                layer.num_layers, 0.0, False, layer.bidirectional, False,
-            )  # fmt: skip
+            x = torch.ones(length, 3, D, dtype=torch.float64)
+            RECURRENT[function](
+                x, (hx, hx) if layer.mode == "LSTM" else hx, weights, True, layer.num_layers, layer.bidirectional
+            )
         counts.append(mode.calls)
     assert counts[0] == counts[1] <= 25 * len(weights)
 
 
-def test_auto_takes_the_fast_engine():
-    loss_fn, params = built("LSTM, batch first", torch.float32)
-    run = engines.auto()
-    run(loss_fn, params, batch_of(3, LENGTH))
-    assert run.decision(loss_fn).engine == "bookkeeping"
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["", "dropout"])
+@pytest.mark.parametrize("model", [Classifier, Packed])
+def test_matrices_go_to_their_rule(model, options):
+    forward, params = functionalize(made(lambda: model(nn.LSTM, {"batch_first": True, **options})).train())
+    uses = engines.explain(loss_of(forward), params, batch_of(3, LENGTH)).uses
+    assert {use.op for use in uses if use.parameter.startswith("layer.")} == {"gates"}
 
 
 @pytest.mark.parametrize("engine", FAST)
@@ -421,59 +333,3 @@ def test_gradient_checkpointing(engine):
         params,
         3,
     )
-
-
-MIXING = {
-    "state of another sample": lambda x: (x.roll(1, 0).mean(1)[None, :, :1].expand(1, -1, 4), None),
-    "cell of another sample": lambda x: (None, x.roll(1, 0).mean(1)[None, :, :1].expand(1, -1, 4)),
-    "mean over samples": lambda x: (x.mean((0, 1))[None, None, :1].expand(1, len(x), 4), None),
-}
-
-
-@pytest.mark.parametrize("mixing", MIXING)
-def test_states_of_other_samples_are_refused(mixing):
-    """The steps in time are typed as one operation, which must find the samples of all that it joins."""
-    layer = torch.nn.LSTM(3, 4, batch_first=True)
-    forward, params = functionalize(layer)
-
-    def loss_fn(params, batch):
-        given = MIXING[mixing](batch)
-        first = tuple(torch.zeros(1, len(batch), 4) if one is None else one.contiguous() for one in given)
-        return forward(params, batch, first)[0].square().sum((1, 2))
-
-    with pytest.raises(UnsupportedModel):
-        bookkeeping()(loss_fn, params, torch.randn(5, 6, 3))
-
-
-def test_a_layer_without_mixing_is_proven_by_its_forward_pass(monkeypatch):
-    """The backward pass of the steps in time is one of those that need not be followed."""
-    settled = []
-    settle = Trace.settle
-
-    def noted(self, *args, **kwargs):
-        settled.append(settle(self, *args, **kwargs))
-        return settled[-1]
-
-    monkeypatch.setattr(Trace, "settle", noted)
-    forward, params = functionalize(torch.nn.LSTM(3, 4, batch_first=True))
-    result = bookkeeping()(lambda p, x: forward(p, x)[0].square().sum((1, 2)), params, torch.randn(5, 6, 3))
-    assert settled == [True]
-    assert not result.evidence.doubts
-
-
-def test_results_of_the_steps_in_time_have_the_rows_of_all_inputs():
-    batch = torch.randn(5, 4, 3)
-    trace = Trace(5)
-    with following(trace, batch):
-        own, other, matrix = batch.transpose(0, 1) * 1, batch.roll(1, 0).transpose(0, 1) * 1, batch[0] * 1
-        inputs = {
-            "alone": ([own], []), "other": ([own, other], []), "matrix": ([own], [matrix]), "cell": ([own, own[0]], []),
-        }  # fmt: skip
-    found = {}
-    for name, (given, fixed) in inputs.items():
-        made = torch.empty(4, 5, 2), torch.empty(5, 2)
-        declare_over_time(trace, made, given, fixed)
-        found[name] = [trace.type_of(tensor) for tensor in made]
-    assert [kind.axis for kind in found["alone"]] == [kind.axis for kind in found["cell"]] == [1, 0]
-    assert not any(kind.doubt for name in ("alone", "cell") for kind in found[name])
-    assert all(isinstance(kind, Mixed) or kind.doubt for name in ("other", "matrix") for kind in found[name])

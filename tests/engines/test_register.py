@@ -8,16 +8,16 @@ from reference import loop_gradients
 
 from dpfunc import engines
 from dpfunc.engines import register_rule
-from dpfunc.engines.rules import RULES
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.engines.rules import REGISTERED
+from dpfunc.errors import InvalidArgument
 
 
 @pytest.fixture
 def clean():
-    before = dict(RULES)
+    before = dict(REGISTERED)
     yield
-    RULES.clear()
-    RULES.update(before)
+    REGISTERED.clear()
+    REGISTERED.update(before)
 
 
 def xlog1py_grad(grad, input, other):
@@ -35,11 +35,30 @@ def xlog1py_loss(p, b):
 @pytest.mark.usefixtures("clean")
 def test_a_registered_rule_is_used():
     params, batch = {"w": torch.arange(4.0)}, torch.tensor([1.0, 0.5, -2.0])
-    with pytest.raises(UnsupportedModel, match="xlog1py of parameter 'w'.*register_rule"):
-        engines.bookkeeping()(xlog1py_loss, params, batch)
+    assert [use.op for use in engines.explain(xlog1py_loss, params, batch).uses] == ["vmap(grad)"]
     register_rule(torch.special.xlog1py, "other", xlog1py_grad, needs=["input"], example=COLUMN)
-    found = engines.bookkeeping()(xlog1py_loss, params, batch).grads["w"].dense()
+    assert [use.op for use in engines.explain(xlog1py_loss, params, batch).uses] == ["special_xlog1py"]
+    found = engines.auto()(xlog1py_loss, params, batch).grads["w"].dense()
     assert torch.allclose(found, torch.stack([grads["w"] for _, grads in loop_gradients(xlog1py_loss, params, batch)]))
+
+
+def everywhere(p, b):
+    """A hidden input, a use by rows that are no batch of one, one without rows, and one in place."""
+    hidden = torch.special.xlog1py((b * p["scale"])[:, None], p["w"])
+    shared = torch.special.xlog1py(torch.ones(4), p["w"])
+    many = torch.special.xlog1py(b.expand(3, len(b)).T[..., None].flatten(0, 1), p["w"])
+    return (hidden.mul_(2) + shared).square().sum(1) + many.sum().reshape(1).expand(len(b))
+
+
+@pytest.mark.usefixtures("clean")
+def test_all_uses_of_the_operation_give_the_gradients_of_single_samples():
+    params = {"w": torch.arange(4.0), "scale": torch.tensor(2.0)}
+    batch = torch.tensor([1.0, 0.5, -2.0])
+    register_rule(torch.special.xlog1py, "other", xlog1py_grad, needs=["input"], example=COLUMN)
+    grads = engines.auto()(everywhere, params, batch).grads
+    for name in params:
+        truth = torch.stack([each[name] for _, each in loop_gradients(everywhere, params, batch)])
+        assert torch.allclose(grads[name].dense(), truth), name
 
 
 WRONG = {
@@ -54,7 +73,30 @@ WRONG = {
 def test_a_wrong_rule_is_refused(name):
     with pytest.raises(InvalidArgument, match="what single samples give"):
         register_rule(torch.special.xlog1py, "other", WRONG[name], needs=["input"], example=COLUMN)
-    assert torch.special.xlog1py not in RULES
+    assert torch.special.xlog1py not in REGISTERED
+
+
+@pytest.mark.usefixtures("clean")
+def test_gradients_of_another_shape_are_refused():
+    rule = lambda grad, input, other: xlog1py_grad(grad, input, other).sum(1)
+    with pytest.raises(InvalidArgument, match=r"gradients \(3, 4\), got \(3,\)"):
+        register_rule(torch.special.xlog1py, "other", rule, needs=["input"], example=COLUMN)
+
+
+UNUSED = {
+    "an error": (torch.special.xlog1py, lambda grad, input: grad),
+    "not seen by torch": (lambda input, other: torch.special.xlog1py(input, other), xlog1py_grad),
+}
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_rule_that_is_not_used_is_refused(name):
+    """Rows whose rule fails are computed without it, and say nothing of the rule."""
+    op, rule = UNUSED[name]
+    with pytest.raises(InvalidArgument, match="to be used"):
+        register_rule(op, "other", rule, needs=["input"], example=COLUMN)
+    assert op not in REGISTERED
 
 
 @pytest.mark.usefixtures("clean")

@@ -7,7 +7,7 @@ import torch
 from reference import loop_gradients
 from row_programs import batch_of, made
 
-from dpfunc.engines import vmap_grad
+from dpfunc.engines import auto
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
 
@@ -18,7 +18,7 @@ def credited(program, params, batch, seed):
     """Loss and gradient of each row, (B, 1 + P); None where the engine refuses."""
     try:
         with torch_seed(insecure_key(seed)):
-            found = vmap_grad()(program, params, batch)
+            found = auto()(program, params, batch)
     except (UnsupportedModel, InvalidArgument):
         return None
     table = [found.losses_B[:, None]]

@@ -50,7 +50,7 @@ def test_vision_models_equal_the_loop(results, engine, model, choice, dtype):
     line = results[model, choice, dtype, engine]
     assert "error" not in line, line["error"]
     found = line["differences"]
-    assert ("gradients" in found) == (engine != "ghost") or engine == "vmap_grad"  # groups have none
+    assert "gradients" in found or engine != "loop"  # groups of rows, and ghosts, have none
     # A norm that is wrong by r makes its square wrong by 2 r.
     limits = {name: TOLERANCE[dtype] * (2 if name == "squared norms" else 1) for name in found}
     assert all(value < limits[name] for name, value in found.items()), found

@@ -167,7 +167,7 @@ def test_L17_length_grouping(outputs):
 
 @pytest.mark.slow
 def test_a_loop_of_your_own(outputs):
-    assert block_with(outputs, "dp_step.decision.engine").startswith("bookkeeping ")
+    assert block_with(outputs, "dp_step.decision.engine").startswith("one pass ")
 
 
 @pytest.mark.parametrize("row", COVERED)

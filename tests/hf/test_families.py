@@ -126,12 +126,12 @@ def assert_equal(found, expected, tolerance):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_engine_equals_single_samples(name):
-    """L7, T8, C2: book-keeping for each family, the ghost engine for two of them."""
+    """L7, T8, C2: the default engine for each family, the ghost engine for two of them."""
     family = FAMILIES[name]
     _, loss_fn, params = build(family)
     batch = batch_of(family)
     expected = engines.loop()(loss_fn, params, batch)
-    assert_equal(engines.bookkeeping()(loss_fn, params, batch), expected, 2e-4)
+    assert_equal(engines.auto()(loss_fn, params, batch), expected, 2e-4)
     if name in ("GPT-2", "T5"):
         assert_equal(engines.ghost()(loss_fn, params, batch), expected, 2e-4)
 
@@ -146,7 +146,7 @@ def test_T3_padding_of_the_batch_does_not_matter(name):
     family = FAMILIES[name]
     _, loss_fn, params = build(family)
     batch = batch_of(family)
-    together = engines.bookkeeping()(loss_fn, params, batch)
+    together = engines.auto()(loss_fn, params, batch)
     length = int(batch["attention_mask"][1].sum())
     rows = slice(-length, None) if family.left else slice(length)
     short = {key: value[1:2, rows] if value.dim() == 2 else value[1:2] for key, value in batch.items()}
@@ -163,7 +163,7 @@ def test_L18_bfloat16(name):
     family = FAMILIES[name]
     _, loss_fn, params = build(family, torch.bfloat16)
     batch = batch_of(family)
-    found, expected = engines.bookkeeping()(loss_fn, params, batch), engines.loop()(loss_fn, params, batch)
+    found, expected = engines.auto()(loss_fn, params, batch), engines.loop()(loss_fn, params, batch)
     assert found.losses_B.dtype == torch.float32
     assert all(norms_B.dtype == torch.float32 for norms_B in found.sq_norms().values())
     assert_equal(found, expected, 5e-2)
@@ -190,7 +190,7 @@ def test_gradient_checkpointing(name):
     model.train()
     layers = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
     assert layers
-    assert_equal(engines.bookkeeping()(loss_fn, params, batch), expected, 2e-4)
+    assert_equal(engines.auto()(loss_fn, params, batch), expected, 2e-4)
 
 
 def test_experts():
@@ -200,4 +200,4 @@ def test_experts():
     batch = batch_of(family)
     engine = engines.auto()
     assert_equal(engine(loss_fn, params, batch), engines.loop()(loss_fn, params, batch), 2e-4)
-    assert engine.decision(loss_fn).engine == "bookkeeping"
+    assert engine.decision(loss_fn).engine == "groups"

@@ -92,7 +92,7 @@ def test_similarity_of_sentences():
     model, scores = sentence_model(), torch.tensor([0.1, 0.9, 0.5, 0.3])
     forward, params = functionalize(model)
     case = Case(make_loss_fn(forward, "sentence_similarity"), params, {**sentences(), "label": scores})
-    assert engine_that_equals_the_loop(case) == "bookkeeping"
+    assert engine_that_equals_the_loop(case) == "groups"
     losses = case.loss_fn(params, case.batch)
     for row in range(4):
         parts = []
@@ -109,7 +109,7 @@ def test_similarity_of_sentences():
 def test_classes_of_sentences():
     forward, params = functionalize(SoftmaxLoss(sentence_model()))
     case = Case(make_loss_fn(forward, "sentence_classes"), params, {**sentences(), "label": torch.tensor([0, 2, 1, 1])})
-    assert engine_that_equals_the_loop(case) == "bookkeeping"
+    assert engine_that_equals_the_loop(case) == "groups"
     assert "classifier.weight" in params
     losses = case.loss_fn(params, case.batch)
     for row in range(4):
@@ -306,14 +306,14 @@ def test_paligemma_needs_the_types_of_tokens():
     model, batch = paligemma()
     forward, params = functionalize(model)
     case = Case(make_loss_fn(forward, "vqa"), params, batch)
-    assert engine_that_equals_the_loop(case) == "bookkeeping"
+    assert engine_that_equals_the_loop(case) == "one pass"
     del batch["token_type_ids"]
     with pytest.raises(InvalidArgument, match="token_type_ids"):
         case.loss_fn(params, batch)
 
 
-def test_paligemma_without_types_is_computed_row_by_row():
-    """In a loss of one's own nothing refuses it: the trace does not trust that the mask may be omitted."""
+def test_paligemma_without_types_is_computed_in_groups():
+    """In a loss of one's own nothing refuses it: each row is computed as if it were alone."""
     model, batch = paligemma()
     del batch["token_type_ids"]
     forward, params = functionalize(model)
@@ -324,7 +324,7 @@ def test_paligemma_without_types_is_computed_row_by_row():
         ).logits
         return causal_lm(logits, rows["labels"])
 
-    assert engine_that_equals_the_loop(Case(loss_fn, params, batch)) == "loop"
+    assert engine_that_equals_the_loop(Case(loss_fn, params, batch)) == "groups"
 
 
 def test_the_start_of_a_decoder_is_the_models_own():

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines.guards.modes import DispatchMode
 from dpfunc.errors import UnsupportedModel
 
 _NAMESPACES = ("_c10d_functional", "c10d")
@@ -90,16 +88,6 @@ def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
     )
 
 
-def _depends(tensor: torch.Tensor) -> bool:
-    """True if a tensor depends on the sample, or on what is differentiated."""
-    functorch = torch._C._functorch
-    depends = tensor.requires_grad
-    while functorch.is_functorch_wrapped_tensor(tensor) and not depends:
-        depends = functorch.is_batchedtensor(tensor)
-        tensor = functorch.get_unwrapped(tensor)
-    return depends
-
-
 def communicates(func: object) -> bool:
     """True if an operation is a collective: it exchanges data between ranks.
 
@@ -122,31 +110,6 @@ def check_own(func: object) -> None:
             raise _refusal(name, module, line)
 
 
-class _Batched(TorchFunctionMode):
-    """Refuses collectives of batched and of differentiated tensors. Those of others (frozen weights) pass."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = _collective(func)
-        if name is not None:
-            if torch.compiler.is_compiling():  # dynamo traces neither the caller nor what a tensor is wrapped in
-                raise UnsupportedModel("The loss communicates between ranks, in a step that is compiled.")
-            leaves = pytree.tree_leaves((args, kwargs))
-            if any(isinstance(leaf, torch.Tensor) and _depends(leaf) for leaf in leaves):
-                raise _refusal(name, *_caller())
-        return func(*args, **(kwargs or {}))
-
-
-def none_batched() -> AbstractContextManager[object]:
-    """Inside, a collective of a batched tensor is an error and not silently its input. No effect without ranks."""
-    return _Batched() if initialized() else nullcontext()
-
-
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "embedding", "convolution")
 )
@@ -161,7 +124,7 @@ def note_meshes(func: object, args: Sequence[Any], meshes: list[Any]) -> None:
 
 
 @dataclass(eq=False)
-class CollectiveRecorder(DispatchMode):
+class CollectiveRecorder(TorchDispatchMode):
     """Refuses collectives that are not torch's own, and notes on which meshes layers are split.
 
     Args:
@@ -171,7 +134,12 @@ class CollectiveRecorder(DispatchMode):
     meshes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, to leave this mode out of what rows alone do not compile anyway."""
+        return False
 
     def __torch_dispatch__(
         self,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.lockstep import refused_by_all
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
 
@@ -63,23 +64,6 @@ def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
     check_depends(losses_B.requires_grad)
 
 
-def refuse_unproven(doubts: Sequence[str]) -> None:
-    """Refuse a step with doubts; also on processes in lockstep with one that has doubts.
-
-    Raises:
-        UnsupportedModel: naming them, and their usual causes.
-    """
-    with refused_by_all():
-        if doubts:
-            raise UnsupportedModel(
-                "It cannot be shown that the samples of this batch do not influence each other: "
-                f"{shorten(list(dict.fromkeys(doubts)))}. Likely causes: a statistic of the batch (BatchNorm in "
-                "training mode, a mean over the tokens of the batch, in-batch negatives), routing or sorting over the "
-                "whole batch, Python numbers taken from tensors. Compute each loss from its own row alone; "
-                'or use engine="vmap" or "loop", which compute each row alone.'
-            )
-
-
 def refuse_reentrant(inputs: object, output: object) -> None:
     """Refuse reentrant checkpoints in the graph between inputs and output: they detach the parameters.
 
@@ -126,22 +110,23 @@ def parameters_unchanged(params: Params) -> Iterator[None]:
     written = [name for name, param in params.items() if param._version != before[name]]
     if written:
         raise UnsupportedModel(
-            f"The loss writes into the parameters {shorten(written)}: they are overwritten now. Use out-of-place "
-            "operations, and start again from the last checkpoint."
+            f"The loss writes into the parameters {shorten(written)}. Use out-of-place operations. If it has kept "
+            "parameters of its own and written into those, they are overwritten: start again from the last checkpoint."
         )
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, what the user has compiled by `torch.compile` runs without compilation: a step sees each operation."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing was compiled, and torch's compiler stays unloaded
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 # Parts of torch's messages about code that a step cannot follow -> advice.
 _NOT_FOLLOWED = {
-    ("fullgraph=True found no compiled frames",): (
-        "A part of the model was compiled with fullgraph=True, and a step must see its operations one by one. Leave "
-        "fullgraph out: inside of a step that part then runs without compilation. To compile the step itself: "
-        "make_dp_step(..., compile=True, microbatch_size=...)."
-    ),
-    ("HigherOrderOperator", "TransformType"): (
-        "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. Use "
-        "torch.where where a condition is each row's own, and if or for in Python where it is the same for all."
-    ),
     ("TorchScript", "Jitted modules"): (
         "A part of the loss was compiled by torch.jit, and failed inside of a step. Call the function or module from "
         "which it was made, before torch.jit.script or torch.jit.trace."
@@ -153,8 +138,8 @@ _NOT_FOLLOWED = {
     ("Batching rule not implemented",): (
         'The loss runs an operation that vmap cannot compute. Use engine="auto", or "loop".'
     ),
-    ("Batch norm got a batched tensor",): (
-        "BatchNorm in training mode writes statistics of the batch into its buffers. Use "
+    ("Batch norm got a batched tensor", "Expected more than 1 value per channel"): (
+        "BatchNorm in training mode normalises with statistics of the batch, and writes them into its buffers. Use "
         "dpfunc.replace_batchnorm(model), or model.eval() if its statistics come from public data."
     ),
 }
@@ -169,7 +154,7 @@ def unfollowed_code_is_an_error() -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, ValueError) as error:
         for symptoms, advice in _NOT_FOLLOWED.items():
             if any(symptom in str(error) for symptom in symptoms):
                 raise UnsupportedModel(advice) from error

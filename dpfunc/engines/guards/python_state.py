@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc.engines.tracing.entries import EARLIER_MEMORY, key_of, part
+from dpfunc.engines.guards.earlier_rows import is_earlier, plain_memory
+from dpfunc.engines.levels import inside
 from dpfunc.errors import UnsupportedModel
 
 _MAX_OBJECTS = 100_000
@@ -37,6 +38,12 @@ _LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
 _INSTALLED = tuple(site.getsitepackages())
 # What models of Transformers keep of a batch for the next token of the same one; no loss reads it.
 _OF_GENERATION = frozenset(("rope_deltas",))
+# What recurrent layers of torch keep of their parameters, and replace in each call.
+_OF_RECURRENT = frozenset(("_flat_weights", "_flat_weight_refs"))
+# What functions of torch that are never compiled (`torch.utils.checkpoint`) keep of themselves at their first call.
+_OF_COMPILER = frozenset(("__dynamo_disable",))
+# What `torch.autocast` notes when it is entered, to go back to it.
+_OF_AUTOCAST = frozenset(("prev", "prev_cache_enabled", "prev_fastdtype"))
 _never_equal = itertools.count()
 
 
@@ -59,7 +66,7 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
         if id(value) in visited or isinstance(value, _OPAQUE) or (isinstance(value, type) and _of_library(value)):
             continue
         visited[id(value)] = value
-        for item in _inside(value):
+        for item in _parts(value):
             if isinstance(item, _PLAIN):
                 values.append(item)
             elif isinstance(item, Tensor):
@@ -71,29 +78,48 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
-    """How often a tensor was written into; its numbers, if they are few.
+    """How often a tensor was written into, and some of its numbers: all if they are few.
 
-    The trace refuses those that depend on a batch where they are used.
+    Tensors of earlier rows are refused where they are used. Numbers are compared as well, since some operations write
+    without saying so (batch norm), and since a tensor may be another one of the same shape.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
-        return ("tensor",)
-    own = part(tensor)
-    earlier = EARLIER_MEMORY.get(key_of(own))
-    if (earlier is not None and not earlier.expired()) or own.is_inference() or own.is_meta:
+    tensor = inside(tensor)  # `self.table = self.table.to(device)` gives the same one at a level
+    own = None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else plain_memory(tensor)
+    if own is None or own.is_inference() or own.is_meta or is_earlier(own):
         return ("tensor",)
     if not own.untyped_storage().size():  # FSDP frees what it has gathered
         return ("tensor",)
-    return own._version, repr(own.tolist()) if own.numel() <= _SMALL else tuple(own.shape)
+    return own._version, tuple(own.shape), str(own.dtype), repr(_some(own.detach()).tolist())
 
 
-def _inside(value: object) -> Iterable[Any]:
+def _some(tensor: Tensor) -> Tensor:
+    """Numbers of a tensor at equal distances: all of them if they are few."""
+    if tensor.numel() <= _SMALL:
+        return tensor
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    step = -(-span // _SMALL)
+    return tensor.as_strided((-(-span // step),), (step,))
+
+
+def _parts(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
     own = vars(value) if hasattr(value, "__dict__") else None
-    attributes = None if own is None else [item for name, item in own.items() if name not in _OF_GENERATION]
-    for kinds, inside in _INSIDE:
+    attributes = None if own is None else [item for name, item in own.items() if name not in _left_out(value)]
+    for kinds, parts in _INSIDE:
         if isinstance(value, kinds):
-            return (*inside(value), *(attributes or ()), type(value))
+            return (*parts(value), *(attributes or ()), type(value))
     return (*(_reduced(value) if attributes is None else attributes), type(value))
+
+
+def _left_out(value: object) -> frozenset[str]:
+    """Names of attributes that are no state of a loss."""
+    if isinstance(value, torch.nn.RNNBase):
+        return _OF_GENERATION | _OF_RECURRENT
+    if type(value) is torch.autocast:
+        return _OF_AUTOCAST
+    if isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] == "torch":
+        return _OF_GENERATION | _OF_COMPILER
+    return _OF_GENERATION
 
 
 def _elements(value: Any) -> Iterable[Any]:
@@ -127,8 +153,8 @@ def _reduced(value: Any) -> Iterable[Any]:
 @functools.lru_cache(4096)
 def _names(code: CodeType) -> frozenset[str]:
     """Global names and names of attributes that a function uses, and those in functions inside of it."""
-    inside = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(code.co_names).union(*inside)
+    within = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*within)
 
 
 def _reached(function: Any) -> Iterable[Any]:
@@ -186,38 +212,38 @@ _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 def note_kept(loss_fn: object, before: object, read: str) -> None:
     """Note a loss that has given numbers of its rows to Python, if what it keeps is not what it was before that."""
     if loss_fn not in _keeping and python_state(loss_fn) != before:
-        _keeping[loss_fn] = read
+        _keeping[loss_fn] = f"gives numbers of its rows to Python ({read})"
 
 
 def refuse_kept(loss_fn: object) -> None:
-    """Refuse a loss that gives numbers of its rows to Python and keeps something from call to call.
+    """Refuse a loss that keeps something from call to call.
 
     Raises:
         UnsupportedModel: it was noted.
     """
     if loss_fn in _keeping:
         raise UnsupportedModel(
-            f"The loss gives numbers of its rows to Python ({_keeping[loss_fn]}), and what it keeps from call to call "
-            "has changed (a list, an attribute, a cache): samples of this step or of later ones would influence each "
-            "other. Keep nothing, or compute without Python numbers."
+            f"The loss {_keeping[loss_fn]}, and what it keeps from call to call has changed (a counter, a list, an "
+            "attribute, a buffer, a cache, a random generator of its own): samples of this step or of later ones would "
+            "influence each other. Keep nothing from call to call: model.eval() for BatchNorm and spectral norm, "
+            "torch's default generator for random numbers, tensors in place of Python numbers; or count in the "
+            "training loop, and give the count as a column of the batch."
         )
 
 
 def was_kept(loss_fn: object) -> bool:
-    """True if a loss has kept numbers of its rows."""
+    """True if a loss was noted."""
     return loss_fn in _keeping
 
 
 def refuse_counting(loss_fn: object, before: object) -> None:
-    """Refuse a loss that changes what it keeps at each call, where a batch needs several: rows would see their number.
+    """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call.
+
+    The number of calls follows from the other records. It is noted: what it has kept stays.
 
     Raises:
         UnsupportedModel: what it keeps is not what it was `before`.
     """
     if python_state(loss_fn) != before:
-        raise UnsupportedModel(
-            "The loss changes what it keeps at each call (a counter, a list, a buffer, a random generator of its own), "
-            "and is called several times for one batch: the number of calls follows from the other records. Keep "
-            "nothing from call to call: model.eval() for BatchNorm and spectral norm, torch's default generator for "
-            "random numbers; or count in the training loop, and give the count as a column of the batch."
-        )
+        _keeping[loss_fn] = "is called once for each row or part of a batch, whose number tells of other rows"
+    refuse_kept(loss_fn)

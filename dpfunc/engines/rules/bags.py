@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines.tracing.trace import current_trace
-from dpfunc.errors import UnsupportedModel
-
 
 def embedding_bag(
     input: Tensor,
@@ -26,26 +23,15 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Compute embedding_bag from operations that have rules; the gradient is dense, also with `sparse`.
-
-    Raises:
-        UnsupportedModel: max_norm or scale_grad_by_freq.
-    """
-    if max_norm is not None or scale_grad_by_freq:
-        raise UnsupportedModel(
-            f"embedding_bag of a parameter {tuple(weight.shape)} with max_norm={max_norm}, scale_grad_by_freq="
-            f"{scale_grad_by_freq} looks at the whole batch. Switch both off, or leave the parameter out."
-        )
+    """Compute embedding_bag from operations that have rules; the gradient is dense, also with `sparse`."""
     ids_NL, real_NL, weights_NL = input, torch.ones_like(input, dtype=torch.bool), per_sample_weights
     if offsets is not None:
         positions_NL, real_NL = _positions(len(input), offsets, include_last_offset)
-        bounds = offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
-        positions_NL = _declare_bags(input, bounds, positions_NL, real_NL)
         ids_NL = _at(input, positions_NL)
         weights_NL = None if per_sample_weights is None else _at(per_sample_weights, positions_NL)
     if padding_idx is not None:
         real_NL = real_NL & (ids_NL != padding_idx % len(weight))
-    rows_NLd = F.embedding(ids_NL, weight)
+    rows_NLd = F.embedding(ids_NL, weight, None, max_norm, norm_type, scale_grad_by_freq)
     real_NL1 = real_NL[:, :, None]
     if mode == "max":
         return _largest(rows_NLd, real_NL1)
@@ -56,21 +42,13 @@ def embedding_bag(
     return sums_Nd if mode == "sum" else sums_Nd / real_NL1.sum(1).clamp(min=1)
 
 
-def _declare_bags(ids: Tensor, bounds: Tensor, positions_NL: Tensor, real_NL: Tensor) -> Tensor:
-    """Declare the positions of each bag as those of one sample, after a check that its ids are of one sample."""
-    trace = current_trace()
-    return positions_NL if trace is None else trace.declare_parts(ids, bounds, positions_NL, real_NL)
-
-
 def _positions(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
     """The positions of each bag's ids among all, as many as the longest has; and the mask of those that are its own."""
     starts_N = offsets[:-1] if include_last_offset else offsets
     ends_N = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), count)])
     longest = int((ends_N - starts_N).max()) if len(starts_N) else 0
     positions_NL = starts_N[:, None] + torch.arange(longest, device=offsets.device)
-    real_NL = positions_NL < ends_N[:, None]
-    # positions after the end of a bag have its first id, so that they are its own
-    return torch.where(real_NL, positions_NL, starts_N[:, None]).clamp(max=max(0, count - 1)), real_NL
+    return positions_NL.clamp(max=max(0, count - 1)), positions_NL < ends_N[:, None]
 
 
 def _at(values: Tensor, positions_NL: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ Axis letters: B samples, m images of one sample, C and P channels, G groups, T p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from itertools import product
 
 import torch
@@ -127,7 +127,7 @@ class Convolved:
         """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
         g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
         pieces = self._pieces(g_BmP, x_BmC, math.prod(self.args.shape))
-        if len(pieces) == 1 or torch.compiler.is_compiling():
+        if len(pieces) == 1:
             return self._formed(g_BmP, x_BmC)
         grads_B = g_BmP.new_empty(len(g_BmP), *self.args.shape)
         for rows, (g, x) in zip(torch.split(grads_B, len(pieces[0][0])), pieces, strict=True):
@@ -275,16 +275,9 @@ class Convolved:
         g_BmP, x_BmC = (g_BmP * scale_B, x_BmC) if g_BmP.numel() <= x_BmC.numel() else (g_BmP, x_BmC * scale_B)
         return self.args.weight_grad(g_BmP.flatten(0, 1), x_BmC.flatten(0, 1))
 
-    def fits(self, num_samples: int, shape: tuple[int, ...]) -> bool:
-        return self.args.shape == shape and self.g_BmP.shape[:2] == self.x_BmC.shape[:2]
-
     @property
     def shape(self) -> tuple[int, ...]:
         return self.args.shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.g_BmP, self.x_BmC
 
 
 def _products(side: Tensor) -> Tensor:
@@ -293,52 +286,22 @@ def _products(side: Tensor) -> Tensor:
     return flat_ncT.transpose(1, 2) @ flat_ncT
 
 
-def _costs(use: Use, transposed: bool) -> Costs:
+def _costs(use: Use) -> Costs:
     """Costs of the kernel; gradients of a bias are formed."""
-    if "weight" not in use.shapes or use.sample_axis.axis != 0 or len(use.output) != len(use.shapes["weight"]):
+    if "weight" not in use.shapes:
         return summed(sum(math.prod(shape) for shape in use.shapes.values()))
-    shape, options = use.shapes["weight"], use.options
+    shape, options, transposed = use.shapes["weight"], use.options, "output_padding" in use.options
     size = use.output.numel() // max(1, use.num_samples * use.output[1])
-    stride = _tuple(options["stride"], len(shape) - 2)
+    stride = per_axis(options["stride"], len(shape) - 2)
     if not transposed and math.prod(shape[2:]) == options["groups"] == 1:
         return matrix(size, shape[0], shape[1])
     positions, cells = (size // math.prod(stride), size) if transposed else (size, size * math.prod(stride))
     return Kernel(positions, cells, shape, stride, options["groups"]).costs()
 
 
-def _tuple(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+    """One number for each axis."""
     return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(tuple(value)) == 1 else 1)
-
-
-def _padded(x: Tensor, padding: str, args: ConvolutionArgs) -> tuple[Tensor, tuple[int, ...]]:
-    """`padding="same"` may be one wider on the right: then the input is padded by hand."""
-    axes = len(args.stride)
-    if padding == "valid":
-        return x, (0,) * axes
-    totals = [dilation * (size - 1) for dilation, size in zip(args.dilation, args.shape[2:], strict=True)]
-    if all(total % 2 == 0 for total in totals):
-        return x, tuple(total // 2 for total in totals)
-    sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    return F.pad(x, sides), (0,) * axes
-
-
-def _grads(use: Use, grad: Tensor, x: Tensor, args: ConvolutionArgs) -> Grads:
-    if use.sample_axis.axis != 0 or len(use.output) != len(args.stride) + 2:
-        raise use.refuse("the samples are not on axis 0 of (N, C, ...).")
-    grads: dict[str, PerSampleGrad] = {}
-    g_BmP = use.split(grad)
-    if "weight" in use.wanted:
-        x_BmC = use.split(x)
-        plain = math.prod(args.shape[2:]) == 1 and args.groups == 1 and not args.transposed
-        if plain and not any(args.padding):  # 1 x 1: a matrix at each position
-            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, step) for step in args.stride)]
-            g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
-            grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
-        else:
-            grads["weight"] = Convolved(g_BmP, x_BmC, args)
-    if "bias" in use.wanted:
-        grads["bias"] = Dense(to_accumulation_dtype(g_BmP).sum([axis for axis in range(1, g_BmP.ndim) if axis != 2]))
-    return grads
 
 
 def _convolution(
@@ -348,19 +311,12 @@ def _convolution(
     weight: Tensor,
     bias: Tensor | None = None,
     stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
+    padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Grads:
     """Gradients of weight and bias in conv1d, conv2d and conv3d."""
-    axes = len(use.output) - 2
-    shape = tuple(use.shapes.get("weight", ()))
-    numeric = 0 if isinstance(padding, str) else padding
-    args = ConvolutionArgs(shape, _tuple(stride, axes), _tuple(numeric, axes), _tuple(dilation, axes), groups)
-    if isinstance(padding, str) and "weight" in use.wanted:
-        input, pads = _padded(input, padding, args)
-        args = replace(args, padding=pads)
-    return _grads(use, grad, input, args)
+    return _grads(use, grad, input, (stride, padding, dilation), groups)
 
 
 def _transposed(
@@ -376,21 +332,39 @@ def _transposed(
     dilation: int | Sequence[int] = 1,
 ) -> Grads:
     """Gradients of weight and bias in conv_transpose1d, conv_transpose2d and conv_transpose3d."""
-    axes = len(use.output) - 2
-    shape = tuple(use.shapes.get("weight", ()))
-    strides, pads, dilations = (_tuple(value, axes) for value in (stride, padding, dilation))
-    return _grads(
-        use, grad, input, ConvolutionArgs(shape, strides, pads, dilations, groups, True, _tuple(output_padding, axes))
-    )
+    return _grads(use, grad, input, (stride, padding, dilation), groups, output_padding)
 
 
+def _grads(
+    use: Use,
+    grad: Tensor,
+    x: Tensor,
+    sizes: Sequence[int | Sequence[int]],
+    groups: int,
+    output_padding: int | Sequence[int] | None = None,
+) -> Grads:
+    grads: dict[str, PerSampleGrad] = {}
+    g_BmP, axes = use.split(grad), grad.ndim - 2
+    if "weight" in use.wanted:
+        further = () if output_padding is None else per_axis(output_padding, axes)
+        stride, padding, dilation = (per_axis(value, axes) for value in sizes)
+        args = ConvolutionArgs(
+            tuple(use.shapes["weight"]), stride, padding, dilation, groups, output_padding is not None, further
+        )
+        x_BmC = use.split(x)
+        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(padding):
+            # 1 x 1: a matrix at each position
+            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, step) for step in stride)]
+            g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
+            grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
+        else:
+            grads["weight"] = Convolved(g_BmP, x_BmC, args)
+    if "bias" in use.wanted:
+        grads["bias"] = Dense(to_accumulation_dtype(g_BmP).sum([axis for axis in range(1, g_BmP.ndim) if axis != 2]))
+    return grads
+
+
+CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
-RULES = (
-    Rule((F.conv1d, F.conv2d, F.conv3d), _convolution, _NEEDS, partial(_costs, transposed=False)),
-    Rule(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-        _transposed,
-        _NEEDS,
-        partial(_costs, transposed=True),
-    ),
-)
+RULES = (Rule(CONVOLUTIONS, _convolution, _NEEDS, _costs), Rule(TRANSPOSED, _transposed, _NEEDS, _costs))

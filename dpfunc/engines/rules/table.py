@@ -1,4 +1,4 @@
-"""Rules for the per-sample gradients of one operation's use of a parameter, and the table of all rules."""
+"""Rules for the per-sample gradients of one operation's use of a parameter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 
 from dpfunc.engines.cost import Choice, Costs, summed
 from dpfunc.engines.per_sample import PerSampleGrad
-from dpfunc.engines.uses.sample_axis import SampleAxis
-from dpfunc.errors import UnsupportedModel
 
 Grads = Mapping[str, PerSampleGrad]
 
@@ -26,9 +25,9 @@ class Use:
     Args:
         rule: what applies. name: of the operation. num_samples: B.
         wanted: argument of the operation -> name of the parameter. shapes: -> shape of the parameter there.
-        sample_axis: axis of the samples in the operation's result, and in its inputs.
         options: the operation's other arguments, without the tensors that the rule does not need.
-        output: shape of the result.
+        output: shape of the result. axis: of the samples, in the result and in the inputs.
+        images: positions of each sample on axis 0, of operations that have an axis of images.
     """
 
     rule: Rule
@@ -36,50 +35,31 @@ class Use:
     num_samples: int
     wanted: Mapping[str, str]
     shapes: Mapping[str, torch.Size]
-    sample_axis: SampleAxis
     options: Mapping[str, Any]
     output: torch.Size
-    _chosen: list[tuple[Costs, Choice, Choice]] = field(default_factory=list, repr=False, compare=False)
+    axis: int = 0
+    images: int = 1
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Key of uses that get the same representation."""
-        return (*self.wanted.values(), self.name, *self.output)
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of its gradients, by shapes."""
+        numbers = sum(math.prod(shape) for shape in self.shapes.values())
+        return summed(numbers) if self.rule.costs is None else self.rule.costs(self)
 
-    def choose(self, budget: float = math.inf, *, groupwise: bool = False) -> Choice:
+    def choose(self, budget: float = math.inf) -> Choice:
         """The representation of its gradients by the cost model; see `Costs.choose`."""
-        if not self._chosen:
-            numbers = sum(math.prod(shape) for shape in self.shapes.values())
-            costs = summed(numbers) if self.rule.costs is None else self.rule.costs(self)
-            first, early = (costs.choose(self.num_samples, groupwise=each) for each in (False, True))
-            self._chosen.append((costs, first, early))
-        costs, first, early = self._chosen[0]
-        choice = early if groupwise else first
-        if choice.representation == "formed" and choice.num_bytes > budget:
-            return costs.choose(self.num_samples, budget, groupwise=groupwise)
-        return choice
+        return self.costs.choose(self.num_samples, budget)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """(..., B * m, ...) -> (B, ..., m, ...)."""
-        return self.sample_axis.split(tensor, self.num_samples)
+        """(B * m, ...) -> (B, m, ...), m images of each sample."""
+        return torch.unflatten(tensor, 0, (self.num_samples, self.images))
 
     def positions(self, tensor: Tensor, features: int = 1) -> Tensor:
         """-> (B, T, *features): all axes but the last `features` become positions of one sample."""
-        if self.sample_axis.axis >= tensor.ndim - features:
-            raise self.refuse("the samples are on an axis of the parameter.")
-        one = self.sample_axis.is_plain() and tensor.ndim - features
-        if one == 1 or one == 2:  # (B, *features) and (B, T, *features)
-            return tensor.unsqueeze(1) if one == 1 else tensor
-        rows_B = self.split(tensor)
-        return rows_B.reshape(self.num_samples, -1, *rows_B.shape[rows_B.ndim - features :])
-
-    def refuse(self, reason: str) -> UnsupportedModel:
-        """An error that names parameter, operation and shapes."""
-        names = ", ".join(f"{name!r} {tuple(self.shapes[arg])}" for arg, name in self.wanted.items())
-        return UnsupportedModel(
-            f"{self.name} of parameter {names}, result {tuple(self.output)}: {reason} "
-            'Use engine="vmap" or "loop", or leave the parameter out.'
-        )
+        if self.axis:
+            tensor = tensor.movedim(self.axis, 0)
+        between = tensor.ndim - features - 1
+        return tensor.flatten(1, between) if between > 1 else tensor if between else tensor.unsqueeze(1)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
-
-from dpfunc.engines.guards.modes import unseen
-from dpfunc.engines.tracing.backward import reviewed
-from dpfunc.engines.tracing.declared import declare_over_time
-from dpfunc.engines.tracing.trace import current_trace
 
 
 def _steps(length: int, reverse: bool) -> range:
@@ -37,16 +31,12 @@ def before(all_TBH: Tensor, first_BH: Tensor, reverse: bool) -> Tensor:
     return torch.cat(parts)
 
 
-def _masks(mask_TB1: Tensor | None, length: int) -> Sequence[Tensor | None]:
-    return [None] * length if mask_TB1 is None else mask_TB1.unbind(0)
-
-
 @dataclass(frozen=True)
 class _Walked:
     """Results of a recurrent layer over all steps.
 
     Args:
-        saved: what the backward pass needs, beside the weights and the mask. last_BH: the last cell of an LSTM.
+        saved: what the backward pass needs, beside the weights. last_BH: the last cell of an LSTM.
         inner_TBH: its outputs before they are projected.
     """
 
@@ -64,7 +54,6 @@ def _lstm(
     shares: Sequence[Tensor],
     before_TBP: Tensor,
     known_TBP: Tensor,
-    mask_TB1: Tensor | None,
     reverse: bool,
     projected: bool,
     c_BH: Tensor,
@@ -76,8 +65,6 @@ def _lstm(
     for gate in (gates_TBG[..., : -2 * g.shape[2]], o):
         gate.sigmoid_()
     added_TBH = i * g
-    if mask_TB1 is not None:
-        f, added_TBH = torch.where(mask_TB1, f, 1.0), added_TBH * mask_TB1
     keeps, cells = f.unbind(0), list(added_TBH.unbind(0))
     for t in _steps(len(cells), reverse):
         c_BH = cells[t].addcmul_(keeps[t], c_BH)
@@ -93,7 +80,7 @@ def _in_time(tensors: Sequence[Tensor], reverse: bool) -> Tensor:
 
 def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: Tensor) -> Sequence[Tensor | None]:
     """The gradients of the gates, of the projection's result, and of the first state."""
-    gates_TBG, c_TBH, h_TBH, first_c_BH, weight, proj, mask_TB1 = saved
+    gates_TBG, c_TBH, h_TBH, first_c_BH, weight, proj = saved
     i, f, g, o = gates_TBG.chunk(4, 2)
     shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))
     shares_TB4H[:, :, 0].mul_(g)
@@ -102,27 +89,21 @@ def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: T
     torch.addcmul(h_TBH, h_TBH, o, value=-1, out=shares_TB4H[:, :, 3])  # o (1 - o) tanh(c)
     tanh_TBH = h_TBH / o.clamp_min(torch.finfo(o.dtype).tiny)  # where o is 0, h is
     to_cell_TBH = torch.addcmul(o, h_TBH, tanh_TBH, value=-1)
-    if mask_TB1 is not None:
-        shares_TB4H.mul_(mask_TB1[..., None])
-        to_cell_TBH.mul_(mask_TB1)
-        f = torch.where(mask_TB1, f, 1.0)
-    length, masks = len(c_TBH), _masks(mask_TB1, len(c_TBH))
     grads, keeps, to_cells = (value.unbind(0) for value in (grad_TBP, f, to_cell_TBH))
     of_cells, of_outputs, gates = (
         part.unbind(0) for part in (shares_TB4H[:, :, :3], shares_TB4H[:, :, 3], shares_TB4H.flatten(2))
     )
     outs: list[Tensor] = []
     dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
-    for t in reversed(_steps(length, reverse)):
-        dh_BP, mask = dh_BP + grads[t], masks[t]
-        dm_BH = dh_BP if mask is None else dh_BP * mask
+    for t in reversed(_steps(len(c_TBH), reverse)):
+        dm_BH = dh_BP + grads[t]
         if proj is not None:
             outs.append(dm_BH)
             dm_BH = dm_BH @ proj
         dc_BH = torch.addcmul(dc_BH, dm_BH, to_cells[t])
         of_cells[t].mul_(dc_BH[:, None])  # slopes become gradients
         of_outputs[t].mul_(dm_BH)
-        dh_BP = gates[t] @ weight if mask is None else torch.addmm(dh_BP * ~mask, gates[t], weight)
+        dh_BP = gates[t] @ weight
         dc_BH = dc_BH * keeps[t]
     shares_TBG = shares_TB4H.flatten(2)
     return shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
@@ -132,7 +113,6 @@ def _gru(
     shares: Sequence[Tensor],
     before_TBH: Tensor,
     known_TBH: Tensor,
-    mask_TB1: Tensor | None,
     reverse: bool,
     projected: bool,
 ) -> _Walked:
@@ -146,12 +126,10 @@ def _gru(
 
 def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
     """The gradients of both shares and of the first state."""
-    gates_TBG, n_TBH, own_TBH, before_TBH, weight, _, mask_TB1 = saved
+    gates_TBG, n_TBH, own_TBH, before_TBH, weight, _ = saved
     r, z = gates_TBG.chunk(2, 2)
     new_TBH = (1 - z) * (1 - n_TBH * n_TBH)
     keep_slope_TBH = (before_TBH - n_TBH) * z * (1 - z)
-    if mask_TB1 is not None:
-        new_TBH, keep_slope_TBH, z = new_TBH * mask_TB1, keep_slope_TBH * mask_TB1, torch.where(mask_TB1, z, 1.0)
     slopes_TB3H = torch.stack([new_TBH * own_TBH * r * (1 - r), keep_slope_TBH, new_TBH * r], 2)
     length = len(n_TBH)
     grads, keeps, each = grad_TBH.unbind(0), z.unbind(0), slopes_TB3H.unbind(0)
@@ -171,7 +149,6 @@ def _rnn(
     shares: Sequence[Tensor],
     before_TBH: Tensor,
     known_TBH: Tensor,
-    mask_TB1: Tensor | None,
     reverse: bool,
     projected: bool,
 ) -> _Walked:
@@ -183,16 +160,13 @@ def _rnn_back(
     slope: Callable[[Tensor], Tensor], reverse: bool, saved: Sequence[Any], grad_TBH: Tensor
 ) -> Sequence[Tensor | None]:
     """The gradients of the gates and of the first state."""
-    h_TBH, weight, _, mask_TB1 = saved
-    length, masks = len(h_TBH), _masks(mask_TB1, len(h_TBH))
-    slopes_TBH = slope(h_TBH) if mask_TB1 is None else slope(h_TBH) * mask_TB1
-    grads, each = grad_TBH.unbind(0), slopes_TBH.unbind(0)
+    h_TBH, weight, _ = saved
+    grads, each = grad_TBH.unbind(0), slope(h_TBH).unbind(0)
     shares: list[Tensor] = []
     dh_BH = torch.zeros_like(grads[0])
-    for t in reversed(_steps(length, reverse)):
-        dh_BH, mask = dh_BH + grads[t], masks[t]
-        shares.append(dh_BH * each[t])
-        dh_BH = shares[-1] @ weight if mask is None else torch.addmm(dh_BH * ~mask, shares[-1], weight)
+    for t in reversed(_steps(len(h_TBH), reverse)):
+        shares.append((dh_BH + grads[t]) * each[t])
+        dh_BH = shares[-1] @ weight
     return _in_time(shares, reverse), None, dh_BH
 
 
@@ -223,42 +197,21 @@ def walk(
     before_TBP: Tensor,
     known_TBP: Tensor,
     cell: Sequence[Tensor],
-    mask_TB1: Tensor | None,
     projected: bool,
 ) -> _Walked:
-    """The gates of all steps, without a graph. A mode sees this call, and not the steps.
+    """The gates of all steps, without a graph.
 
     Args:
         kind: of layer. reverse: from the last time to the first. shares: the gates, or the share of the inputs and that
             of the states; overwritten. before_TBP, known_TBP: the state before and after each step.
-        cell: the first cell of an LSTM.
-        mask_TB1: False where a sample has no such time: its state stays as it is. projected: outputs are projected.
+        cell: the first cell of an LSTM. projected: outputs are projected.
     """
-    if has_torch_function(shares):
-        result: _Walked = handle_torch_function(
-            walk, shares, kind, reverse, shares, before_TBP, known_TBP, cell, mask_TB1, projected
-        )
-        return result
     dtype = before_TBP.dtype
     shares, cell = ([one.to(dtype) for one in tensors] for tensors in (shares, cell))
-    with unseen(), torch.no_grad(), torch.autocast(before_TBP.device.type, enabled=False):
-        walked = kind.values(shares, before_TBP, known_TBP, mask_TB1, reverse, projected, *cell)
-    inputs = (*shares, before_TBP, known_TBP, mask_TB1, *cell)
-    declare((*walked.saved, walked.last_BH, walked.inner_TBH), inputs, ())
-    return walked
+    with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast(before_TBP.device.type, enabled=False):
+        return kind.values(shares, before_TBP, known_TBP, reverse, projected, *cell)
 
 
-def declare(results: Sequence[Tensor | None], inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]) -> None:
-    """Type the results of steps that the trace of this step does not see; see `declare_over_time`."""
-    trace = current_trace()
-    if trace is None:
-        return
-    with unseen():
-        given = ([tensor for tensor in tensors if tensor is not None] for tensors in (results, inputs, fixed))
-        declare_over_time(trace, *given)
-
-
-@reviewed
 class _Replay(torch.autograd.Function):
     """Known results, and their derivatives with respect to the inputs."""
 
@@ -278,11 +231,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Go back through time; modes are off, since they would take longer than the operations."""
-        every = ctx.saved_tensors  # checkpointing gives them once
-        with unseen(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
-            found = ctx.back(every, *grads)
-        *saved, weight, proj, mask_TB1 = every
-        declare(found, (*grads, *saved, mask_TB1), (weight, proj))
+        with torch._C.DisableTorchFunction(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
+            found = ctx.back(ctx.saved_tensors, *grads)
         return (*(None for _ in range(3 + ctx.num_known)), *found)
 
 
@@ -299,19 +249,10 @@ def replay(
     Args:
         kind, reverse: as for `walk`. walked: what it gave. h_TBP: the outputs.
         inputs: the shares, what the projection gives, and the first states.
-        fixed: the matrix of the states, that of the projection, and the mask.
+        fixed: the matrix of the states, and that of the projection.
     """
-    if has_torch_function([value for value in inputs if value is not None]):
-        dispatched = [value for value in inputs if value is not None]
-        found: tuple[Tensor, ...] = handle_torch_function(
-            replay, dispatched, kind, reverse, walked, h_TBP, inputs, fixed
-        )
-        return found
     results = [value for value in (h_TBP, walked.last_BH) if value is not None]
-    weight, proj, mask_TB1 = (
-        value if value is None or value.dtype == torch.bool else value.to(h_TBP.dtype) for value in fixed
-    )
-    saved = (*walked.saved, weight, proj, mask_TB1)
+    saved = (*walked.saved, *(None if value is None else value.to(h_TBP.dtype) for value in fixed))
     applied: tuple[Tensor, ...] = _Replay.apply(  # type: ignore[no-untyped-call]  # `apply` has no types
         partial(kind.back, reverse), len(results), len(saved), *results, *saved, *inputs
     )

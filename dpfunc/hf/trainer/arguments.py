@@ -61,7 +61,7 @@ class PrivacyArguments:
         dp_secure_mode: noise from a keyed AES stream, as always on a CPU; False takes the generator of a CUDA device.
         dp_physical_batch_size: samples differentiated at once, for memory only; None is the Trainer's batch size.
         dp_clip: `flat` or `automatic`; None is `flat` with dp_max_grad_norm, else `automatic`.
-        dp_engine: see `make_dp_step`. dp_compile: take steps with its `compile="auto"`.
+        dp_engine: see `make_dp_step`.
         dp_accountant: `auto`, `tilted`, `prv` or `rdp`.
         dp_adjacency: None is `add_remove`, and `zero_out` without Poisson sampling.
         dp_dry_run: show the plan and train nothing.
@@ -89,8 +89,7 @@ class PrivacyArguments:
     dp_clip: Literal["flat", "automatic"] | None = _option(
         None, "Clip to a ball (flat), or normalise every gradient (automatic); flat where a norm is given."
     )
-    dp_engine: str = _option("auto", "How per-sample gradients are found: auto, bookkeeping, ghost, vmap, loop.")
-    dp_compile: bool = _option(False, "Compile steps where that pays: long runs, with texts of few lengths.")
+    dp_engine: str = _option("auto", "How per-sample gradients are found: auto, ghost, vmap, loop.")
     dp_accountant: Literal["auto", "tilted", "prv", "rdp"] = _option("auto", "How epsilon is found.")
     dp_adjacency: Literal["add_remove", "zero_out", "replace_one"] | None = _option(None, "What neighbours are.")
     dp_dry_run: bool = _option(False, "Show the plan and train nothing.")

@@ -39,10 +39,7 @@ _FP16 = (
     "fp16 scales the loss, and skips steps, by what the data are; fp8 scales by their largest values. Use bf16: "
     "TrainingArguments(bf16=True), or `accelerate launch --mixed_precision bf16`."
 )
-_COMPILED = (
-    "It compiles the model for the gradient of a batch. Leave it out, and compile private steps: "
-    "PrivacyArguments(dp_compile=True)."
-)
+_COMPILED = "It compiles the model for the gradient of a batch. Leave it out: private steps are not compiled."
 _DEALT = "The plan deals out each draw to the processes. Leave it at its default."
 
 

@@ -90,8 +90,9 @@ def _without_draws(collate: Callable[[list[Any]], Any], records: list[Any]) -> B
 
 
 def _gradient(loss_fn: LossFn, params: Params, batch: Batch) -> dict[str, Tensor]:
-    """The gradient of a batch of one row."""
-    per_sample = loop()(loss_fn, params, batch)
+    """The gradient of a batch of one row, whose random numbers are the same each time."""
+    with cpu_seeds(insecure_key(0)):
+        per_sample = loop()(loss_fn, params, batch)
     return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})
 
 

@@ -163,9 +163,6 @@ def refuse_with_sharding(args: Any, privacy: PrivacyArguments, optimizers: Seque
             "A sharded model has one engine, in which one layer is whole at a time. Leave it at 'auto'.",
         ),
         (
-            privacy.dp_compile, "dp_compile=True", "Steps of a sharded model are not compiled. Leave it out.",
-        ),
-        (
             any(given is not None for given in optimizers), "optimizers=",
             "They hold parameters that are replaced by parts. Use optimizer_cls_and_kwargs=, or override "
             "create_optimizer.",

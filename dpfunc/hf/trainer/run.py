@@ -121,7 +121,6 @@ def begin(
         plan,
         engine=engine,
         microbatch_size=microbatch,
-        compile="auto" if privacy.dp_compile else False,
         noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
         journal=Journal(journal, plan),
         ranks=ranks,

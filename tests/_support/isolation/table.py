@@ -38,7 +38,7 @@ def word(text):
 
 
 def in_markdown(rows, names):
-    """Counts of each kind of outcome, then a table for each family."""
+    """Counts of each kind of outcome, counts of each family, then the cases that an engine does not compute."""
     lines = [f"{len(rows)} cases: {sum(loss.honest for loss, _ in rows)} honest, "
              f"{sum(not loss.honest for loss, _ in rows)} mixing.", ""]  # fmt: skip
     lines += [f"| cases | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
@@ -47,13 +47,24 @@ def in_markdown(rows, names):
             counts = [sum(loss.honest == honest and cells[i].startswith(start) for loss, cells in rows)
                       for i in range(len(names))]  # fmt: skip
             lines.append(f"| {told}, {start} | {' | '.join(map(str, counts))} |")
-    for family in dict.fromkeys(loss.family for loss, _ in rows):
-        lines += ["", f"## {family}", "", f"| case | rows | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-        for loss, cells in rows:
-            if loss.family == family:
-                kind = "honest" if loss.honest else "mixing"
-                lines.append(f"| {loss.name} | {kind} | {' | '.join(word(text) for text in cells)} |")
+    lines += ["", f"| family | rows | cases | {', '.join(names)}: equal |", "|---|---|---|---|"]
+    for family, honest in dict.fromkeys((loss.family, loss.honest) for loss, _ in rows):
+        own = [cells for loss, cells in rows if (loss.family, loss.honest) == (family, honest)]
+        equal = ", ".join(str(sum(cells[i] == "equal" for cells in own)) for i in range(len(names)))
+        lines.append(f"| {family} | {'honest' if honest else 'mixing'} | {len(own)} | {equal} |")
+    lines += ["", f"| not computed | rows | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for loss, cells in rows:
+        if any(text != "equal" for text in cells):
+            kind = "honest" if loss.honest else "mixing"
+            lines.append(f"| {loss.name} | {kind} | {' | '.join(word(text) for text in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def on_page(path, names=ENGINES):
+    """Name of each case that is not computed by each engine -> engine -> its word, as a page says."""
+    lines = path.read_text().partition("| not computed |")[2].splitlines()[2:]
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines if line]
+    return {name: dict(zip(names, words, strict=True)) for name, _, *words in rows}
 
 
 def write_markdown(path, rows):

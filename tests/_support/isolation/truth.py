@@ -17,7 +17,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 from isolation.cases import Loss
 
-ENGINES = ("auto", "bookkeeping", "ghost", "vmap", "loop", "vmap_grad")
+ENGINES = ("auto", "vmap", "loop")
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 SEED = 10**6
 ORDINARY = (
@@ -131,6 +131,7 @@ def distance_to_factors(sums, truth, factors):
     return float(off.max() / want.abs().max())
 
 
+@cache
 def outcomes(loss: Loss, engine: str) -> list[Outcome]:
     """Each batch in turn by one prepared computation."""
     built, truth = loss.build(), truth_of(loss)

@@ -17,6 +17,7 @@ FAMILIES = (
     "state_modules",
     "oddities",
     "operators",
+    "memory",
     "honest_layouts",
     "honest_values",
     "honest_backward",

@@ -12,10 +12,9 @@ from dpfunc import engines
 
 ENGINES = {
     "loop": engines.loop,
-    "bookkeeping": engines.bookkeeping,
+    "vmap": engines.vmap,
     "ghost": engines.ghost,
     "auto": engines.auto,
-    "vmap_grad": engines.vmap_grad,
 }
 
 # Below this share of the largest gradient norm, the norm of a parameter's gradient counts as this share.

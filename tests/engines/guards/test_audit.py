@@ -1,4 +1,4 @@
-"""Audits: how many rows a step compares, and what rounding may do to a row."""
+"""Audits: how many rows a step compares, what they find, and what rounding may do to a row."""
 
 from __future__ import annotations
 
@@ -6,50 +6,166 @@ import dataclasses
 
 import pytest
 import torch
+from models import build
+from torch import nn
+from torch.nn import functional as F
 
-from dpfunc import engines
-from dpfunc.engines.evidence import Evidence
+import dpfunc
+from dpfunc import clipping, engines
+from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.engines.guards import audit as module
-from dpfunc.engines.guards.audit import FIRST_ROWS, ROWS_IN, STEPS_IN, TIME_SHARE, Audits, audit, credited_by
+from dpfunc.engines.guards.audit import FIRST_ROWS, ROWS_IN, TIME_SHARE, Audits, audit, credited_by
+from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.errors import UnsupportedModel
+from dpfunc.rng import fold_in, insecure_key
 
 
-def schedule(size, steps, *, step_seconds=1.0, row_seconds, doubts=()):
+def schedule(size, steps, *, row_seconds, step_seconds=1.0, counting=False):
     """Rows that each of so many steps compares, where a step and a row alone take these times."""
-    audits, batch = Audits(), torch.zeros(size, 1)
-    for _ in range(steps):
-        wanted = audits.due(batch, Evidence(doubts=doubts), seconds=step_seconds)
-        yield wanted
-        audits.paid(wanted, wanted * row_seconds)
+    audits = Audits(counting=counting, row_seconds=row_seconds)
+    chances = torch.rand(steps, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    return [audits.due(size, step_seconds, chance) for chance in chances]
 
 
-@pytest.mark.parametrize("size", [32, 256, 4096])
+@pytest.mark.parametrize("size", [1, 32, 256, 4096])
 @pytest.mark.parametrize("share", [1e-4, 1 / 32, 0.2, 3.0])
 def test_rows_take_their_share_of_the_time(size, share):
-    """At most one row in 100 and 1 % of the time, and yet one row in 20 steps; the first step is not counted."""
-    first, *later = schedule(size, 2001, row_seconds=share)
-    assert first == max(FIRST_ROWS, size // ROWS_IN)
+    """At most one row in 100 and 1 % of the time; the first step is not counted, and has two rows at least."""
+    first, *later = schedule(size, 20001, row_seconds=share)
+    assert first == min(size, max(FIRST_ROWS, size // ROWS_IN))
     assert max(later) <= max(1, size // ROWS_IN)
-    assert all(sum(later[start : start + STEPS_IN]) >= 1 for start in range(2001 - STEPS_IN))
-    taken, allowed = sum(later) * share / 2000, max(TIME_SHARE, share / STEPS_IN)
-    assert taken <= 1.01 * allowed
-    possible = max(1 / STEPS_IN, min(TIME_SHARE / share, size // ROWS_IN))
-    assert sum(later) / 2000 >= 0.9 * possible, "what may be taken is taken"
+    taken, possible = sum(later) * share / 20000, min(TIME_SHARE, max(1, size // ROWS_IN) * share)
+    assert taken <= 1.2 * TIME_SHARE
+    assert taken >= 0.8 * possible, "what may be taken is taken"
 
 
-def test_no_clock_is_needed_where_a_step_has_doubts():
-    assert list(schedule(64, 5, row_seconds=10.0, doubts=("a doubt",))) == [8] * 5
-    assert list(schedule(256, 5, row_seconds=10.0, doubts=("a doubt",))) == [32] * 5
+def test_the_calls_of_a_loss_that_counts_them_are_as_many_in_each_step():
+    assert schedule(64, 5, row_seconds=1e-6, counting=True) == [2, 1, 1, 1, 1]
+    assert schedule(4096, 5, row_seconds=10.0, counting=True)[1:] == [1, 1, 1, 1]
 
 
-def test_a_batch_of_a_new_size_is_audited():
+def test_an_empty_batch_is_no_first_step():
     audits = Audits()
-    sizes = [200, 200, 201, 201, 350, 7, 7]
-    wanted = []
-    for size in sizes:
-        wanted.append(audits.due(torch.zeros(size, 1), seconds=1.0))
-        audits.paid(wanted[-1], 100.0 * wanted[-1])
-    assert wanted == [2, 0, 2, 0, 3, 1, 0]
+    assert [audits.due(size, 0.0, 0.0) for size in (0, 8, 8)] == [0, 2, 0]
+
+
+# What it finds in the values of an engine.
+
+BATCH = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PARAMS = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
+
+
+def squares(p, x):
+    return (p["w"] * x).square().sum(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """The result of an engine with something wrong in one row."""
+
+    right: object
+    wrong: str
+    alone: bool = False
+
+    @property
+    def losses_B(self):
+        return self.right.losses_B + (torch.tensor([0.0, 0, 1, 0, 0]) if self.wrong == "losses" else 0)
+
+    def sq_norms(self):
+        norms = self.right.sq_norms()
+        return {"w": norms["w"] * torch.tensor([1.0, 1, 2, 1, 1])} if self.wrong == "norms" else norms
+
+    def weighted_sum(self, factors):
+        return {
+            name: (-1 if self.wrong == "sums" else 1) * value
+            for name, value in self.right.weighted_sum(factors).items()
+        }
+
+
+@pytest.mark.parametrize("wrong", ["losses", "norms", "sums", "nothing"])
+@pytest.mark.parametrize("engine", ["auto", "vmap"])
+def test_a_wrong_row_is_found(engine, wrong):
+    seed = torch.default_generator.get_state()
+    found = Wrong(getattr(engines, engine)()(squares, PARAMS, BATCH), wrong)
+    credited = credited_by(found, found.sq_norms(), seed, repeatable=True)
+    audit(squares, PARAMS, BATCH, credited, [], Audits())
+    if wrong != "sums":
+        audit(squares, PARAMS, BATCH, credited, [1], Audits())
+    if wrong == "nothing":
+        audit(squares, PARAMS, BATCH, credited, [1, 2], Audits())
+        return
+    with pytest.raises(UnsupportedModel, match="computed alone, and differs"):
+        audit(squares, PARAMS, BATCH, credited, [1, 2], Audits())
+
+
+def test_rows_of_the_loop_are_not_compared_with_themselves():
+    found = engines.loop()(squares, PARAMS, BATCH)
+    assert credited_by(found, found.sq_norms(), torch.default_generator.get_state(), repeatable=True) is None
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        h = F.dropout(x, 0.3)[:, None] * torch.arange(1.0, 4.0)[:, None]
+        return self.linear(F.dropout(self.attention(h, h, h)[0], 0.5)).square().sum((1, 2)) * (
+            1 + (torch.rand([]) < 0.5)
+        )
+
+
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("engine", ["auto", "vmap"])
+def test_random_numbers_are_no_difference(engine, size, monkeypatch):
+    """All rows of all steps are compared: each draws alone what it has drawn beside others, in groups too."""
+    monkeypatch.setattr(Audits, "due", lambda self, count, seconds, chance: count)
+    compared = []
+    monkeypatch.setattr(module, "_compare", lambda *args, real=module._compare: compared.append(1) or real(*args))
+    monkeypatch.setattr(module, "_unstable", None)
+    forward, params = dpfunc.functionalize(Noisy().train())
+    prepared = make_clipped_grad(
+        lambda p, x: forward(p, x), clipping.Flat(1.0), engine=getattr(engines, engine)(), microbatch_size=size
+    )
+    for key in (None, insecure_key(1), insecure_key(2)):
+        prepared(params, torch.randn(5, 4), key=key)
+    assert len(compared) == (3 if size is None else 6)
+
+
+def test_a_loss_that_depends_on_its_calls_is_found_in_the_first_step():
+    calls = []
+
+    def loss_fn(p, x):
+        calls.append(0)
+        return squares(p, x) * (1 + len(calls))
+
+    prepared = make_clipped_grad(loss_fn, clipping.Flat(1.0))
+    with pytest.raises(UnsupportedModel, match="changes what it keeps at each call"):
+        prepared(PARAMS, BATCH, key=fold_in(insecure_key(1), 1))
+
+
+def test_a_tensor_of_an_audited_row_is_refused_where_it_is_used():
+    """Calls alternate between the pass and a row alone; each other one uses what the last one has kept."""
+    kept = []
+
+    def loss_fn(p, x):
+        h = p["w"] * x
+        losses = h.square().sum(1) + (kept[-1].sum() if len(kept) % 3 == 2 else 0.0)
+        kept.append(h.detach())
+        return losses
+
+    prepared = make_clipped_grad(loss_fn, clipping.Flat(1.0))
+
+    def steps():
+        for step in range(3):
+            prepared(PARAMS, BATCH, key=fold_in(insecure_key(1), step))
+
+    with pytest.raises(UnsupportedModel, match="kept from an earlier call"):
+        steps()
+
+
+# Rounding.
 
 
 def product(x_Bd, w):
@@ -78,13 +194,35 @@ def kinks(dtype):
     return {"w": w}, (x_Bd, alone_B)
 
 
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Rows as plain autograd computes them together, by the kernels of a batch."""
+
+    losses_B: torch.Tensor
+    grads_BD: torch.Tensor
+    alone: bool = False
+
+    def sq_norms(self):
+        return {"w": self.grads_BD.square().sum(1)}
+
+    def weighted_sum(self, factors):
+        return {"w": factors["w"].to(self.grads_BD.dtype) @ self.grads_BD}
+
+
+def together(loss_fn, params, batch):
+    w = params["w"].clone().requires_grad_()
+    losses_B = loss_fn({"w": w}, batch)
+    grads = [torch.autograd.grad(loss, w, retain_graph=True)[0] for loss in losses_B]
+    return Together(losses_B.detach(), torch.stack(grads))
+
+
 def refused(loss_fn, params, batch):
     """Rows that an audit refuses."""
-    per_sample = engines.bookkeeping()(loss_fn, params, batch)
-    credited, found = credited_by(per_sample, per_sample.sq_norms()), []
+    per_sample, found = together(loss_fn, params, batch), []
+    credited = credited_by(per_sample, per_sample.sq_norms(), torch.default_generator.get_state(), repeatable=True)
     for row in range(len(batch[0])):
         try:
-            audit(loss_fn, params, batch, credited, [row])
+            audit(loss_fn, params, batch, credited, [row], Audits())
         except UnsupportedModel:
             found.append(row)
     return found
@@ -110,25 +248,39 @@ def test_an_infinite_change_explains_nothing():
     assert change == 0.5
 
 
-def test_a_step_that_is_not_proven_is_given_less():
-    """Where nothing but the audit stands between a loss and its release, rounding explains a tenth at most."""
-    params, batch = kinks(torch.float32)
-    per_sample = engines.bookkeeping()(at_the_kink, params, batch)
-    credited = credited_by(per_sample, per_sample.sq_norms())
-    doubted = dataclasses.replace(credited, evidence=Evidence(doubts=("a doubt",)))
-    differing = [
-        row for row in range(64) if batch_gradient(per_sample, row) != batch_gradient(None, row, params, batch)
-    ]
-    assert differing
-    for row in differing:
-        audit(at_the_kink, params, batch, credited, [row])
-        with pytest.raises(UnsupportedModel):
-            audit(at_the_kink, params, batch, doubted, [row])
+def batched(loss_fn, params, batch):
+    """The gradient of each loss of the batch as torch runs it as a whole, whether rows are apart or not."""
+    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+    losses_B = loss_fn(leaves, batch)
+    rows = [torch.autograd.grad(loss, tuple(leaves.values()), retain_graph=True) for loss in losses_B]
+    grads = {name: Dense(torch.stack(parts)) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
+    return PerSample(losses_B.detach(), grads)
 
 
-def batch_gradient(per_sample, row, params=None, batch=None):
-    """True if the ReLU of a row lets its gradient through, beside the others or alone."""
-    if per_sample is None:
-        per_sample = engines.bookkeeping()(at_the_kink, params, tuple(part[row : row + 1] for part in batch))
-        row = 0
-    return bool(per_sample.sq_norms()["w"][row] > 1.0)
+@pytest.mark.parametrize("wrong", [1.01, 0.0])
+def test_an_engine_of_a_user_that_disagrees_is_not_used(wrong):
+    """It leaves a parameter out, or is off by 1 %: seen before anything is released."""
+    case = build("mlp")
+
+    def off(loss_fn, params, batch):
+        found = engines.loop()(loss_fn, params, batch)
+        grads = {n: Dense(grad.dense() * (wrong if n == "1.weight" else 1)) for n, grad in found.grads.items()}
+        return PerSample(found.losses_B, grads)
+
+    with pytest.raises(UnsupportedModel, match=r"computed alone.*gradient of '1.weight'.*Nothing was released"):
+        clipped_grad(case.loss_fn, case.params, case.batch, clipping.Flat(1.0), engine=off)
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda p, b: (b["x"] @ p["w"]).square() / len(b["x"]),
+        lambda p, b: ((b["x"] - b["x"].mean(0)) @ p["w"]).square(),
+        lambda p, b: (b["x"] @ p["w"]).square() / b["mask"].sum(),
+    ],
+)
+def test_an_engine_of_a_user_that_mixes_rows_is_not_used(mixing):
+    generator = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(4, 3, generator=generator), "mask": torch.ones(4, 2)}
+    with pytest.raises(UnsupportedModel, match=r"depends on the other samples.*Likely causes"):
+        clipped_grad(mixing, {"w": torch.ones(3)}, batch, clipping.Flat(1.0), engine=batched)

@@ -1,1 +1,0 @@
-"""The proof of each step: which sample each number in memory depends on."""

@@ -1,0 +1,163 @@
+"""Random numbers of a row: a function of the seed and of its position, in every engine and for every microbatch size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import dpfunc
+from dpfunc import clipping, engines
+from dpfunc.clipped import clipped_grad
+from dpfunc.engines.draws import first_row, positions_of
+from dpfunc.rng import insecure_key, torch_seed
+
+D, ROWS = 4, 7
+KEY = insecure_key(3)
+
+
+def batch(rows=ROWS):
+    return torch.randn(rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def weights():
+    return {"w": torch.linspace(-1, 1, D, dtype=torch.float64)}
+
+
+def of(draw):
+    """A loss that adds what is drawn to its row."""
+    return lambda p, x: (p["w"] * (x + draw(x))).square().sum(1)
+
+
+def in_groups(x):
+    first = torch.randn(D, dtype=x.dtype)
+    return first + (torch.randn(D, dtype=x.dtype) if x[0, 0] > 0 else F.dropout(x, 0.5))
+
+
+def kept_in_part(p, x):
+    """Dropout inside of a part that is computed again in the backward pass."""
+    return checkpoint(lambda v: F.dropout(v * p["w"], 0.5).tanh(), x, use_reentrant=False).square().sum(1)
+
+
+LOSSES = {
+    "dropout": of(lambda x: F.dropout(x, 0.5)),
+    "dropout in place": of(lambda x: F.dropout(x.clone(), 0.5, inplace=True)),
+    "dropout of channels": of(lambda x: F.dropout1d(x[:, None, :].expand(1, 3, D), 0.5).sum(1)),
+    "alpha dropout": of(lambda x: F.alpha_dropout(x, 0.5, training=True)),
+    "randn": of(lambda x: torch.randn(D, dtype=x.dtype)),
+    "randn_like": of(torch.randn_like),
+    "bernoulli": of(lambda x: torch.bernoulli(torch.sigmoid(x))),
+    "bernoulli_": of(lambda x: torch.empty_like(x).bernoulli_(0.3)),
+    "multinomial": of(lambda x: torch.multinomial(x.exp(), 2)[:, :1].to(x.dtype)),
+    "gumbel": of(lambda x: F.gumbel_softmax(x, hard=True)),
+    "slopes": of(lambda x: F.rrelu(x, training=True)),
+    "attention": of(lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[:, 0]),
+    "groups": of(in_groups),
+    "a branch": lambda p, x: (p["w"] * x).sum(1) * (1.0 if torch.rand([]) < 0.3 else 2.0),
+    "a part that is computed again": kept_in_part,
+    "a seed of its own": lambda p, x: (torch.manual_seed(0), of(torch.randn_like)(p, x))[1],
+}
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, dropout=0.5, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(D, 2, 8, dropout=0.3, batch_first=True)
+        self.recurrent = nn.LSTM(1, 3, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        h = x[:, None] * torch.arange(1.0, 4.0, dtype=x.dtype)[:, None]
+        h, _ = self.attention(h, h, h)
+        return self.encoder(h).square().sum((1, 2)) + self.recurrent(x[..., None])[0].sum((1, 2))
+
+
+def case(name):
+    """A loss and its parameters."""
+    if name != "a module":
+        return LOSSES[name], weights()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        forward, params = dpfunc.functionalize(Attending().double().train())
+    return (lambda p, x: forward(p, x)), params
+
+
+cases = pytest.mark.parametrize("name", [*LOSSES, "a module"])
+
+
+@cases
+@pytest.mark.parametrize("engine", ["auto", "vmap"])
+def test_a_row_draws_alone_what_it_draws_beside_others(name, engine):
+    """Other draws would differ by far more than rounding."""
+    loss_fn, params = case(name)
+    found = []
+    for each in (getattr(engines, engine)(), engines.loop()):
+        with torch_seed(KEY), first_row(5):
+            result = each(loss_fn, params, batch())
+        found.append((result.losses_B, result.sq_norms()))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+@cases
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_draws_do_not_depend_on_microbatches(name, engine):
+    loss_fn, params = case(name)
+    whole, *parts = (
+        clipped_grad(
+            loss_fn,
+            params,
+            batch(),
+            clipping.Flat(0.5),
+            engine=getattr(engines, engine)(),
+            microbatch_size=size,
+            key=KEY,
+        )
+        for size in (None, 1, 3)
+    )
+    for part in parts:
+        torch.testing.assert_close(part[0].sums, whole[0].sums, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(part[1], whole[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_rows_draw_different_numbers(engine):
+    """Also rows of different microbatches."""
+    same = batch(1).expand(ROWS, D)
+    _, unreleased = clipped_grad(
+        LOSSES["randn"],
+        weights(),
+        same,
+        clipping.Flat(0.5),
+        engine=getattr(engines, engine)(),
+        microbatch_size=2,
+        key=KEY,
+    )
+    assert len(set(unreleased.losses_B.tolist())) == ROWS
+
+
+def by_python(p, x):
+    return (p["w"] * 0 * x).sum(1) + (1.0 if torch.rand([]) < 0.3 else 0.0)
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_the_law_of_a_branch_does_not_depend_on_microbatches(engine, size):
+    """Probability .3 within 4 sigma, and not the .21 that one draw for two rows would give."""
+    steps, made, hits = 150, getattr(engines, engine)(), 0.0
+    for step in range(steps):
+        _, unreleased = clipped_grad(
+            by_python, weights(), batch(), clipping.Flat(0.5), engine=made, microbatch_size=size, key=insecure_key(step)
+        )
+        hits += float(unreleased.losses_B.sum())
+    off = lambda law: abs(hits / (steps * ROWS) - law) / math.sqrt(law * (1 - law) / (steps * ROWS))
+    assert off(0.3) < 4 < off(0.21)
+
+
+def test_positions_are_those_in_the_batch():
+    with first_row(6):
+        assert positions_of([0, 2]) == [6, 8]
+    assert positions_of([1]) == [1]

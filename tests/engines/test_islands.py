@@ -1,0 +1,63 @@
+"""Native kernels below both levels: rows beside others have what each row alone has, whatever axes the loss gives them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Case
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from zoo.parity import differences, truth_of
+
+from dpfunc.engines import auto, islands
+
+B, T, D = 3, 3, 4  # as many positions as rows: an axis that is taken for the other one shows
+attention, gelu, silu, norm, pool = F.scaled_dot_product_attention, F.gelu, F.silu, F.rms_norm, F.max_pool2d
+
+# Of x (1, T, D), a row times a parameter, and the row itself.
+CASES = {
+    "attention": lambda x, b: attention(x, b, b),
+    "attention of a position": lambda x, b: attention(x[:, 0], x[:, 1], x[:, 2]),
+    "attention without batch": lambda x, b: attention(x[0], b[0], x[0]),
+    "attention of one head": lambda x, b: attention(x[:, None], x[:, None], x[:, None], is_causal=True),
+    "attention, own mask": lambda x, b: attention(x, b, b, attn_mask=b @ b.mT),
+    "attention, own mask of the last axis": lambda x, b: attention(x, b, b, attn_mask=b[:, :, 0]),
+    "attention, own mask that is turned": lambda x, b: attention(x, b, b, attn_mask=b[0, :, :1].T),
+    "attention, one query": lambda x, b: attention(x[:, :1], b, x),
+    "gelu": lambda x, b: gelu(x),
+    "gelu of a position": lambda x, b: gelu(x[:, 0], approximate="tanh"),
+    "gelu without batch": lambda x, b: gelu(x[0]),
+    "silu": lambda x, b: silu(x),
+    "silu in place": lambda x, b: silu(x * 1, inplace=True),
+    "rms_norm": lambda x, b: norm(x, (D,)),
+    "rms_norm of all": lambda x, b: norm(x, (1, T, D)),
+    "rms_norm of a position": lambda x, b: norm(x[:, 0], (1, D)),
+    "rms_norm, own weight": lambda x, b: norm(x, (D,), b[0, 0]),
+    "max_pool2d": lambda x, b: pool(x[:, None], 2, 1),
+    "max_pool2d without batch": lambda x, b: pool(x, 2, 1),
+    "max_pool2d, positions": lambda x, b: pool(x, 2, 1, return_indices=True)[1] * x.sum(),
+    "checkpointed": lambda x, b: checkpoint(lambda h: attention(gelu(h), h, h), x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_kernels_keep_rows_apart(name, monkeypatch):
+    monkeypatch.setattr(islands, "_LARGE", 0)
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(D, generator=generator, dtype=torch.float64) + 2}
+    loss_fn = lambda p, b: CASES[name](b * p["w"], b).sin().flatten(1).sum() + (b * p["w"]).sum((1, 2))
+    case = Case(loss_fn, params, torch.randn(B, T, D, generator=generator, dtype=torch.float64))
+    assert all(value < 1e-10 for value in differences(auto(), case, truth_of(case)).values())
+
+
+def test_native_kernels_are_used(monkeypatch):
+    """Otherwise the comparisons say nothing."""
+    used = []
+    build = islands._Kernel.build
+    monkeypatch.setattr(islands, "_LARGE", 0)
+    monkeypatch.setattr(islands._Kernel, "build", lambda self, values: used.append(1) or build(self, values))
+    for name in ("attention", "gelu", "silu", "rms_norm", "max_pool2d"):
+        used.clear()
+        loss_fn = lambda p, b, name=name: CASES[name](b * p["w"], b).flatten(1).sum(1)
+        auto()(loss_fn, {"w": torch.ones(D)}, torch.randn(B, T, D))
+        assert used, name

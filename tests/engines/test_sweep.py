@@ -1,0 +1,37 @@
+"""Functions of torch with drawn arguments: rows beside others have what each row alone has, whatever torch's rules do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sweep import functions, swept
+
+from dpfunc.engines import vmap_grad
+
+# warnings of torch about drawn arguments: only results are compared
+pytestmark = pytest.mark.filterwarnings("ignore:.*")
+
+
+def check(seed, count):
+    found = swept(seed, count, functions())
+    assert not found.wrong
+    assert found.outcomes["one pass"] > 0.9 * count  # it is not all refused, or left to the loop
+    return found
+
+
+def test_rows_of_drawn_calls():
+    check(0, 250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [10, 11, 12])
+def test_rows_of_many_drawn_calls(seed):
+    assert len(check(seed, 1500).names) > 900
+
+
+def test_a_wrong_rule_of_torch_is_found(monkeypatch):
+    """`solve` under vmap takes the rows for an axis of its matrices, where the two sides have different axes."""
+    table = {"torch.linalg.solve": torch.linalg.solve}
+    assert not swept(0, 60, table).wrong
+    monkeypatch.delitem(vmap_grad._HANDLERS, torch.linalg.solve)
+    assert swept(0, 60, table).wrong
