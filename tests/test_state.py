@@ -17,11 +17,12 @@ from cases import linear_loss, params
 from run_cases import DATA, PLAN, start, steps, store
 
 from dpfunc import state as state_module
+from dpfunc import step as step_module
 from dpfunc.batches import take
 from dpfunc.checkpoint import load
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.engines import loop as loop_engine
 from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, StateReused
+from dpfunc.noise import gaussian
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.state import replay
 from dpfunc.step import make_dp_step
@@ -136,7 +137,7 @@ LIVE = {
 
 
 @pytest.mark.parametrize("name", LIVE)
-def test_of_two_threads_one_releases_a_step(name):
+def test_of_two_threads_one_releases_a_step(name, monkeypatch):
     """Both begin before the other has released: the second one is refused, and its journal is not called."""
     copied, journal = LIVE[name]
     written, both = [], threading.Barrier(2, timeout=60)
@@ -145,18 +146,25 @@ def test_of_two_threads_one_releases_a_step(name):
         written.append(after.step)
         journal(after)
 
-    def engine(loss_fn, values, batch):
-        both.wait()  # the states of both were checked
-        return loop_engine()(loss_fn, values, batch)
-
     state, values, _ = start()
-    dp_step = make_dp_step(linear_loss, PLAN, engine=engine, journal=note if journal else None, verify_batch=False)
+    dp_step = make_dp_step(linear_loss, PLAN, journal=note if journal else None, verify_batch=False)
+    monkeypatch.setattr(step_module, "gaussian", waiting_for(both))
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
     first, second = pool_results(dp_step, values, batches, [state, copied(state)])
     refused = [each for each in (first, second) if isinstance(each, StateReused)]
     assert len(refused) == 1, (first, second)
     assert "Step 0 of this run was already released" in str(refused[0])
     assert written == ([1] if journal else [])
+
+
+def waiting_for(both):
+    """The mechanism, once both threads are there: the states of both were checked, and nothing is released."""
+
+    def mechanism(*args, **settings):
+        both.wait()
+        return gaussian(*args, **settings)
+
+    return mechanism
 
 
 def pool_results(dp_step, values, batches, states):
@@ -166,7 +174,7 @@ def pool_results(dp_step, values, batches, states):
         return [call.exception() or call.result() for call in calls]
 
 
-def test_a_thread_takes_the_step_that_another_could_not_write():
+def test_a_thread_takes_the_step_that_another_could_not_write(monkeypatch):
     """A journal that fails releases nothing: the state is good, also for a thread that has waited for it."""
     written, both = [], threading.Barrier(2, timeout=60)
 
@@ -176,12 +184,9 @@ def test_a_thread_takes_the_step_that_another_could_not_write():
         if len(written) == 1:
             raise OSError("no space left on device")
 
-    def engine(loss_fn, values, batch):
-        both.wait()
-        return loop_engine()(loss_fn, values, batch)
-
     state, values, _ = start()
-    dp_step = make_dp_step(linear_loss, PLAN, engine=engine, journal=full_once, verify_batch=False)
+    dp_step = make_dp_step(linear_loss, PLAN, journal=full_once, verify_batch=False)
+    monkeypatch.setattr(step_module, "gaussian", waiting_for(both))
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
     found = pool_results(dp_step, values, batches, [state, state])
     assert sorted(type(each).__name__ for each in found) == ["OSError", "StepResult"]

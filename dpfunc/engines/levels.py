@@ -102,6 +102,16 @@ def _requires_grad_allowed() -> Iterator[None]:
 
 
 @contextmanager
+def _silent_fallbacks() -> Iterator[None]:
+    """Inside, torch does not warn that an operation without a batching rule runs row by row; afterwards it does."""
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
+
+
+@contextmanager
 def levels(num_rows: int) -> Iterator[Levels]:
     """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
     lazy_load_decompositions()
@@ -112,6 +122,7 @@ def levels(num_rows: int) -> Iterator[Levels]:
         grad_increment_nesting() as grad,
         torch.enable_grad(),
         _requires_grad_allowed(),
+        _silent_fallbacks(),
     ):
         yield Levels(num_rows, vmap, grad)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
+from dpfunc.engines.guards.python_state import python_state
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 
@@ -514,3 +516,20 @@ def test_a_number_that_is_read_beside_a_model_is_no_state(keeps, first, layer):
     else:
         run(loss_fn, params, batch(3, 0))
         assert run.decision(loss_fn).engine == "one pass"
+
+
+def test_libraries_may_stand_in_any_folder_of_packages(tmp_path, monkeypatch):
+    """Also in that of a user or of another environment: what torch fills for itself is no state of a loss."""
+    for folder, keeps in {"site-packages": False, "project": True}.items():
+        place = tmp_path / folder
+        place.mkdir()
+        (place / f"counting_{keeps}.py").write_text("calls = []\ndef count(x):\n    calls.append(1)\n    return x\n")
+        monkeypatch.syspath_prepend(place)
+        library = importlib.import_module(f"counting_{keeps}")
+
+        def loss_fn(p, x, count=library.count):
+            return linear(p, count(x))
+
+        before = python_state(loss_fn)
+        library.count(None)
+        assert (python_state(loss_fn) != before) == keeps

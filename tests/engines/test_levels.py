@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -61,6 +63,20 @@ def test_gradients_have_an_axis_of_rows():
         loss = (over.row(X) * leaf).square().sum()
         (grad,) = run_backward(loss, (leaf,))
         assert torch.allclose(of_rows(grad), 2 * X * X * W)
+
+
+def test_a_fallback_row_by_row_is_silent_inside_only(capfd):
+    """A user cannot do anything about it, and torch's message asks for an issue."""
+    query = torch.ones(3, 1, 2, 4, 8)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with levels(3) as over:
+            row = over.row(query)
+            attention(row, row, row)
+        assert "performance drop" not in f"{said}{capfd.readouterr().err}"
+        torch.func.vmap(lambda row: attention(row, row, row)[0])(query)
+    assert "performance drop" in f"{said}{capfd.readouterr().err}"
 
 
 def test_a_backward_pass_keeps_modes_on():

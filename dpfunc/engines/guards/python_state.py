@@ -11,12 +11,12 @@ import itertools
 import logging
 import pickle
 import random
-import site
 import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
@@ -35,7 +35,7 @@ _OPAQUE = (ModuleType, logging.Logger, logging.Handler)
 # Classes and functions of these, and of packages that are installed, keep nothing of a loss by themselves; what their
 # objects hold is looked at.
 _LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
-_INSTALLED = tuple(site.getsitepackages())
+_INSTALLED = frozenset(("site-packages", "dist-packages"))  # also those of a user, or of another environment
 # What models of Transformers keep of a batch for the next token of the same one; no loss reads it.
 _OF_GENERATION = frozenset(("rope_deltas",))
 # What recurrent layers of torch keep of their parameters, and replace in each call.
@@ -135,7 +135,7 @@ def _of_library(value: Any) -> bool:
 @functools.cache
 def _is_library(package: str) -> bool:
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return package in _LIBRARIES or str(file).startswith(_INSTALLED)
+    return package in _LIBRARIES or not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 def _reduced(value: Any) -> Iterable[Any]:

@@ -10,7 +10,6 @@ import copy
 import json
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -208,7 +207,6 @@ def compare(name, choice, dtype):
 
 
 def main(wanted):
-    warnings.filterwarnings("ignore", "There is a performance drop")  # of torch: rows one by one where it has no rule
     library = import_torchvision()
     for name, choice in CASES:
         for dtype in DTYPES:
