@@ -324,7 +324,7 @@ class _Credited(torch.autograd.Function):
         owner.backward_node()
         grad_B, input_grad = of_rows(grad), None
         x = of_rows(ctx.saved_tensors[0]) if ctx.kept else None
-        with Below():
+        with Below(), torch._C.DisableTorchFunction():
             grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
@@ -509,7 +509,8 @@ class _Native(torch.autograd.Function):
                 inside(grad).expand(shape) if grad_B is None else grad_B
                 for grad, grad_B, shape in zip(grads, grads_B, kernel.shapes, strict=True)
             ]
-            found = kernel.back(given)
+            with torch._C.DisableTorchFunction():
+                found = kernel.back(given)
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
 
 

@@ -28,7 +28,7 @@ from dpfunc.batches import batch_size
 from dpfunc.engines import four_bits
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.ghost import Ghost, Measured, Source, Weighted, differs
-from dpfunc.engines.guards.earlier_rows import UNDECLARED, refuse_earlier, refuse_undeclared
+from dpfunc.engines.guards.earlier_rows import UNDECLARED, forget_gone, refuse_earlier, refuse_undeclared
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_process
 from dpfunc.engines.guards.loss import (
     check_differentiable,
@@ -521,6 +521,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], sink: Sink
         Stop: they do not, or cannot be computed with these settings.
     """
     num_rows = len(rows.positions)
+    forget_gone()
     tensors = rows.params if rows.source is None else rows.source.leaves(rows.params)
     params = {name: param.detach() for name, param in tensors.items()} if rows.source is None else tensors
     with levels(num_rows) as over:

@@ -61,6 +61,12 @@ def refuse_undeclared(func: Callable[..., Any]) -> None:
         )
 
 
+def forget_gone() -> None:
+    """Forget memory that nobody uses any more: what nobody keeps need not be looked for."""
+    for key in [key for key, reference in _earlier.items() if reference.expired()]:
+        del _earlier[key]
+
+
 def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse to compute with a tensor of a row of an earlier call.
 
@@ -146,6 +152,5 @@ class RowMemory:
 
     def end(self) -> None:
         """Note what is still in use: a later call must not use it."""
-        for key in [key for key, reference in _earlier.items() if reference.expired()]:
-            del _earlier[key]
+        forget_gone()
         _earlier.update({key: reference for key, reference in self._own.items() if not reference.expired()})
