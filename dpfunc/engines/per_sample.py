@@ -133,6 +133,8 @@ class Outer:
         The second form, the ghost norm (Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural
         Networks with Differential Privacy, section 3), loses its digits where the products cancel: then the first.
         """
+        if self.a_BTp.shape[1] == 1:
+            return _of_one_product(self.a_BTp[:, 0], self.b_BTd[:, 0])
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             return safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
@@ -176,9 +178,13 @@ class Outer:
             self.products[:] = [(self.a_BTp, products_BTT)]
         return products_BTT
 
+    def cancelling(self) -> Tensor | None:
+        """Mask (B,) of samples whose products cancel; None without any."""
+        return None if self.a_BTp.shape[1] == 1 else cancelling_samples(self.cancels, self.sq_norms)
+
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
-        cancels_B = cancelling_samples(self.cancels, self.sq_norms)
+        cancels_B = self.cancelling()
         if cancels_B is not None:
             easy_B, hard_B = torch.where(cancels_B, 0, factors_B), torch.where(cancels_B, factors_B, 0)
             formed = Dense(replace(self, a_BTp=self.a_BTp[hard_B != 0], b_BTd=self.b_BTd[hard_B != 0]).dense())
@@ -195,9 +201,17 @@ class Outer:
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
 
+def _of_one_product(a_Bp: Tensor, b_Bd: Tensor) -> Tensor:
+    """Squared norms `|a|^2 |b|^2` of products of two vectors, in float64: no square is lost, and nothing cancels."""
+    norms_B = torch.linalg.vector_norm(a_Bp, dim=1, dtype=torch.float64)
+    norms_B = norms_B * torch.linalg.vector_norm(b_Bd, dim=1, dtype=torch.float64)
+    dtype = accumulation_dtype(a_Bp.dtype)
+    return (norms_B * (1 + ROUNDINGS * torch.finfo(dtype).eps)).square().to(dtype)
+
+
 def _products(a_BTp: Tensor) -> Tensor:
     """`a_t . a_u` of all pairs of positions of each sample."""
-    return a_BTp.square().sum(2, keepdim=True) if a_BTp.shape[1] == 1 else a_BTp @ a_BTp.transpose(1, 2)
+    return a_BTp @ a_BTp.transpose(1, 2)
 
 
 def _paired(a_BTT: Tensor, b_BTT: Tensor, p: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -368,7 +382,7 @@ class _Stack:
         if any_set(factors_NB == 0):
             return None
         if isinstance(self.joined, Outer):
-            if cancelling_samples(self.joined.cancels, self.joined.sq_norms) is not None:
+            if self.joined.cancelling() is not None:
                 return None
             return _outer_sums(self.joined, factors_NB, len(self.names))
         formed = to_accumulation_dtype(self.joined.dense())

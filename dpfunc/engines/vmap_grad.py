@@ -26,6 +26,7 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.batches import batch_size
 from dpfunc.engines import four_bits
+from dpfunc.engines.cross_entropy import cross_entropy
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines.guards.earlier_rows import UNDECLARED, forget_gone, refuse_earlier, refuse_undeclared
@@ -112,12 +113,14 @@ class Settings:
     Args:
         rules: operations on parameters go to their rules. own_memory: what the loss makes (zeros, full, ...) has memory
             for each row, into which numbers of the row can be written. plain_functions: custom functions that torch's
-            transforms do not take run as nodes of the level of gradients, operation by operation.
+            transforms do not take run as nodes of the level of gradients, operation by operation. since: why the
+            settings before these did not do.
     """
 
     rules: bool = True
     own_memory: bool = False
     plain_functions: bool = False
+    since: str = field(default="", compare=False)
 
 
 class FirstRead(Stop):
@@ -472,6 +475,10 @@ def _attention(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[st
     return _native(mode, func, args, kwargs) if found is NotImplemented else found
 
 
+def _cross_entropy(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return cross_entropy(mode.levels, args, kwargs) if mode.settings.rules else NotImplemented
+
+
 def _undeclared(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return refuse_undeclared(func)
 
@@ -508,6 +515,7 @@ _HANDLERS: dict[Any, Handler] = {
     torch._C._VariableFunctions._pack_padded_sequence: pack,
     torch._C._VariableFunctions._pad_packed_sequence: pad,
     torch.nn.functional.scaled_dot_product_attention: _attention,
+    torch.nn.functional.cross_entropy: _cross_entropy,
     torch._functorch.autograd_function.custom_function_call: RowPass.function,
     Tensor.requires_grad_: _requires_grad,
     **dict.fromkeys(UNDECLARED, _undeclared),
@@ -708,7 +716,8 @@ class VmapGrad:
                 parts = self._parts(every, calls)
         calls.check()
         if loss_fn not in self._decisions:
-            self._decide(loss_fn, "one pass", "all rows together")
+            slower = self._settings[loss_fn].since if self.rules and not self._settings[loss_fn].rules else ""
+            self._decide(loss_fn, "one pass", f"all rows together{slower and f', without rules, since {slower}'}")
         self._tell(before, self._decisions[loss_fn])
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
@@ -778,7 +787,7 @@ class VmapGrad:
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue
-            self._settings[loss_fn] = tried
+            self._settings[loss_fn] = replace(tried, since=reason) if reason else tried
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
         raise Alone(reason)

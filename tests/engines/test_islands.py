@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import differences, truth_of
 
-from dpfunc.engines import auto, islands
+from dpfunc.engines import auto, islands, loop
 
 B, T, D = 3, 3, 4  # as many positions as rows: an axis that is taken for the other one shows
 attention, gelu, silu, norm, pool = F.scaled_dot_product_attention, F.gelu, F.silu, F.rms_norm, F.max_pool2d
@@ -48,6 +48,48 @@ def test_native_kernels_keep_rows_apart(name, monkeypatch):
     loss_fn = lambda p, b: CASES[name](b * p["w"], b).sin().flatten(1).sum() + (b * p["w"]).sum((1, 2))
     case = Case(loss_fn, params, torch.randn(B, T, D, generator=generator, dtype=torch.float64))
     assert all(value < 1e-10 for value in differences(auto(), case, truth_of(case)).values())
+
+
+CLASSES = {
+    "of a row": lambda x, classes, **how: F.cross_entropy(x[:, 0], classes[:, 0], **how),
+    "of positions": lambda x, classes, **how: F.cross_entropy(x[0], classes[0], **how),
+    "of positions last": lambda x, classes, **how: F.cross_entropy(x.mT, classes, **how),
+    "of images": lambda x, classes, **how: F.cross_entropy(x.mT[..., None], classes[..., None], **how),
+    "of one vector": lambda x, classes, **how: F.cross_entropy(x[0, 0], classes[0, 0], **how),
+    "own weight of classes": lambda x, classes, **how: F.cross_entropy(x[0], classes[0], x[0, 0].detach().exp(), **how),
+    "smoothed": lambda x, classes, **how: F.cross_entropy(x[0], classes[0], label_smoothing=0.1, **how),
+}
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"reduction": "sum"}, {"reduction": "none", "ignore_index": 1}, {"ignore_index": 0}]
+)
+@pytest.mark.parametrize("name", CLASSES)
+def test_cross_entropy_keeps_rows_apart(name, how):
+    """Row 1 has no class that counts: its mean is NaN, as alone."""
+    generator = torch.Generator().manual_seed(0)
+    classes = torch.tensor([[0, 1, 3], [0, 0, 0], [2, 1, 2]])
+    x = torch.randn(B, T, D, generator=generator, dtype=torch.float64)
+    loss_fn = lambda p, b: CLASSES[name](b[0] * p["w"], b[1], **how).reshape(-1).sum(0, keepdim=True)
+    params = {"w": torch.randn(D, generator=generator, dtype=torch.float64)}
+    engine, batch = auto(), (x, classes)
+    found, alone = engine(loss_fn, params, batch), loop()(loss_fn, params, batch)
+    torch.testing.assert_close(found.losses_B, alone.losses_B, equal_nan=True)
+    torch.testing.assert_close(found.grads["w"].dense(), alone.grads["w"].dense(), equal_nan=True)
+    assert engine.decision(loss_fn).reason == "all rows together"
+
+
+def test_cross_entropy_is_used_and_has_its_rounding():
+    """One node, whose numbers are those of torch's kernels to the last bit."""
+    x, classes = torch.randn(B, D, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
+    logits = x.clone().requires_grad_()
+    expected = F.cross_entropy(logits, classes, reduction="none")
+    (grad,) = torch.autograd.grad(expected.sum(), logits)
+    found = auto()(
+        lambda p, b: F.cross_entropy(b[0] + p["w"], b[1], reduction="none"), {"w": torch.zeros(D)}, (x, classes)
+    )
+    assert torch.equal(found.losses_B, expected)
+    assert torch.equal(found.grads["w"].dense(), grad)
 
 
 def test_native_kernels_are_used(monkeypatch):

@@ -505,6 +505,19 @@ def test_what_vmap_cannot_compute_goes_to_the_loop_with_a_reason():
     assert engine.decision(loss_fn) == Decision("loop", "rows alone, since the loss draws from a generator of its own")
 
 
+def test_a_pass_without_rules_says_why():
+    """It is slower, and nobody would know."""
+
+    def loss_fn(p, x):
+        p["w"].register_hook(lambda grad: grad)
+        return squares(p, x)
+
+    engine = auto()
+    engine(loss_fn, {"w": W["w"]}, X)
+    said = "all rows together, without rules, since the loss has a hook on a parameter or a node"
+    assert engine.decision(loss_fn) == Decision("one pass", said)
+
+
 def test_the_step_says_what_was_decided():
     plan = Plan(sampling.Poisson(100, 0.2), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=2, delta=1e-3)
     dp_step, data, params = dpfunc.make_dp_step(squares, plan), torch.randn(100, 3), {"w": torch.ones(3)}
