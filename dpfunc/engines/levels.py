@@ -112,6 +112,21 @@ def _silent_fallbacks() -> Iterator[None]:
 
 
 @contextmanager
+def transformed() -> Iterator[None]:
+    """Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
+
+    Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
+    padding, so that no number is read and all rows go the same way.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
 def levels(num_rows: int) -> Iterator[Levels]:
     """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
     lazy_load_decompositions()
@@ -123,6 +138,7 @@ def levels(num_rows: int) -> Iterator[Levels]:
         torch.enable_grad(),
         _requires_grad_allowed(),
         _silent_fallbacks(),
+        transformed(),
     ):
         yield Levels(num_rows, vmap, grad)
 

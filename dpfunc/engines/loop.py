@@ -32,7 +32,7 @@ from dpfunc.engines.guards.loss import (
 from dpfunc.engines.guards.python_state import python_state, refuse_counting, refuse_kept
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.levels import run_backward
+from dpfunc.engines.levels import run_backward, transformed
 from dpfunc.engines.opened import opened
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.rules.recurrent import RECURRENT
@@ -223,7 +223,7 @@ def row_gradients(
     try:
         with (
             own_only(recorder), parameters_unchanged(params), torch.enable_grad(), backward_inside(),
-            uncompiled(), mode,
+            uncompiled(), transformed(), mode,
         ):  # fmt: skip
             losses_1 = loss_fn(leaves, row)
             check_differentiable(losses_1, 1)
@@ -288,7 +288,7 @@ def warm_up(loss_fn: LossFn, params: Params, batch: Batch) -> None:
     leaves, mode = {name: param.detach().requires_grad_() for name, param in params.items()}, RowAlone(zeros, 0, _MANY)
     with (
         suppress(Exception, _Told), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)),
-        own_only(), torch.enable_grad(), backward_inside(), uncompiled(), mode,
+        own_only(), torch.enable_grad(), backward_inside(), uncompiled(), transformed(), mode,
     ):  # fmt: skip
         loss_fn(leaves, zeros)
     mode.memory.end()  # what is made of zeros is no table of a shape: no row may use it

@@ -134,6 +134,10 @@ def _is_mask(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) and value.ndim > 0
 
 
+def _is_number(value: Any) -> bool:
+    return is_row(value) and not value.ndim and not value.is_floating_point() and value.dtype != torch.bool
+
+
 def positions(reader: Reader, index: Any) -> tuple[Any, ...]:
     """An index with the positions that are set in place of each mask."""
     found: list[Any] = []
@@ -158,9 +162,11 @@ def _sliced(reader: Reader, part: Any) -> Any:
 
 
 def getitem(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Select by a mask of each row, or by a slice whose ends are numbers of the row."""
-    parts = [_sliced(reader, part) for part in _masks(args[1])]
-    if any(isinstance(part, slice) and part is not given for part, given in zip(parts, _masks(args[1]), strict=True)):
+    """Select by a mask or a number of each row, or by a slice whose ends are numbers of the row."""
+    if _is_number(args[1]):
+        return args[0][args[1].reshape(1)].squeeze(0)
+    parts = [_sliced(reader, part) for part in numbers(reader, _masks(args[1]))]
+    if any(part is not given for part, given in zip(parts, _masks(args[1]), strict=True)):
         return args[0][tuple(parts)]
     if not any(_is_mask(part) for part in _masks(args[1])) or not any(
         is_row(value) for value in (args[0], *_masks(args[1]))
@@ -311,8 +317,7 @@ def numbers(reader: Reader, given: Any) -> Any:
     """Arguments with the whole numbers of a row read: sizes and ends, which torch reads inside of an operation."""
 
     def number(value: Tensor) -> Any:
-        whole = is_row(value) and not value.ndim and not value.is_floating_point()
-        return read(reader, Tensor.item, (value,), {}) if whole else value
+        return read(reader, Tensor.item, (value,), {}) if _is_number(value) else value
 
     return pytree.tree_map_only(Tensor, number, given)
 

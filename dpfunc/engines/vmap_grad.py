@@ -349,7 +349,8 @@ class RowPass(TorchFunctionMode):
             refuse_undeclared(func)
             name = func.namespace if isinstance(func, OpOverload) else func._qualified_op_name.split("::")[0]
             if name not in _OURS and any(map(is_row, pytree.tree_leaves((args, kwargs)))):
-                found = four_bits.product(self.levels, func, args, kwargs) if name == "bitsandbytes" else NotImplemented
+                known = _OF_LIBRARIES.get(name)
+                found = NotImplemented if known is None else known(self.levels, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
                 self.stop(Alone(f"the operation {func} is of another library, and may mix the rows that it is given"))
@@ -441,6 +442,17 @@ def _is_memory_of(target: Tensor, param: Tensor) -> bool:
 
 
 _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
+
+
+def _experts(over: Levels, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The products of experts of Transformers where code is transformed, by torch's own operation."""
+    if func.__name__.split(".")[0] != "grouped_mm_fallback":
+        return NotImplemented
+    bound = dict(zip(("input", "weight", "offs"), args, strict=False), **kwargs)
+    return torch.nn.functional.grouped_mm(bound["input"], bound["weight"], offs=bound["offs"])
+
+
+_OF_LIBRARIES = {"bitsandbytes": four_bits.product, "transformers": _experts}
 
 
 def _operation(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from dpfunc.engines.guards.collectives import initialized
 from dpfunc.engines.guards.lockstep import is_independent
 from dpfunc.engines.guards.loss import refuse_reentrant, unfollowed_code_is_an_error
 from dpfunc.engines.guards.scope import Scope, until_backward
+from dpfunc.engines.levels import inside
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import (
     constant,
@@ -51,7 +52,9 @@ class Forward:
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters in place of its own."""
-        if torch.compiler.is_compiling():  # dynamo does not trace version counters: what is written into is thrown away
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # dynamo does not trace version counters: what is written into is thrown away
             check_params(params, self.shapes)
             return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
         with torch._C.DisableTorchFunction():  # an engine does not look at each shape
@@ -90,7 +93,8 @@ class Forward:
         before = dict(state)
         with _reparametrize_module(self.module, state), recovered(self.module):
             yield
-        self._refuse_replaced([place for place, tensor in before.items() if state[place] is not tensor])
+        # a level gives `buffer.to(device)` as another object with the same tensor inside
+        self._refuse_replaced([place for place, tensor in before.items() if inside(state[place]) is not inside(tensor)])
 
     def _refuse_replaced(self, names: Sequence[str]) -> None:
         if names:

@@ -65,6 +65,14 @@ def test_gradients_have_an_axis_of_rows():
         assert torch.allclose(of_rows(grad), 2 * X * X * W)
 
 
+def test_code_is_told_that_it_is_transformed():
+    """As under torch.compile; code that dynamo itself traces is told so by another function."""
+    with levels(3):
+        assert torch.compiler.is_compiling()
+        assert not torch.compiler.is_dynamo_compiling()
+    assert not torch.compiler.is_compiling()
+
+
 def test_a_fallback_row_by_row_is_silent_inside_only(capfd):
     """A user cannot do anything about it, and torch's message asks for an issue."""
     query = torch.ones(3, 1, 2, 4, 8)

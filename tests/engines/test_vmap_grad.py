@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from models import tiny_bert
 from reference import loop_gradients
 from torch import nn
 from torch.nn import functional as F
@@ -490,6 +491,33 @@ def test_gradient_checkpointing_of_transformers_is_exact():
         assert engine.decision(loss_fn).engine == "one pass"
     for name, norms_B in found[0].items():
         assert torch.equal(norms_B, found[1][name]), name
+
+
+def test_padded_rows_of_transformers_go_together():
+    """With and without padding: masks are made without a look at their numbers, as where a model is compiled."""
+    forward, params = dpfunc.functionalize(tiny_bert())
+    ids = torch.randint(50, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
+
+    def loss_fn(p, b):
+        return forward(p, input_ids=b[0], attention_mask=b[1])[0].flatten(1).square().mean(1)
+
+    engine = auto()
+    assert off(loss_fn, params, (ids, mask), engine) < 1e-5
+    assert engine.decision(loss_fn) == Decision("one pass", "all rows together")
+
+
+def test_a_number_of_a_row_selects_for_each_row():
+    """Also one that Python reads from a tensor of its own (`for expert in hit`)."""
+    place = torch.tensor([[0], [2], [1], [2]])
+
+    def loss_fn(p, b):
+        x, places = b
+        chosen = (x[0] * p["w"])[places[0, 0]], (x[0] * p["w"])[..., places[0, 0]]
+        return (chosen[0] * 3 + chosen[1].square()).reshape(1)
+
+    engine = auto()
+    assert off(loss_fn, W, (X, place), engine) < 1e-10
 
 
 # Decisions.
