@@ -70,7 +70,7 @@ def counts(rows: Sequence[Row]) -> list[str]:
 
 
 def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
-    """docs/survey.md"""
+    """docs/survey.md: counts, and the cases that are not computed together; survey.json has the others."""
     rows = sorted((row for row in rows if "left_out" not in row), key=lambda row: row["case"])
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
@@ -78,7 +78,8 @@ def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
         "",
         f'What `engine="auto"` does with {len(rows)} small models with random weights, in batches of four rows',
         f"({said}).",
-        "`python -m benchmarks.survey` writes this page and [survey.json](../benchmarks/results/survey.json).",
+        "`python -m benchmarks.survey` writes this page, and every case into"
+        " [survey.json](../benchmarks/results/survey.json).",
         "",
         "- **engine**: that `auto` chose for the loss; *refused*: an error says why.",
         "- **ratio**: time of a step (per-sample norms and a clipped sum) over that of the plain gradient of the mean"
@@ -91,10 +92,8 @@ def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
         "",
         *counts(rows),
         "",
-        "## Row by row",
+        "## Refused, or row by row",
         "",
-        *table(row for row in rows if row["engine"] == "loop"),
+        *table(row for row in rows if row["engine"] in ("loop", "refused")),
     ]
-    for field in sorted({row["field"] for row in rows}):
-        lines += ["", f"## {field}", "", *table(row for row in rows if row["field"] == field)]
     return "\n".join(lines) + "\n"

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning"),  # rows that are kept
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),  # of torch
 ]
-PAGE = on_page(Path(__file__).parents[2] / "docs" / "isolation.md")
+PAGE = on_page(Path(__file__).parents[2] / "docs" / "results" / "isolation.md")
 named = {"ids": lambda loss: loss.name}
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 
@@ -54,7 +54,7 @@ def test_honest_losses_are_right_and_auto_computes_them(loss, engine):
 @every_engine
 @pytest.mark.parametrize("loss", [*MIXING, *HONEST], **named)
 def test_the_page_says_what_comes_out(loss, engine):
-    """docs/isolation.md; `python tests/_support/isolation/table.py --markdown docs/isolation.md` writes it anew."""
+    """docs/results/isolation.md; `python tests/_support/isolation/table.py --markdown docs/results/isolation.md` writes it anew."""
     assert word(cell(loss, engine)) == PAGE.get(loss.name, {}).get(engine, "equal")
 
 

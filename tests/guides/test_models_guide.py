@@ -21,7 +21,6 @@ REFUSALS = {
     "`SFTConfig(packing=True)`": (HF / "test_task_models.py", "test_packing_of_an_sft_trainer_is_refused"),
     "losses with in-batch": (HF / "test_task_models.py", "test_losses_that_compare_records_are_refused"),
     "any other module": (HF / "test_task_models.py", "test_other_modules_are_no_losses"),
-    "a loss of your own": (HF / "test_tasks.py", "test_museum_7_the_loss_of_the_model_itself_is_that_of_each_row"),
     "images of all records": (
         HF / "vision_language" / "test_image_models.py", "test_images_in_one_tensor_for_all_samples_are_refused",
     ),

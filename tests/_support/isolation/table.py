@@ -1,6 +1,6 @@
 """Print what each engine makes of each case: `python tests/_support/isolation/table.py [part of a name ...]`.
 
-With `--markdown docs/isolation.md` the table of that page is written anew, for all cases.
+With `--markdown docs/results/isolation.md` the table of that page is written anew, for all cases.
 """
 
 from __future__ import annotations
