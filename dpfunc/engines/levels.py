@@ -104,11 +104,11 @@ def _requires_grad_allowed() -> Iterator[None]:
 @contextmanager
 def _silent_fallbacks() -> Iterator[None]:
     """Inside, torch does not warn that an operation without a batching rule runs row by row; afterwards it does."""
-    functorch._set_vmap_fallback_warning_enabled(False)
+    functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]  # no stub
     try:
         yield
     finally:
-        functorch._set_vmap_fallback_warning_enabled(True)
+        functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
 
 
 @contextmanager

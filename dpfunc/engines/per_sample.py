@@ -203,7 +203,7 @@ class Outer:
 
 def _of_one_product(a_Bp: Tensor, b_Bd: Tensor) -> Tensor:
     """Squared norms `|a|^2 |b|^2` of products of two vectors, in float64: no square is lost, and nothing cancels."""
-    norms_B = torch.linalg.vector_norm(a_Bp, dim=1, dtype=torch.float64)
+    norms_B: Tensor = torch.linalg.vector_norm(a_Bp, dim=1, dtype=torch.float64)
     norms_B = norms_B * torch.linalg.vector_norm(b_Bd, dim=1, dtype=torch.float64)
     dtype = accumulation_dtype(a_Bp.dtype)
     return (norms_B * (1 + ROUNDINGS * torch.finfo(dtype).eps)).square().to(dtype)
