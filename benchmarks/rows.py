@@ -1,7 +1,8 @@
 """How well the engine `auto` keeps rows apart, and what it takes in one pass: `python -m benchmarks.rows`.
 
-Three tables: the losses of tests/_support/isolation, which mix rows or seem to, over several steps; random losses of
-tests/_support/row_programs.py, whose rows must not depend on those beside them; and, with --survey, a file of
+Tables: the losses of tests/_support/isolation, which mix rows or seem to, over several steps; the museum of faults of
+other libraries; random losses of tests/_support/row_programs.py, whose rows must not depend on those beside them; how
+far one record moves their clipped sums, beside the sensitivity; and, with --survey, a file of
 `python -m benchmarks.survey --out FILE`.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -21,9 +24,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from dpfunc.clipped import clipped_grad
+from dpfunc.clipping import Flat
+from dpfunc.engines import auto
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.rng import insecure_key
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/_support", "tests/engines")]
 RESULT = Path(__file__).parent / "results" / "rows.json"
+MUSEUM = "tests/**/test_museum*.py"
 
 
 def isolation(console: Console) -> dict[str, Any]:
@@ -78,6 +88,39 @@ def programs(count: int, first: int, console: Console) -> dict[str, Any]:
     return {**counts, "largest difference": worst}
 
 
+def museum() -> dict[str, Any]:
+    """Outcomes of the tests of faults that other libraries have."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *map(str, sorted(ROOT.rglob(MUSEUM)))]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?)", printed)}
+
+
+def moved(count: int, first: int, console: Console) -> dict[str, Any]:
+    """How far one record moves the clipped sum of a random loss: removed, and replaced; of the sensitivity."""
+    from row_programs import batch_of, made
+
+    counts: Counter[str] = Counter()
+    worst = {"removed": 0.0, "replaced": 0.0}
+    for seed in track(range(first, first + count), "records", console=console):
+        program, (params, batch) = made(seed), batch_of(seed)
+        (_, others), row = batch_of(seed + 10**6), seed % len(batch)
+        left = torch.arange(len(batch)) != row
+        replaced = torch.where(left[:, None], batch.flatten(1), others.flatten(1)).reshape(batch.shape)
+        rule, key = Flat(10.0 ** (seed % 5 - 3)), insecure_key(seed)
+        # a removed record leaves the place of the others as it is: their random numbers are those of their places
+        ways = {"removed": (batch, left, 1), "replaced": (replaced, left | True, 2)}
+        try:
+            whole, _ = clipped_grad(program, params, batch, rule, engine=auto(), key=key)
+            for way, (rows, mask, times) in ways.items():
+                other, _ = clipped_grad(program, params, rows, rule, engine=auto(), key=key, mask_B=mask)
+                off = sum(float((whole.sums[n] - other.sums[n]).double().square().sum()) for n in params) ** 0.5
+                worst[way] = max(worst[way], off / (times * whole.sensitivity))
+                counts[f"{way}, {'within' if off <= times * whole.sensitivity else 'BEYOND'}"] += 1
+        except (UnsupportedModel, InvalidArgument):
+            counts["refused"] += 1
+    return {**counts, **{f"largest, {way}": value for way, value in worst.items()}}
+
+
 def survey(path: Path) -> dict[str, Any]:
     """Engines of the models of a survey, the largest difference, and why some are not in one pass or groups."""
     rows = json.loads(path.read_text())["cases"]
@@ -98,7 +141,12 @@ def main(count: int, first: int, path: Path | None, out: Path) -> None:
     logging.getLogger("dpfunc").propagate = False
     torch.set_num_threads(1)
     console = Console()
-    found = {"losses": isolation(console), "programs": programs(count, first, console)}
+    found = {
+        "losses": isolation(console),
+        "museum": museum(),
+        "programs": programs(count, first, console),
+        "records": moved(count // 10, first, console),
+    }
     if path is not None:
         found["survey"] = survey(path)
     for title, values in found.items():

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.scaling.shapes import Matrix, Shape
+from dpfunc.engines.cost import BUDGET
 from dpfunc.engines.cost import matrix as matrix_costs
-from dpfunc.engines.vmap_grad import DEFAULT_BUDGET
 
 EngineName = Literal["vmap", "auto", "ghost"]
 ENGINES: tuple[EngineName, ...] = ("vmap", "auto", "ghost")
@@ -164,7 +164,7 @@ def formed(job: Job) -> list[bool]:
     """
     if job.engine != "auto":
         return [job.engine == "vmap" for _ in trained_matrices(job)]
-    budget, decided = DEFAULT_BUDGET, []
+    budget, decided = BUDGET, []
     for matrix in trained_matrices(job):
         whole = SINGLE * job.microbatch * matrix.numbers
         sides = HALF * job.tokens * (matrix.inputs + matrix.outputs)

@@ -31,6 +31,8 @@ _A_NUMBER = 100
 _A_SMALL_PRODUCT = 2
 # Operations during a sample's share of a call from Python.
 _A_CALL = 20_000
+# Bytes of the gradients of one use that may be formed.
+BUDGET = 2**30
 # Kept gradients of kernels and tables may be this much larger than their factors, if they are not small anyway.
 _MAX_SIZE_RATIO = 2
 

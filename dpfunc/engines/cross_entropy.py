@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfunc.engines.islands import Pass
 from dpfunc.engines.levels import Below, Levels, apply_node, inside, is_row, of_rows
 
 _NAMES = (
@@ -35,9 +36,9 @@ class _Node(torch.autograd.Function):
             log_probs = x.log_softmax(1)
             run = torch.ops.aten.nll_loss_forward if x.ndim == 2 else torch.ops.aten.nll_loss2d_forward
             losses, weight = run(log_probs, classes, None, _NONE, ignored)
-            losses = losses.reshape(target_B.shape)  # type: ignore[union-attr]
+            losses = losses.reshape(target_B.shape)  # type: ignore[union-attr]  # rows
         ctx.over, ctx.kept = over, (log_probs, classes, None, _NONE, ignored, weight)
-        ctx.given = logits_B.shape, logits_B.dtype  # type: ignore[union-attr]
+        ctx.given = logits_B.shape, logits_B.dtype  # type: ignore[union-attr]  # rows
         return over.row(losses)
 
     @staticmethod
@@ -55,9 +56,9 @@ class _Node(torch.autograd.Function):
         return None, None, ctx.over.row(found), None
 
 
-def cross_entropy(over: Levels, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`F.cross_entropy` of classes in whole numbers; NotImplemented where vmap and grad are to do it."""
-    bound = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    over, bound = owner.levels, {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     logits, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
     if not over.on_top() or not torch.is_grad_enabled() or not (is_row(logits) and is_row(target)):
         return NotImplemented

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from dpfunc.batches import batch_size
 from dpfunc.engines.cost import summed
+from dpfunc.engines.row_pass import Passed
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.vmap_grad import DEFAULT_BUDGET, Passed, VmapGrad
+from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
@@ -68,7 +69,7 @@ class Explanation:
 
 def _of_use(use: Use) -> list[UseCost]:
     """The cost of each parameter of a use: the choice is about the largest one, and the others are formed."""
-    choice = use.choose(DEFAULT_BUDGET)
+    choice = use.choice
     largest = max(use.wanted, key=lambda argument: use.shapes[argument].numel())
     costs = []
     for argument, name in use.wanted.items():

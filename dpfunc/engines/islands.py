@@ -45,7 +45,6 @@ class Pass(Protocol):
     uses: dict[object, Use]
     noted: list[Use]
     turned: dict[int, tuple[Tensor, Tensor]]
-    budget: int
     is_exact: bool
 
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
@@ -224,7 +223,7 @@ def _credit(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> 
     """Credit the per-sample gradients of a use to its parameters, formed or as factors."""
     owner.noted.append(use)
     found = use.rule.grads(use, grad, **{**use.options, **tensors})
-    formed = use.choose(owner.budget).representation == "formed"
+    formed = use.choice.representation == "formed"
     for argument, name in use.wanted.items():
         owner.take(name, Dense(found[argument].dense()) if formed else found[argument])
 

@@ -8,7 +8,7 @@ name in a version of torch that is different.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -108,22 +108,16 @@ def _silent_fallbacks() -> Iterator[None]:
     try:
         yield
     finally:
-        functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+        functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]  # no stub
 
 
-@contextmanager
-def transformed() -> Iterator[None]:
-    """Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
+transformed = getattr(torch.compiler, "_compile_session_context", nullcontext)
+"""Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
 
-    Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
-    padding, so that no number is read and all rows go the same way.
-    """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
+padding, so that no number is read and all rows go the same way. An older torch has no such context: such rows go in
+groups.
+"""
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from dpfunc.engines.guards.loss import (
     parameters_unchanged,
     refuse_reentrant,
     uncompiled,
+    unfollowed_code_is_an_error,
 )
 from dpfunc.engines.guards.python_state import python_state, refuse_counting, refuse_kept
 from dpfunc.engines.guards.replicated import check_replicated
@@ -148,7 +149,8 @@ class Loop:
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         """Gradients of all rows, one after the other."""
-        return rows_alone(loss_fn, params, batch, positions_of(range(batch_size(batch))))
+        with unfollowed_code_is_an_error():
+            return rows_alone(loss_fn, params, batch, positions_of(range(batch_size(batch))))
 
 
 def loop() -> Loop:

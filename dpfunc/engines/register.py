@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense
+from dpfunc.engines.row_pass import Passed
 from dpfunc.engines.rules import REGISTERED
 from dpfunc.engines.rules.table import Rule, Use
-from dpfunc.engines.vmap_grad import Passed, VmapGrad
+from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 
 _TOLERANCE = 1e-8

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sweep import functions, swept
 
-from dpfunc.engines import vmap_grad
+from dpfunc.engines import row_pass
 
 # warnings of torch about drawn arguments: only results are compared
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
@@ -33,5 +33,5 @@ def test_a_wrong_rule_of_torch_is_found(monkeypatch):
     """`solve` under vmap takes the rows for an axis of its matrices, where the two sides have different axes."""
     table = {"torch.linalg.solve": torch.linalg.solve}
     assert not swept(0, 60, table).wrong
-    monkeypatch.delitem(vmap_grad._HANDLERS, torch.linalg.solve)
+    monkeypatch.delitem(row_pass._WITH_RULES, torch.linalg.solve)
     assert swept(0, 60, table).wrong

@@ -10,8 +10,6 @@ from transform_cases import assert_close, logits, loop, per_sample
 
 from dpfunc.functional import functionalize, with_params
 
-# fused attention runs sample by sample under torch's own vmap: slow, and right
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
 IDS = torch.randint(50, (3, 6), generator=torch.Generator().manual_seed(0))
 
 

@@ -135,6 +135,11 @@ _NOT_FOLLOWED = {
         "The loss asks for the memory of a tensor (untyped_storage, data_ptr, numpy), which vmap does not have. Use "
         'operations of torch, or engine="loop".'
     ),
+    ("torch.distributed.nn.functional",): (
+        "The loss communicates between ranks (torch.distributed.nn.functional): the loss of a record would depend on "
+        "records of other ranks, which breaks the privacy proof. Compute the loss of each record from its own row; "
+        "what is summed over ranks is summed after clipping (ranks=... of dpfunc.make_dp_step)."
+    ),
     ("Batching rule not implemented",): (
         'The loss runs an operation that vmap cannot compute. Use engine="auto", or "loop".'
     ),

@@ -209,10 +209,15 @@ def _filled(cell: Any) -> bool:
 _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
-def note_kept(loss_fn: object, before: object, read: str) -> None:
-    """Note a loss that has given numbers of its rows to Python, if what it keeps is not what it was before that."""
+def note_changed(loss_fn: object, before: object, told: str = "") -> None:
+    """Note a loss that has changed what it keeps: what it has kept stays.
+
+    Args:
+        before: `python_state` before its calls. told: why it must not change; by default, since the number of calls
+            follows from the other records.
+    """
     if loss_fn not in _keeping and python_state(loss_fn) != before:
-        _keeping[loss_fn] = f"gives numbers of its rows to Python ({read})"
+        _keeping[loss_fn] = told or "is called once for each row or part of a batch, whose number tells of other rows"
 
 
 def refuse_kept(loss_fn: object) -> None:
@@ -231,19 +236,11 @@ def refuse_kept(loss_fn: object) -> None:
         )
 
 
-def was_kept(loss_fn: object) -> bool:
-    """True if a loss was noted."""
-    return loss_fn in _keeping
-
-
 def refuse_counting(loss_fn: object, before: object) -> None:
     """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call.
-
-    The number of calls follows from the other records. It is noted: what it has kept stays.
 
     Raises:
         UnsupportedModel: what it keeps is not what it was `before`.
     """
-    if python_state(loss_fn) != before:
-        _keeping[loss_fn] = "is called once for each row or part of a batch, whose number tells of other rows"
+    note_changed(loss_fn, before)
     refuse_kept(loss_fn)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.engines.cost import Choice, Costs, summed
+from dpfunc.engines.cost import BUDGET, Choice, Costs, summed
 from dpfunc.engines.per_sample import PerSampleGrad
 
 Grads = Mapping[str, PerSampleGrad]
@@ -46,9 +46,10 @@ class Use:
         numbers = sum(math.prod(shape) for shape in self.shapes.values())
         return summed(numbers) if self.rule.costs is None else self.rule.costs(self)
 
-    def choose(self, budget: float = math.inf) -> Choice:
+    @cached_property
+    def choice(self) -> Choice:
         """The representation of its gradients by the cost model; see `Costs.choose`."""
-        return self.costs.choose(self.num_samples, budget)
+        return self.costs.choose(self.num_samples, BUDGET)
 
     def split(self, tensor: Tensor) -> Tensor:
         """(B * m, ...) -> (B, m, ...), m images of each sample."""

@@ -17,7 +17,7 @@ def test_a_loss_that_communicates_is_refused(loss, engine):
 
 
 def test_the_line_that_communicates_is_named():
-    for _, message in run(2, "collective_jobs:message", "autograd_function", "auto"):
+    for _, message in run(2, "collective_jobs:message", "scaled_by_all", "auto"):
         assert "called in collective_jobs, line" in message
 
 
