@@ -7,8 +7,8 @@ name in a version of torch that is different.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -111,7 +111,9 @@ def _silent_fallbacks() -> Iterator[None]:
         functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]  # no stub
 
 
-transformed = getattr(torch.compiler, "_compile_session_context", nullcontext)
+transformed: Callable[[], AbstractContextManager[None]] = getattr(
+    torch.compiler, "_compile_session_context", nullcontext
+)
 """Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
 
 Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
@@ -132,7 +134,6 @@ def levels(num_rows: int) -> Iterator[Levels]:
         torch.enable_grad(),
         _requires_grad_allowed(),
         _silent_fallbacks(),
-        transformed(),
     ):
         yield Levels(num_rows, vmap, grad)
 

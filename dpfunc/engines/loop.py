@@ -21,7 +21,7 @@ from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines.guards.earlier_rows import RowMemory, refuse_earlier, refuse_undeclared
-from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all
+from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
 from dpfunc.engines.guards.loss import (
     check_depends,
     check_differentiable,
@@ -33,7 +33,7 @@ from dpfunc.engines.guards.loss import (
 from dpfunc.engines.guards.python_state import python_state, refuse_counting, refuse_kept
 from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.levels import run_backward, transformed
+from dpfunc.engines.levels import run_backward
 from dpfunc.engines.opened import opened
 from dpfunc.engines.per_sample import Dense, PerSample
 from dpfunc.engines.rules.recurrent import RECURRENT
@@ -225,7 +225,7 @@ def row_gradients(
     try:
         with (
             own_only(recorder), parameters_unchanged(params), torch.enable_grad(), backward_inside(),
-            uncompiled(), transformed(), mode,
+            uncompiled(), told_of_transforms(), mode,
         ):  # fmt: skip
             losses_1 = loss_fn(leaves, row)
             check_differentiable(losses_1, 1)
@@ -290,7 +290,7 @@ def warm_up(loss_fn: LossFn, params: Params, batch: Batch) -> None:
     leaves, mode = {name: param.detach().requires_grad_() for name, param in params.items()}, RowAlone(zeros, 0, _MANY)
     with (
         suppress(Exception, _Told), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)),
-        own_only(), torch.enable_grad(), backward_inside(), uncompiled(), transformed(), mode,
+        own_only(), torch.enable_grad(), backward_inside(), uncompiled(), told_of_transforms(), mode,
     ):  # fmt: skip
         loss_fn(leaves, zeros)
     mode.memory.end()  # what is made of zeros is no table of a shape: no row may use it

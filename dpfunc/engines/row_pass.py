@@ -24,7 +24,7 @@ from dpfunc.engines.cross_entropy import cross_entropy
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.ghost import Source
 from dpfunc.engines.guards.earlier_rows import UNDECLARED, forget_gone, refuse_earlier, refuse_undeclared
-from dpfunc.engines.guards.lockstep import in_lockstep
+from dpfunc.engines.guards.lockstep import in_lockstep, told_of_transforms
 from dpfunc.engines.guards.loss import check_differentiable, refuse_reentrant
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.islands import (
@@ -466,7 +466,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], sink: Sink
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
         given = mode.leaves if rows.source is None else tensors
         try:
-            with backward_inside(), mode, custom_functions(settings.plain_functions):
+            with told_of_transforms(), backward_inside(), mode, custom_functions(settings.plain_functions):
                 losses_1 = rows.loss_fn(dict(given), record)
                 if mode.stopped is not None:
                     raise mode.stopped

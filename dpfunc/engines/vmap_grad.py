@@ -201,6 +201,7 @@ class VmapGrad:
         calls = _Calls(loss_fn, torch.default_generator.get_state(), self._reads.get(loss_fn, ""))
         before = self._decisions.pop(loss_fn, None)
         every = Rows(loss_fn, params, batch, range(num_rows), self.source)
+        ended = False
         try:
             with parameters_unchanged(params):
                 if self.source is None and any(is_dtensor(param) for param in params.values()):
@@ -208,8 +209,10 @@ class VmapGrad:
                     parts = [_Part(range(num_rows), self._by_loop(every, calls.seed, reason))]
                 else:
                     parts = self._parts(every, calls)
+            ended = True
         finally:
-            calls.end()
+            if ended or calls.read:  # also where an error of the loss has ended it
+                calls.end()
         refuse_kept(loss_fn)
         if loss_fn not in self._decisions:
             slower = self._settings[loss_fn].since if self.rules and not self._settings[loss_fn].rules else ""

@@ -76,7 +76,7 @@ class TaskModel:
     task: str
     batch: Callable[[], Mapping[str, torch.Tensor]]
     changes: Mapping[str, object] = field(default_factory=dict)
-    engine: str = "groups"
+    engine: str = "one pass"
     own: bool = True
 
 
@@ -101,13 +101,13 @@ MODELS = {
                                 classified(labels=classes(2, 4, 3).float())),
     "several labels, by configuration": TaskModel("BertForSequenceClassification", "bert", SEQ,
                                                   classified(labels=classes(2, 4, 3).float()), SEVERAL),
-    "multiple choice": TaskModel("BertForMultipleChoice", "bert", SEQ, choices, engine="one pass"),
+    "multiple choice": TaskModel("BertForMultipleChoice", "bert", SEQ, choices),
     "next sentence": TaskModel("BertForNextSentencePrediction", "bert", SEQ,
                                lambda: {**pairs(), "labels": classes(2)}),
     "classes of tokens": TaskModel("BertForTokenClassification", "bert", "token_classification", tagged),
     "masked language model": TaskModel("BertForMaskedLM", "bert", "masked_lm", masked),
     "causal language model": TaskModel("LlamaForCausalLM", "llama", "causal_lm", language),
-    "causal language model, experts": TaskModel("MixtralForCausalLM", "mixtral", "causal_lm", language, engine="one pass"),
+    "causal language model, experts": TaskModel("MixtralForCausalLM", "mixtral", "causal_lm", language),
     "T5": TaskModel("T5ForConditionalGeneration", "t5", "seq2seq", lambda: {**text(), "labels": targets()},
                     {**T5, "decoder_start_token_id": 0}),
     "BART": TaskModel("BartForConditionalGeneration", "bart", "seq2seq", lambda: {**text(), "labels": targets()},
@@ -116,24 +116,24 @@ MODELS = {
                        D_MODEL),
     "Marian": TaskModel("MarianMTModel", "marian", "seq2seq", lambda: {**text(), "labels": targets()}, D_MODEL),
     "Whisper": TaskModel("WhisperForConditionalGeneration", "whisper", "seq2seq",
-                         lambda: {"input_features": randn(4, 8, 16), "labels": targets()}, WHISPER, engine="one pass"),
+                         lambda: {"input_features": randn(4, 8, 16), "labels": targets()}, WHISPER),
     "classes of sound, Whisper": TaskModel("WhisperForAudioClassification", "whisper", SEQ,
                                            lambda: {"input_features": randn(4, 8, 16), "labels": classes()},
-                                           {**WHISPER, "classifier_proj_size": 8}, engine="one pass"),
+                                           {**WHISPER, "classifier_proj_size": 8}),
     "classes of sound, spectrogram": TaskModel("ASTForAudioClassification", "audio-spectrogram-transformer", SEQ,
                                                lambda: {"input_values": randn(4, 16, 8), "labels": classes()},
-                                               PATCHES, engine="one pass"),
-    "Wav2Vec2, CTC": TaskModel("Wav2Vec2ForCTC", "wav2vec2", "ctc", spoken, WAV2VEC2),
+                                               PATCHES),
+    "Wav2Vec2, CTC": TaskModel("Wav2Vec2ForCTC", "wav2vec2", "ctc", spoken, WAV2VEC2, engine="groups"),
     "Wav2Vec2, CTC, mean": TaskModel("Wav2Vec2ForCTC", "wav2vec2", "ctc", spoken,
-                                     {**WAV2VEC2, "ctc_loss_reduction": "mean"}),
-    "HuBERT, CTC": TaskModel("HubertForCTC", "hubert", "ctc", spoken, WAV2VEC2),
+                                     {**WAV2VEC2, "ctc_loss_reduction": "mean"}, engine="groups"),
+    "HuBERT, CTC": TaskModel("HubertForCTC", "hubert", "ctc", spoken, WAV2VEC2, engine="groups"),
     "classes of sound, Wav2Vec2": TaskModel("Wav2Vec2ForSequenceClassification", "wav2vec2", SEQ,
                                             lambda: {**waves(), "labels": classes()}, WAV2VEC2),
     "classes of images": TaskModel("ViTForImageClassification", "vit", "image_classification",
-                                   lambda: {"pixel_values": images(), "labels": classes()}, engine="one pass"),
+                                   lambda: {"pixel_values": images(), "labels": classes()}),
     "classes of videos": TaskModel("VideoMAEForVideoClassification", "videomae", SEQ,
                                    lambda: {"pixel_values": randn(4, 2, 3, 16, 16), "labels": classes()},
-                                   {"num_frames": 2, "tubelet_size": 1}, engine="one pass"),
+                                   {"num_frames": 2, "tubelet_size": 1}),
 }  # fmt: skip
 
 

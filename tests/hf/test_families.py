@@ -200,4 +200,4 @@ def test_experts():
     batch = batch_of(family)
     engine = engines.auto()
     assert_equal(engine(loss_fn, params, batch), engines.loop()(loss_fn, params, batch), 2e-4)
-    assert engine.decision(loss_fn).engine == "groups"
+    assert engine.decision(loss_fn).engine == "one pass"

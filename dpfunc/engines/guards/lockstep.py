@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc.engines.guards.collectives import initialized
+from dpfunc.engines.levels import transformed
 from dpfunc.errors import StepAborted, UnsupportedModel
 from dpfunc.types import Params
 
@@ -160,6 +162,11 @@ def in_lockstep() -> bool:
     """
     context = _context.get()
     return context is not None and not context.independent
+
+
+def told_of_transforms() -> AbstractContextManager[None]:
+    """Inside, code is told that it is transformed (`levels.transformed`); a sharded model communicates as ever."""
+    return nullcontext() if initialized() and not is_independent() else transformed()
 
 
 def _any_process(flags: Tensor) -> Tensor:
