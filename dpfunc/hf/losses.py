@@ -42,12 +42,12 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
     return token_mean(logits_BTV[:, :-1], labels_BT[:, 1:], ignore_index=ignore_index)
 
 
-def seq2seq(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """Cross entropy of the decoder's outputs, mean over the sample's own tokens, not shifted.
+def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """Cross entropy of each token, mean over the sample's own labelled ones: `sum_t m_t CE_t / max(1, sum_t m_t)`.
 
     Args:
-        logits_BTV: floating, any dtype; position t predicts `labels_BT[:, t]`. labels_BT, ignore_index: see
-            `causal_lm`.
+        logits_BTV: floating, any dtype; position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it
+            predicts. labels_BT, ignore_index: see `causal_lm`; m_t = 1 where the label is not ignored.
 
     Returns:
         (B,), unreleased. 0 with zero gradient for a sample without labelled tokens.
@@ -55,45 +55,17 @@ def seq2seq(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORE
     Raises:
         InvalidArgument: shapes that do not fit.
 
-    >>> seq2seq(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
+    >>> token_mean(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
     tensor([1.3863])
     """
     _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)
-    return token_mean(logits_BTV, labels_BT, ignore_index=ignore_index)
-
-
-def token_classification(logits_BTC: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """Cross entropy of a class for each token, mean over the sample's own labelled tokens.
-
-    Args:
-        logits_BTC: floating, any dtype. labels_BT, ignore_index: see `causal_lm`; position t is about token t.
-
-    Returns:
-        (B,), unreleased. 0 with zero gradient for a sample without labelled tokens.
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
-
-    >>> token_classification(torch.zeros(1, 3, 2), torch.tensor([[1, 0, -100]]))
-    tensor([0.6931])
-    """
-    _check("logits (B, T, C)", logits_BTC, "labels (B, T)", labels_BT)
-    return token_mean(logits_BTC, labels_BT, ignore_index=ignore_index)
-
-
-def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """`sum_t m_t CE(logits_t, labels_t) / max(1, sum_t m_t)` with `m_t` = 1 where the label is not ignored.
-
-    Args:
-        logits_BTV, labels_BT: of the same B and T. ignore_index: the label that is left out.
-
-    >>> token_mean(torch.zeros(1, 2, 2), torch.tensor([[0, -100]]))
-    tensor([0.6931])
-    """
     flat_NV, flat_N = _at_least_float32(logits_BTV).flatten(0, 1), labels_BT.flatten()
     losses_N = _cross_entropy(flat_NV, flat_N, ignore_index)
     count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
     return losses_N.reshape(labels_BT.shape).sum(1) / count_B
+
+
+seq2seq = token_classification = token_mean
 
 
 def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = IGNORED) -> Tensor:

@@ -118,7 +118,7 @@ def token_classification(forward: AnyForward, params: Params, batch: Mapping[str
         forward, params, batch: see `causal_lm`; "labels" (B, T) with -100 where a token has none.
     """
     inputs, labels_BT = _split(batch)
-    return losses.token_classification(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
+    return losses.token_mean(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
 
 def seq2seq(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -137,7 +137,7 @@ def seq2seq(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) ->
                 "start. DataCollatorForSeq2Seq(tokenizer, model=model) adds them."
             )
         inputs["decoder_input_ids"] = shifted(labels_BT)
-    return losses.seq2seq(_logits(forward(params, **inputs)), labels_BT)
+    return losses.token_mean(_logits(forward(params, **inputs)), labels_BT)
 
 
 def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
