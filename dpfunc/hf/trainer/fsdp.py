@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.settings import OFF, SWITCH, Table, among, attrgetter_of, off, refuse_first, said, word
 
-SWITCH = "ACCELERATE_USE_FSDP"
-OFF = ("", "0", "false", "no", "none", "n", "f", "off")
 _ON = ("1", "true", "yes", "y", "t", "on")
 _PREFIX = "FSDP_"
 _RENAMED = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap", "offload_params": "cpu_offload"}
@@ -38,34 +37,54 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class _Refused(NamedTuple):
-    """A setting that is refused: values with which it asks for nothing, and what to do instead."""
-
-    harmless: tuple[str, ...]
-    advice: str
-
-
-_XLA = "XLA devices were not tried. Leave it out."
-_REFUSED = {
-    "cpu_offload": _Refused(
-        OFF, "Parts that are kept on the CPU were not tried. Leave it out; more processes make smaller parts."
+_XLA = (said(*OFF, "{}"), "XLA devices were not tried. Leave it out.")
+_REFUSED: Table = {
+    "cpu_offload": (
+        said(*OFF),
+        "Parts that are kept on the CPU were not tried. Leave it out; more processes make smaller parts.",
     ),
-    "ignored_modules": _Refused(
-        OFF, "What fully_shard does not manage cannot be trained with the rest. Freeze it, and leave this out."
+    "ignored_modules": (
+        said(*OFF),
+        "What fully_shard does not manage cannot be trained with the rest. Freeze it, and leave this out.",
     ),
-    "mixed_precision_policy": _Refused(
-        OFF, "Sums of gradients stay in float32. Leave it out, and compute in bfloat16: TrainingArguments(bf16=True)."
+    "mixed_precision_policy": (
+        said(*OFF),
+        "Sums of gradients stay in float32. Leave it out, and compute in bfloat16: TrainingArguments(bf16=True).",
     ),
-    "activation_checkpointing_offload": _Refused(OFF, "Leave it out: activation_checkpointing=True saves most memory."),
-    "sharding_strategy": _Refused(
-        (*OFF, "full_shard", "1"),
+    "activation_checkpointing_offload": (
+        said(*OFF),
+        "Leave it out: activation_checkpointing=True saves most memory.",
+    ),
+    "sharding_strategy": (
+        said(*OFF, "full_shard", "1"),
         "FSDP2 divides everything over all processes. Leave it out; to keep layers whole until their backward pass set "
         "reshard_after_forward=False. For replicas of parts (HSDP) write a loop, see docs/guides/sharded.md.",
     ),
-    "xla": _Refused(OFF, _XLA),
-    "xla_fsdp_v2": _Refused(OFF, _XLA),
-    "xla_fsdp_grad_ckpt": _Refused(OFF, _XLA),
-    "xla_fsdp_settings": _Refused((*OFF, "{}"), _XLA),
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"), _XLA),
+}
+
+_CAST = (off, "The model would be cast, with its parts. Leave it out: bf16=True evaluates in bfloat16.")
+# Settings besides those of FSDP.
+_BESIDE: Table = {
+    "world_size": (
+        lambda count: int(count) >= 2,
+        "FSDP divides a model over several processes. Start `torchrun --nproc-per-node N`, or leave fsdp out.",
+    ),
+    "dp_engine": (
+        among("auto", "ghost"),
+        "A sharded model has one engine, in which one layer is whole at a time. Leave it at 'auto'.",
+    ),
+    "load_best_model_at_end": (
+        off,
+        "Leave it out, and open the best checkpoint afterwards: from_pretrained(trainer.state."
+        "best_model_checkpoint). Each checkpoint has the whole model.",
+    ),
+    "bf16_full_eval": _CAST,
+    "fp16_full_eval": _CAST,
+    "accelerator_config.even_batches": (
+        lambda value: value is not False,
+        "A process with fewer batches would leave the others waiting inside of the model. Leave it at True.",
+    ),
 }
 
 
@@ -93,12 +112,6 @@ class Sharding:
 def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     """The sharding that `TrainingArguments(fsdp=...)` or `accelerate launch --use_fsdp` asks for; None without.
 
-    Args:
-        args: `TrainingArguments`. environment: `os.environ`.
-
-    Raises:
-        InvalidArgument: naming the first setting that a private run would not follow.
-
     Guarantees:
         tests/hf/trainer/test_fsdp.py: each setting is followed, named or refused
         (test_no_setting_is_ignored_in_silence).
@@ -117,8 +130,13 @@ without_effect=())
     if not args.fsdp and not _switch(SWITCH, environment.get(SWITCH, "")):
         return None
     settings = _from_environment(environment) | _from_config(config or {})
+    refuse_first(_REFUSED, settings.get, "a setting of FSDP that a private run follows")
     for name, value in settings.items():
-        _refuse(name, value)
+        if name not in (*_FOLLOWED, *_WITHOUT_EFFECT, *_REFUSED):
+            known = ", ".join(_FOLLOWED)
+            raise InvalidArgument(
+                f"Expected a setting of FSDP that is known, got {name}={value!r}. Leave it out; followed are {known}."
+            )
     defaults = _DEFAULTS if args.fsdp else _LAUNCHED
     policy = _policy(defaults | settings)
     return Sharding(
@@ -130,7 +148,7 @@ without_effect=())
         without_effect=tuple(
             f"{name}={settings[name]}"
             for name, harmless in _WITHOUT_EFFECT.items()
-            if _word(settings.get(name)) not in harmless
+            if word(settings.get(name)) not in harmless
         ),
     )
 
@@ -148,42 +166,15 @@ def _policy(settings: Mapping[str, Any]) -> _Policy:
 
 
 def refuse_with_sharding(args: Any, privacy: PrivacyArguments, optimizers: Sequence[object]) -> None:
-    """Refuse what a sharded model cannot do, or what would end in processes that wait for each other.
-
-    Raises:
-        InvalidArgument: naming the first such setting, and what to do instead.
-    """
-    refusals = (
-        (
-            int(args.world_size) < 2, f"world_size={args.world_size}",
-            "FSDP divides a model over several processes. Start `torchrun --nproc-per-node N`, or leave fsdp out.",
-        ),
-        (
-            privacy.dp_engine not in ("auto", "ghost"), f"dp_engine={privacy.dp_engine!r}",
-            "A sharded model has one engine, in which one layer is whole at a time. Leave it at 'auto'.",
-        ),
-        (
-            any(given is not None for given in optimizers), "optimizers=",
-            "They hold parameters that are replaced by parts. Use optimizer_cls_and_kwargs=, or override "
-            "create_optimizer.",
-        ),
-        (
-            args.load_best_model_at_end, "load_best_model_at_end=True",
-            "Leave it out, and open the best checkpoint afterwards: from_pretrained(trainer.state."
-            "best_model_checkpoint). Each checkpoint has the whole model.",
-        ),
-        (
-            args.bf16_full_eval or args.fp16_full_eval, "bf16_full_eval or fp16_full_eval",
-            "The model would be cast, with its parts. Leave it out: bf16=True evaluates in bfloat16.",
-        ),
-        (
-            args.accelerator_config.even_batches is False, "accelerator_config.even_batches=False",
-            "A process with fewer batches would leave the others waiting inside of the model. Leave it at True.",
-        ),
-    )  # fmt: skip
-    for refused, shown, advice in refusals:
-        if refused:
-            raise InvalidArgument(f"Expected settings that a model sharded by FSDP can follow, got {shown}. {advice}")
+    """Refuse what a sharded model cannot do, or what would end in processes that wait for each other."""
+    expected = "settings that a model sharded by FSDP can follow"
+    given = attrgetter_of(args)
+    refuse_first(_BESIDE, lambda name: privacy.dp_engine if name == "dp_engine" else given(name), expected)
+    if any(each is not None for each in optimizers):
+        raise InvalidArgument(
+            f"Expected {expected}, got optimizers=. They hold parameters that are replaced by parts. Use "
+            "optimizer_cls_and_kwargs=, or override create_optimizer."
+        )
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -197,20 +188,6 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `fsdp_config`, without the default of Transformers that says nothing."""
     return {name: value for name, value in config.items() if (name, value) != ("min_num_params", 0)}
-
-
-def _refuse(name: str, value: object) -> None:
-    if name in _REFUSED:
-        harmless, advice = _REFUSED[name]
-        if _word(value) not in harmless:
-            raise InvalidArgument(
-                f"Expected a setting of FSDP that a private run follows, got {name}={value!r}. {advice}"
-            )
-    elif name not in _FOLLOWED and name not in _WITHOUT_EFFECT:
-        known = ", ".join(_FOLLOWED)
-        raise InvalidArgument(
-            f"Expected a setting of FSDP that is known, got {name}={value!r}. Leave it out; followed are {known}."
-        )
 
 
 def _layers(settings: Mapping[str, Any], policy: str) -> tuple[str, ...] | None:
@@ -237,11 +214,6 @@ def _size(settings: Mapping[str, Any], policy: str) -> int:
 
 
 def _switch(name: str, value: object) -> bool:
-    word = _word(value)
-    if word not in (*OFF, *_ON):
+    if word(value) not in (*OFF, *_ON):
         raise InvalidArgument(f"Expected {name} to be true or false, got {value!r}. Say one of them.")
-    return word in _ON
-
-
-def _word(value: object) -> str:
-    return "" if value is None else str(value).strip().lower()
+    return word(value) in _ON

@@ -18,7 +18,7 @@ from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional.fsdp import fsdp_parts
-from dpfunc.hf.trainer.fsdp import SWITCH
+from dpfunc.hf.trainer.settings import SWITCH
 from dpfunc.plan import Plan
 from dpfunc.state import StepState
 from dpfunc.types import Batch

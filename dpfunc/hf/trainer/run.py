@@ -68,11 +68,7 @@ class Run:
     start: Start
 
     def at(self, step: int) -> StepState:
-        """The state before this step: the present one, or the one before where the optimizer has not stepped yet.
-
-        Raises:
-            CheckpointError: the Trainer is somewhere else.
-        """
+        """The state before this step: the present one, or the one before where the optimizer has not stepped yet."""
         for state in (self.state, self.previous):
             if state.step == step:
                 return state
@@ -164,11 +160,7 @@ class _Native:
 
 
 def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
-    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each.
-
-    Args:
-        model: what is trained. wrapped: the same, as the Trainer calls it. task: None infers it from the model.
-    """
+    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
     loss_fn = make_loss_fn(_Native(model, wrapped), infer_task(model) if task is None else task)
     return lambda batch: loss_fn({}, dict(batch)).mean()
 

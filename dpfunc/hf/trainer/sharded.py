@@ -38,10 +38,6 @@ class Division:
 def shard_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
     """Shard a model in place with `fully_shard`, after all processes got the values of the first one.
 
-    Args:
-        model: of Transformers or PEFT, on any device. sharding: what the script asks for.
-        ranks: all processes. device: of this one.
-
     Raises:
         InvalidArgument: layers that the model has not. UnsupportedModel: quantised parameters, or parameters
             without values; one tensor in several parts; an older torch. RankMismatch: processes were told otherwise.
@@ -70,9 +66,6 @@ def shard_model(model: nn.Module, sharding: Sharding, ranks: Ranks | None, devic
 
 def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
     """The names of the modules that are put together at a time, inner ones first; the rest goes with the model.
-
-    Raises:
-        InvalidArgument: layers that the model has not. UnsupportedModel: a tensor that would be in several parts.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(3, 3)))
     >>> part_names(model, Sharding("SIZE_BASED_WRAP", min_num_params=7))
@@ -212,11 +205,7 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def check_frozen(division: Division, saved: object) -> None:
-    """Check that a run that is resumed has the frozen parameters with which it was saved.
-
-    Raises:
-        CheckpointError: it has others, or was saved by processes of which each had the whole model.
-    """
+    """Check that a run that is resumed has the frozen parameters with which it was saved."""
     if not isinstance(saved, Mapping) or _FROZEN not in saved:
         raise CheckpointError(
             "Expected a checkpoint of a run with fsdp, got one of a run without: its optimizer is not in parts. Go on "

@@ -35,15 +35,11 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.checks import (
     changed,
     one_draw_a_step,
-    refuse_arguments,
-    refuse_data_name,
     refuse_model,
     refuse_optimizer,
     refuse_overrides,
-    refuse_unit,
     refuse_values,
 )
-from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
 from dpfunc.hf.trainer.filling import refuse_filling
 from dpfunc.hf.trainer.fsdp import refuse_with_sharding, sharding_of
 from dpfunc.hf.trainer.labels import refuse_labels
@@ -60,6 +56,7 @@ from dpfunc.hf.trainer.run import (
     warning_step,
     warning_text,
 )
+from dpfunc.hf.trainer.settings import refuse_accelerator, refuse_arguments, without_effect
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
@@ -130,9 +127,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         data_name: str | None = None,
         unit: str = ONE_RECORD,
     ) -> None:
-        refuse_values(model, privacy, key, model_init, compute_loss_func)
-        refuse_unit(unit)
-        refuse_data_name(data_name)
+        refuse_values(model, privacy, key, model_init, compute_loss_func, unit, data_name)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
