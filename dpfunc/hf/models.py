@@ -15,9 +15,8 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.batchnorm import count_batchnorm
 from dpfunc.functional.refuse import refuse_unsupported
-from dpfunc.hf.facts import AnyForward, augments, base_model
+from dpfunc.hf.facts import AnyForward, augments, base_model, quantised_layers
 from dpfunc.hf.tasks import infer_task
-from dpfunc.hf.vision_language.submodules import quantised_layers
 from dpfunc.types import Params
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.facts import quantised_layers
 from dpfunc.hf.models import four_bit
-from dpfunc.hf.vision_language.submodules import quantised_layers
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, NEW_HEAD, Job, LoraSection
 
