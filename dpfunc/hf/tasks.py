@@ -6,7 +6,7 @@ The model is called without labels. What it would compute from them is a mean ov
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -25,18 +25,6 @@ CLASSES = "single_label_classification"
 
 SampleLoss = Callable[[AnyForward, Params, Mapping[str, Tensor]], Tensor]
 """`(forward, params, batch) -> (B,)`: one loss for each sample of a batch with the samples on axis 0."""
-
-
-@dataclass(frozen=True, eq=False)
-class _TaskLoss:
-    """A loss function `(params, batch) -> (B,)`; see `make_loss_fn`."""
-
-    forward: AnyForward
-    sample_loss: SampleLoss
-
-    def __call__(self, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Losses of the batch, shape (B,). Unreleased."""
-        return self.sample_loss(self.forward, params, batch)
 
 
 def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -292,7 +280,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         raise InvalidArgument(
             f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."
         )
-    return _TaskLoss(Caller(forward, facts_of(forward)), task)
+    return partial(task, Caller(forward, facts_of(forward)))
 
 
 def infer_task(model: nn.Module) -> str:
