@@ -57,9 +57,6 @@ def load(
     Returns:
         Candidates whose privacy arguments have a noise multiplier instead of an epsilon. A learning rate that the
         recipe gives is that for the epsilon of one run.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: something of a job cannot be used.
     """
     models: dict[int, tuple[nn.Module, Records]] = {}
     jobs = []
@@ -113,14 +110,7 @@ def shown(candidate: Candidate) -> str:
 
 
 def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
-    """Train a candidate from its start, and save its model; print and log nothing.
-
-    Args:
-        candidate: not changed. folder: of this run. key: of its noise; None for a secret one.
-
-    Returns:
-        The trained model.
-    """
+    """Train a candidate from its start, and save its model; print and log nothing."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     prepared = candidate.prepared

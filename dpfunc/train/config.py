@@ -122,11 +122,7 @@ class DataSection:
             )
 
     def placeholders(self) -> tuple[str, ...]:
-        """The columns that the prompt template names.
-
-        Raises:
-            InvalidArgument: it is no template of plain column names.
-        """
+        """The columns that the prompt template names."""
         try:
             parts = list(Formatter().parse(self.prompt_template or ""))
         except ValueError as error:
@@ -224,11 +220,7 @@ class TrainingSection:
 
 
 def required(value: int | None) -> int:
-    """A value that the recipe has given where the job did not.
-
-    Raises:
-        InvalidArgument: it has not.
-    """
+    """A value that the recipe has given where the job did not."""
     if value is None:
         raise InvalidArgument("Expected training.batch_size in the job, or a recipe that gives it.")
     return value

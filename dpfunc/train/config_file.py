@@ -184,9 +184,6 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
     Args:
         values: as from `read_yaml`. flags: as from `parse_flags`; for one of two alternatives (steps and epochs, budget
             and noise multiplier) it replaces the other one of the file.
-
-    Raises:
-        InvalidArgument: the text of a flag is not of the key's type.
     """
     kinds = _places()
     given: dict[str, dict[str, Any]] = {}

@@ -87,9 +87,6 @@ def one_label(records: Sequence[Mapping[str, Any]]) -> Tensor:
 def read_records(job: Job, processing: Any) -> Records:
     """Read the training and evaluation records of a job.
 
-    Args:
-        job: its section data. processing: as from `load_processing`.
-
     Raises:
         InvalidArgument: a table, a label, an image or a person that cannot be used; the row is named by its number.
             Classes of texts of which the records to train on have one alone.
@@ -171,11 +168,7 @@ def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...
 
 
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
-    """Make the function that collates records of a job, or people with their records, into a batch.
-
-    Args:
-        job, processing: of the records. longest: pad to max_length, whatever the records are.
-    """
+    """Make the function that collates records of a job, or people with their records, into a batch."""
     data = job.data
     if job.task == "vqa":
         from dpfunc.hf.vision_language.images import image_text_collator

@@ -29,12 +29,6 @@ _OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 def dry_run(job: Job) -> list[str]:
     """The plan, the trained parameters and an estimate of memory, as lines.
 
-    Args:
-        job: what would be done.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: what training would refuse before its first step.
-
     Guarantees:
         tests/cli/test_train.py::test_dry_run_writes_nothing.
     """

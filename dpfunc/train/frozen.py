@@ -30,9 +30,6 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
         job: strategy and `training.cache_mib`. model: with what is trained requiring gradients.
         records: as they were read. shows: draw a progress bar on stderr.
 
-    Returns:
-        The records, and a line that says what was done, if anything could be.
-
     Guarantees:
         tests/train/test_frozen.py: the model gives the same logits (test_logits_are_those_of_the_whole_model), also
         for a record among others (test_a_record_is_computed_alone), within the memory (test_the_limit).

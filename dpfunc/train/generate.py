@@ -82,10 +82,6 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Write
         folder: output_dir of `dpfunc train`. allow_non_private: take the twin without privacy as well, or a run whose
             key anybody can guess; texts then come with epsilon null.
 
-    Raises:
-        CheckpointError: no finished run, or no accounting.
-        InvalidArgument: not a language model, or one that is not private.
-
     Guarantees:
         tests/train/test_generate.py::test_a_model_without_privacy_is_refused.
     """
@@ -135,11 +131,7 @@ def _with_trained(base: nn.Module, path: Path, *, adapted: bool) -> nn.Module:
 
 
 def refuse_private_prompts(writer: Writer, file: Path | None) -> None:
-    """Refuse the training table as a file of prompts: its fields would be written beside an epsilon.
-
-    Raises:
-        InvalidArgument: it is that table, or a copy.
-    """
+    """Refuse the training table as a file of prompts: its fields would be written beside an epsilon."""
     table = None if writer.epsilon is None else writer.trained_on
     if file is not None and table is not None and same_file(file, table):
         raise InvalidArgument(
@@ -155,9 +147,6 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
     Args:
         prompt: one prompt; or None. file: .txt with one prompt a line, or .jsonl with `prompt` and other fields; or
             None. With neither, texts start with nothing.
-
-    Raises:
-        InvalidArgument: both, or a file that cannot be used.
 
     >>> read_prompts("Dear", None)
     ({'prompt': 'Dear'},)

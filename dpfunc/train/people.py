@@ -44,9 +44,6 @@ def check_spent_units(job: Job) -> None:
 
     Under noise for people, a record may move a step by more than it may under noise for records, and the reverse.
 
-    Raises:
-        InvalidArgument: one protected something else; or the job protects people, and it cannot be seen.
-
     Guarantees:
         tests/train/test_people.py::test_costs_for_records_and_for_people_do_not_add_up.
     """

@@ -97,15 +97,12 @@ class _State:
 
 
 def prepare_search(trials: Sequence[Trial], runs: RunCount, score_noise: float, *, shows: bool = False) -> Search:
-    """Load everything, and find the noise with which the whole search costs the budget of the job.
+    """Load everything, and find the noise with which the whole search costs the budget of the job; write nothing.
 
     Args:
         trials: combinations of a public grid. runs: distribution of the number of runs.
         score_noise: standard deviation of the noise of a score, > 0, in held-out records.
         shows: draw progress bars.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: the search cannot be done. Nothing was spent or written.
 
     Guarantees:
         tests/train/test_private_search.py::test_the_whole_search_costs_the_budget.
@@ -191,11 +188,7 @@ def search_lines(search: Search) -> list[str]:
 
 
 def check_search_folder(job: Job, resume: bool) -> None:
-    """Check, before a table is read, that a search can begin or go on in the folder of its job.
-
-    Raises:
-        InvalidArgument: output_dir is in use or cannot be written. CheckpointError: nothing to resume.
-    """
+    """Check, before a table is read, that a search can begin or go on in the folder of its job."""
     if not resume:
         check_job(job, False, None)
     elif not (Path(job.output_dir) / SECRET_FOLDER / _STATE).is_file():
@@ -218,9 +211,6 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
 
     Returns:
         The record, which is in output_dir as well; and a message if no model was released.
-
-    Raises:
-        InvalidArgument: output_dir cannot be used. CheckpointError: nothing to resume, or another search.
 
     Guarantees:
         tests/train/test_private_search.py::test_the_best_run_alone_is_released,

@@ -49,9 +49,6 @@ def prepare_public(trials: Sequence[Trial], public: Path, *, shows: bool = False
     Args:
         trials: combinations of a grid. public: table with the columns of the job. shows: draw progress bars.
 
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job or of the table cannot be used.
-
     Guarantees:
         tests/train/test_public_search.py::test_public_runs_have_the_noise_of_the_private_run.
     """

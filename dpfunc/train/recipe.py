@@ -52,9 +52,6 @@ def with_recipe(
         job: what is given stays. model: with what is trained requiring gradients. dataset_size: public number.
         spent: by earlier runs; the recipe is for what is left of the budget.
 
-    Raises:
-        InvalidArgument: there is no recipe for the strategy, or no budget to derive it from.
-
     Guarantees:
         tests/train/test_recipe.py::test_what_is_given_stays.
     """

@@ -82,12 +82,9 @@ class Prepared:
 
 
 def prepare(job: Job) -> Prepared:
-    """Read the tables, find the plan, load the model; in this order, so that what is cheap is refused first.
+    """Read the tables, find the plan, load the model, and write nothing; what is cheap to refuse comes first.
 
     A recipe depends on the number of trained parameters: if one is needed, the model is loaded before the plan.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job cannot be used. Nothing is written.
     """
     job = with_shape(job)
     if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
@@ -192,14 +189,6 @@ def save_model(folder: Path, model: Any, processing: Any) -> None:
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
 
-    Args:
-        job: what to do. resume, insecure_seed: as for `run_job`.
-
-    Raises:
-        InvalidArgument: a logger that is unknown or not installed, an output_dir that cannot be used, or a launcher
-            that asks for what a private run does not do.
-        CheckpointError: resume without a checkpoint of this very job.
-
     Guarantees:
         tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses.
     """
@@ -269,11 +258,7 @@ def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
 
 
 def training_arguments(prepared: Prepared) -> Any:
-    """Translate the settings of a job into `TrainingArguments` of Transformers.
-
-    Raises:
-        InvalidArgument: an optimizer, scheduler or logger that Transformers does not know.
-    """
+    """Translate the settings of a job into `TrainingArguments` of Transformers."""
     from transformers import TrainingArguments
 
     job = prepared.job

@@ -26,12 +26,7 @@ _FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "repor
 
 
 def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, insecure_seed: int | None) -> None:
-    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out.
-
-    Args:
-        job: as it was given. filled: with the values of its recipe. reasons: for these values.
-        folder: of the run. insecure_seed: see `run_job`.
-    """
+    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out."""
     folder.mkdir(parents=True, exist_ok=True)
     remove(folder / START)  # of a run that was killed here before its first step
     content = {
@@ -58,11 +53,7 @@ def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | 
 
 
 def saved_job(folder: Path) -> tuple[Job, int | None]:
-    """The job of a run folder, and its insecure seed.
-
-    Raises:
-        CheckpointError: not a folder of `dpfunc train`.
-    """
+    """The job of a run folder, and its insecure seed."""
     path = folder / _JOB_FILE
     if not path.is_file():
         raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
@@ -81,9 +72,6 @@ def recorded_job(job: Job) -> Job:
 
     A later version of the recipe does not change a run under way. What changes nothing that is trained is as in `job`.
 
-    Raises:
-        CheckpointError: damaged.
-
     Guarantees:
         tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values.
     """
@@ -101,10 +89,6 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check that a run can begin in the output folder, or that it holds the run to resume.
 
     A run that was killed before its first step begins again, with --resume or without.
-
-    Raises:
-        InvalidArgument: a new run in a folder with files, or in none that can be written.
-        CheckpointError: nothing to resume, another job, or a journal that lacks lines.
 
     Guarantees:
         tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again.
@@ -206,12 +190,6 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
 
 def check_accounting(folder: Path) -> None:
     """Check, before a model is saved, that its accounting has every step in the journal of the folder.
-
-    Args:
-        folder: of the run.
-
-    Raises:
-        CheckpointError: another process has trained into the same folder, or lines were lost.
 
     Guarantees:
         tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.

@@ -26,9 +26,6 @@ MEANING = {
 def check_scored(job: Job) -> None:
     """Check that the records of a job have a score, to which each unit adds at most 1.
 
-    Raises:
-        InvalidArgument: another task, or people as units: one person has several records.
-
     Guarantees:
         tests/train/test_score.py::test_jobs_without_a_score_are_refused.
     """
