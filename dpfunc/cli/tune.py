@@ -120,9 +120,8 @@ def _search_public(
     from rich.console import Console
     from rich.progress import track
 
-    from dpfunc.train.candidates import shown
+    from dpfunc.train.candidates import MEANING, shown
     from dpfunc.train.public_search import prepare_public, run_public, tuned
-    from dpfunc.train.score import MEANING
 
     if out.exists():
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")

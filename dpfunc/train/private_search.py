@@ -24,7 +24,17 @@ from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWrit
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling.records import data_name
-from dpfunc.train.candidates import Candidate, load, noise_of, shown, train_candidate
+from dpfunc.train.candidates import (
+    MEANING,
+    Candidate,
+    check_scored,
+    load,
+    noise_of,
+    noisy,
+    score,
+    shown,
+    train_candidate,
+)
 from dpfunc.train.config import Job, job_to_dict
 from dpfunc.train.dataset import Records, read_records
 from dpfunc.train.grid import Trial
@@ -32,7 +42,6 @@ from dpfunc.train.model import load_processing
 from dpfunc.train.people import check_spent_units
 from dpfunc.train.run import check_job
 from dpfunc.train.run_folder import MODEL, check_folder, write_job
-from dpfunc.train.score import MEANING, check_scored, noisy, score
 from dpfunc.types import Event
 
 SECRET_FOLDER = "search"  # in output_dir, as long as the search is under way: as secret as the data
@@ -68,7 +77,7 @@ class Search:
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
         """Cost of training each candidate once."""
-        return tuple(_plan(candidate).ledger() for candidate in self.candidates)
+        return tuple(candidate.plan.ledger() for candidate in self.candidates)
 
 
 @dataclass(frozen=True)
@@ -135,16 +144,9 @@ def prepare_search(trials: Sequence[Trial], runs: RunCount, score_noise: float, 
         )  # fmt: skip
 
     candidates = load(trials, processing, records, size, noise, shows=shows)
-    ledgers = [_plan(candidate).ledger() for candidate in candidates]
-    cost = search_cost(runs, ledgers, score_noise, _plan(candidates[0]).delta, spent)
+    ledgers = [candidate.plan.ledger() for candidate in candidates]
+    cost = search_cost(runs, ledgers, score_noise, candidates[0].plan.delta, spent)
     return Search(job, candidates, records, runs, score_noise, spent, size, cost, tuple(alone))
-
-
-def _plan(candidate: Candidate) -> Plan:
-    plan = candidate.prepared.plan
-    if plan is None:
-        raise InvalidArgument("Expected a private candidate, got one without a plan.")
-    return plan
 
 
 def _check_private(job: Job) -> None:
@@ -168,7 +170,7 @@ def _check_private(job: Job) -> None:
 
 def search_lines(search: Search) -> list[str]:
     """The plan of a search in lines, from public numbers."""
-    most, plans = search.runs.quantile(0.99), [_plan(candidate) for candidate in search.candidates]
+    most, plans = search.runs.quantile(0.99), [candidate.plan for candidate in search.candidates]
     steps = sum(plan.num_steps for plan in plans) / len(plans)
     lines = [
         f"runs: {search.runs.mean:g} on average, with probability 0.99 at most {most}; each of a random candidate",

@@ -13,13 +13,12 @@ from dpfunc._utils.validation import fail
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import fold_in, insecure_key, secure_key, stream
-from dpfunc.train.candidates import Candidate, load, train_candidate
+from dpfunc.train.candidates import Candidate, check_scored, load, score, train_candidate
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.dataset import Records, count_records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import key_of, load_processing
 from dpfunc.train.people import check_spent_units
-from dpfunc.train.score import check_scored, score
 from dpfunc.train.tables import same_file
 
 _HELD_OUT = 0.2  # of the public records, where the job has no share
