@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,6 @@ from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional.fsdp import fsdp_parts
-from dpfunc.hf.trainer.settings import SWITCH
 from dpfunc.plan import Plan
 from dpfunc.state import StepState
 from dpfunc.types import Batch
@@ -48,17 +45,6 @@ class Replicas:
         place = False if fsdp_parts(model) else device_placement
         placed: nn.Module = self.accelerator.prepare_model(model, place, evaluation_mode=True)
         return placed
-
-
-@contextmanager
-def without_fsdp() -> Iterator[None]:
-    """Inside, Accelerate does not see that FSDP was asked for: it would wrap the model, or shard it once more."""
-    value = os.environ.pop(SWITCH, None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ[SWITCH] = value
 
 
 def ranks_of(args: Any) -> Ranks | None:

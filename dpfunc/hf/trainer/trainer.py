@@ -30,7 +30,7 @@ from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.tasks import infer_task
 from dpfunc.hf.trainer import files as trainer_state
-from dpfunc.hf.trainer import processes, sharded
+from dpfunc.hf.trainer import fsdp, processes
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.checks import (
     changed,
@@ -41,7 +41,6 @@ from dpfunc.hf.trainer.checks import (
     refuse_values,
 )
 from dpfunc.hf.trainer.filling import refuse_filling
-from dpfunc.hf.trainer.fsdp import refuse_with_sharding, sharding_of
 from dpfunc.hf.trainer.labels import refuse_labels
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
@@ -149,7 +148,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
-        self._division: sharded.Division | None = None
+        self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
             refuse_arguments(args)
@@ -171,7 +170,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own; of a private run on several processes one that wraps no model."""
-        with nullcontext() if self._division is None else processes.without_fsdp():
+        with nullcontext() if self._division is None else fsdp.without_fsdp():
             super().create_accelerator_and_postprocess()
         if self.privacy.dp_enabled:
             refuse_accelerator(self.accelerator)
@@ -179,7 +178,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 self.accelerator: Any = processes.Replicas(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The Trainer's own; a sharded model is where it was sharded."""
+        """The Trainer's own; a sharded model is where it was divided."""
         if self._division is None:
             super()._move_model_to_device(model, device)
 
@@ -293,7 +292,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
         """Make all checks before training, and decide which run is started or resumed."""
         plan = self.plan
-        sharded.settle(self.model)
+        fsdp.settle(self.model)
         self.model.train()
         refuse_model(self.model)
         refuse_optimizer(self.optimizer, trainable(self.model))
@@ -357,7 +356,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
         def check() -> None:
             if self._division is not None:
-                sharded.check_frozen(self._division, saved.extra)
+                fsdp.check_frozen(self._division, saved.extra)
             trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
@@ -444,7 +443,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
-        with sharded.settled(self.model):
+        with fsdp.settled(self.model):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
             param.grad = grads[name]
@@ -483,7 +482,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         metric_key_prefix: str = "eval",
     ) -> Any:
         """The Trainer's own; predictions that are all one class are warned of, once."""
-        with sharded.settled(self.model):
+        with fsdp.settled(self.model):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -528,7 +527,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             return save(model, trial)  # type: ignore[no-any-return]  # of Trainer
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
-        parts = {} if self._division is None else sharded.parts_of_run(self._division, self.optimizer, run.params)
+        parts = {} if self._division is None else fsdp.parts_of_run(self._division, self.optimizer, run.params)
         with writing(folder, run.state.ledger, self.plan):
             if not args.save_only_model:  # which is also how to get a checkpoint without the key
                 trainer_state.save_run(
@@ -546,7 +545,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's own. All processes call it for a sharded model, which the writing one puts together."""
         if self._division is not None:
-            self._whole = sharded.whole_state(self.model, self.args.should_save)
+            self._whole = fsdp.whole_state(self.model, self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -568,7 +567,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if saved is None or saved.optimizer_state is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        sharded.load_optimizer_state(self.optimizer, saved.optimizer_state)
+        fsdp.load_optimizer_state(self.optimizer, saved.optimizer_state)
         self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -598,12 +597,12 @@ def _shard(
     args: Any,
     privacy: PrivacyArguments,
     optimizers: tuple[Any, Any],
-) -> tuple[sharded.Division | None, Any]:
+) -> tuple[fsdp.Division | None, Any]:
     """Shard the model, if the script asks for it; arguments with which nobody does so once more."""
-    sharding = sharding_of(args, os.environ)
+    sharding = fsdp.sharding_of(args, os.environ)
     if sharding is None:
         return None, args
-    refuse_with_sharding(args, privacy, optimizers)
+    fsdp.refuse_with_sharding(args, privacy, optimizers)
     ranks = processes.ranks_of(args)
     if distributed.is_writer(ranks) and sharding.without_effect:
         _logger.warning(
@@ -613,7 +612,7 @@ def _shard(
     if sharding.checkpointing:
         name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
         values |= {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
-    return sharded.shard_model(model, sharding, ranks, args.device), changed(args, values)
+    return fsdp.shard_model(model, sharding, ranks, args.device), changed(args, values)
 
 
 def _recipe_of(
