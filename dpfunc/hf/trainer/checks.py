@@ -94,6 +94,12 @@ def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:
     }
 
 
+def recomputed(args: Any) -> dict[str, object]:
+    """Arguments that compute activations again in the backward pass, under the names that `TrainingArguments` has."""
+    name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
+    return {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+
+
 def changed(args: Any, values: Mapping[str, object]) -> Any:
     """A copy of `TrainingArguments` with other values; the caller's own are not changed."""
     result = copy.copy(args)

@@ -176,8 +176,7 @@ def _guessed(model: nn.Module) -> Strategy | None:
     params = trainable(model)
     if any(_ADAPTER in name for name in params):
         return "lora"
-    matrices = [p for p in params.values() if p.dim() > 1]
-    return "head" if len(matrices) == 1 and len(params) <= 2 and matrices[0].dim() == 2 else None
+    return None if _weight_of_linear([*params.values()]) is None else "head"
 
 
 def one_class(predictions: object, labels: object) -> str | None:

@@ -1,25 +1,29 @@
-"""A private run of the Trainer: its start, and the messages about it."""
+"""A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and its messages."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfunc import distributed
 from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
+from dpfunc.batches import batch_size
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.distributed.fully_sharded import functionalize_managed
+from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import CheckpointError, UnsupportedModel
+from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.functional.fsdp import fsdp_parts
 from dpfunc.functional.names import select
@@ -31,7 +35,7 @@ from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
 from dpfunc.step import DPStep, make_dp_step
-from dpfunc.types import Engine, LossFn, Params, schedule_at
+from dpfunc.types import Batch, Engine, LossFn, Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
@@ -76,6 +80,66 @@ class Run:
             f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing was "
             "spent."
         )
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """An Accelerator that leaves models as they are, except for their place and their autocast.
+
+    DistributedDataParallel would average gradients that are not clipped yet. All else is the Accelerator's own.
+    """
+
+    accelerator: Any = field(repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare objects as the `Accelerator` does; models are not wrapped."""
+        ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
+        return ready[0] if len(ready) == 1 else tuple(ready)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
+    ) -> nn.Module:
+        """Prepare a model as the `Accelerator` does for evaluation, without wrapping it; parts stay in place."""
+        place = False if fsdp_parts(model) else device_placement
+        placed: nn.Module = self.accelerator.prepare_model(model, place, evaluation_mode=True)
+        return placed
+
+
+def ranks_of(args: Any) -> Ranks | None:
+    """The processes that the Trainer knows, None where it is alone; an error where the environment promises more."""
+    world = int(args.world_size)
+    try:
+        check_launch(os.environ, world)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error} Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) "
+            "only."
+        ) from error
+    return distributed.data_parallel() if world > 1 else None
+
+
+def place(ranks: Ranks | None) -> tuple[int, int]:
+    """Rank of this process in the data group, and the size of that group."""
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
+def placeholder_mask(plan: Plan, state: StepState, ranks: Ranks | None, batch: Batch) -> Tensor | None:
+    """Mask for a process without records: it runs a placeholder with weight zero, since all processes communicate."""
+    if ranks is None or len(plan.draw(state, state.step, ranks)):
+        return None
+    return torch.zeros(batch_size(batch), dtype=torch.bool)
+
+
+def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
+    """The mean loss of the records of all processes; 0 where there are none. UNRELEASED."""
+    total = torch.stack([losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B))).double()])
+    if ranks is not None:
+        total = total.to(ranks.device)
+        dist.all_reduce(total, group=ranks.group)
+    return (total[0] / total[1].clamp(min=1)).float()
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:

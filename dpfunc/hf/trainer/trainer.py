@@ -29,27 +29,24 @@ from dpfunc.distributed.launch import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.tasks import infer_task
+from dpfunc.hf.trainer import checks, fsdp
 from dpfunc.hf.trainer import files as trainer_state
-from dpfunc.hf.trainer import fsdp, processes
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.checks import (
-    changed,
-    one_draw_a_step,
-    refuse_model,
-    refuse_optimizer,
-    refuse_overrides,
-    refuse_values,
-)
 from dpfunc.hf.trainer.filling import refuse_filling
 from dpfunc.hf.trainer.labels import refuse_labels
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
     Loss,
+    Replicas,
     Run,
     Start,
     begin,
+    mean_loss,
     metrics,
+    place,
+    placeholder_mask,
     plan_text,
+    ranks_of,
     trainable,
     twin_loss,
     warning_step,
@@ -126,14 +123,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         data_name: str | None = None,
         unit: str = ONE_RECORD,
     ) -> None:
-        refuse_values(model, privacy, key, model_init, compute_loss_func, unit, data_name)
+        checks.refuse_values(model, privacy, key, model_init, compute_loss_func, unit, data_name)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
         self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
         if self.recipe is not None:
             at_once = privacy.dp_physical_batch_size or PHYSICAL
-            args = changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
+            args = checks.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
@@ -152,14 +149,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
             refuse_arguments(args)
-            refuse_overrides(self, DPTrainer, Trainer)
+            checks.refuse_overrides(self, DPTrainer, Trainer)
             for setting in without_effect(args):
                 _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
-            args = changed(args, one_draw_a_step(self.logical_batch_size))
+            args = checks.changed(args, checks.one_draw_a_step(self.logical_batch_size))
             self._division, args = _shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
-        self._ranks = processes.ranks_of(args) if self._division is None else self._division.ranks
+        self._ranks = ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
@@ -175,7 +172,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self.privacy.dp_enabled:
             refuse_accelerator(self.accelerator)
             if self._ranks is not None:
-                self.accelerator: Any = processes.Replicas(self.accelerator)
+                self.accelerator: Any = Replicas(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The Trainer's own; a sharded model is where it was divided."""
@@ -294,8 +291,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         plan = self.plan
         fsdp.settle(self.model)
         self.model.train()
-        refuse_model(self.model)
-        refuse_optimizer(self.optimizer, trainable(self.model))
+        checks.refuse_model(self.model)
+        checks.refuse_optimizer(self.optimizer, trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
@@ -324,7 +321,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         advice = self._advice()
         if writes and advice is not None:
             _logger.warning(advice)
-        self.args = changed(self.args, {"max_steps": start.limit})
+        self.args = checks.changed(self.args, {"max_steps": start.limit})
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
 
@@ -389,7 +386,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             first = self._first_step() if pending else 0
             return range(first, min(first + epoch, start.limit))
 
-        args, (rank, size) = self.args, processes.place(self._ranks)
+        args, (rank, size) = self.args, place(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
         return data_loader(
@@ -442,7 +439,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
+        mask_B = placeholder_mask(self.plan, before, self._ranks, batch)
         with fsdp.settled(self.model):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
@@ -451,7 +448,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if state.step >= self._warn_at:
             self._warn(state)
         if self.privacy.dp_log_unreleased:
-            return processes.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
+            return mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
 
     def _warn(self, state: StepState) -> None:
@@ -535,7 +532,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     ranks=self._ranks, **parts,
                 )  # fmt: skip
             distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
-            self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
+            self.args = checks.changed(args, {"save_total_limit": None})  # none is removed before this one is whole
             try:
                 all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
             finally:
@@ -603,16 +600,15 @@ def _shard(
     if sharding is None:
         return None, args
     fsdp.refuse_with_sharding(args, privacy, optimizers)
-    ranks = processes.ranks_of(args)
+    ranks = ranks_of(args)
     if distributed.is_writer(ranks) and sharding.without_effect:
         _logger.warning(
             "FSDP2 and a private run have no use for %s: it changes nothing.", list(sharding.without_effect)
         )
     values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
     if sharding.checkpointing:
-        name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
-        values |= {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
-    return fsdp.shard_model(model, sharding, ranks, args.device), changed(args, values)
+        values |= checks.recomputed(args)
+    return fsdp.shard_model(model, sharding, ranks, args.device), checks.changed(args, values)
 
 
 def _recipe_of(
