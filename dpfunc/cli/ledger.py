@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, SELECTION, Record, is_record
 from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.checkpoint.journal import Taken, journal_ledger, read_steps, steps_ledger
-from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
+from dpfunc.cli.output import describe, json_option, listed, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
@@ -218,7 +217,7 @@ def _print_search(record: SelectionRecord) -> None:
     shape = "Poisson" if record.runs.shape == math.inf else f"negative binomial of shape {record.runs.shape:g}"
     earlier = f", {record.spent.num_steps} steps of earlier runs included" if record.spent.num_steps else ""
     best = "none was released" if record.chosen is None else (
-        f"{_values(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
+        f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
     )  # fmt: skip
     print_values("What the search has cost", {
         "protected": record.unit,
@@ -234,14 +233,10 @@ def _print_search(record: SelectionRecord) -> None:
         "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
     })  # fmt: skip
     rows = [
-        (_values(values), f"{event.sampling_prob:g}", f"{event.noise_multiplier:g}", str(event.num_steps))
+        (listed(values), f"{event.sampling_prob:g}", f"{event.noise_multiplier:g}", str(event.num_steps))
         for values, ledger in zip(record.candidates, record.ledgers, strict=True) for event in ledger.events
     ]  # fmt: skip
     print_rows("Candidates: one run", ("values", "sampling prob", "noise multiplier", "steps"), rows)
-
-
-def _values(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 
 def _print_events(spent: Ledger) -> None:
@@ -330,6 +325,6 @@ def _sampling_of_search(record: SelectionRecord) -> _Row:
             each.sampling_prob == 1 or (math.isclose(each.sampling_prob, q, rel_tol=1e-9) and each.num_steps == steps)
             for each in ledger.events
         )
-        wrong += [] if any(counted) else [_values(values)]
+        wrong += [] if any(counted) else [listed(values)]
     found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
     return "sampling", not wrong, found
