@@ -180,10 +180,6 @@ def score(prepared: Prepared, model: nn.Module, records: Sequence[Mapping[str, A
     Each record is computed alone, so that one record more or less changes no other summand: the sum changes by at most
     1. A loss that is not finite scores 0.
 
-    Args:
-        prepared: task, and how records become inputs. model: trained; it is left in evaluation mode.
-        records: held out.
-
     Guarantees:
         tests/train/test_candidates.py::test_one_record_changes_the_score_by_at_most_one.
     """

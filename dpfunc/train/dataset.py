@@ -167,6 +167,27 @@ def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...
     return tuple(kept), tuple(persons), found.dropped
 
 
+def left_out(records: Records) -> list[str]:
+    """Lines on what was left out, and what is trained and evaluated on; numbers that are private."""
+    lines = [f"{records.duplicates} exact duplicates were left out (a private number)."] * bool(records.duplicates)
+    if records.persons is not None:
+        lines.append(
+            f"{len(records.persons)} people with {len(records.train)} records are trained on; {records.above_limit} "
+            "records above max_records_per_unit were left out (private numbers)."
+        )
+    return lines + seen_lines(records)
+
+
+def seen_lines(records: Records) -> list[str]:
+    """A warning of evaluation records that are trained on as well."""
+    if not records.seen:
+        return []
+    return [
+        f"WARNING: {records.seen} of {len(records.evaluation)} evaluation records are trained on as well (private "
+        "numbers): metrics will say little about new records."
+    ]
+
+
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     """Make the function that collates records of a job, or people with their records, into a batch."""
     data = job.data

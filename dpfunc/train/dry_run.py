@@ -14,8 +14,7 @@ from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import Records, collator
-from dpfunc.train.people import seen_lines
+from dpfunc.train.dataset import Records, collator, seen_lines
 from dpfunc.train.recipe import recipe_lines
 from dpfunc.train.run import Prepared, loss_of_job, prepare, training_arguments
 from dpfunc.types import LossFn, Params

@@ -195,9 +195,6 @@ def key_of(job: Job, purpose: str) -> Any:
 def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
     """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
 
-    Returns:
-        A `PeftModel` for `lora` and `qlora`, else the same model.
-
     Guarantees:
         tests/cli/test_train.py::test_strategies_train_what_they_say.
     """

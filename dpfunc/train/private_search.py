@@ -39,9 +39,8 @@ from dpfunc.train.config import Job, job_to_dict
 from dpfunc.train.dataset import Records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import load_processing
-from dpfunc.train.people import check_spent_units
 from dpfunc.train.run import check_job
-from dpfunc.train.run_folder import MODEL, check_folder, write_job
+from dpfunc.train.run_folder import MODEL, check_folder, check_spent_units, write_job
 from dpfunc.types import Event
 
 SECRET_FOLDER = "search"  # in output_dir, as long as the search is under way: as secret as the data

@@ -18,7 +18,7 @@ from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.dataset import Records, count_records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import key_of, load_processing
-from dpfunc.train.people import check_spent_units
+from dpfunc.train.run_folder import check_spent_units
 from dpfunc.train.tables import same_file
 
 _HELD_OUT = 0.2  # of the public records, where the job has no share
@@ -92,11 +92,7 @@ def _on_public(candidate: Candidate) -> Candidate:
 
 
 def run_public(search: PublicSearch, insecure_seed: int | None = None) -> Iterator[float]:
-    """Train each candidate once, and give its mean score on the held-out public records, in their order.
-
-    Args:
-        search: from `prepare_public`. insecure_seed: to repeat the search exactly.
-    """
+    """Train each candidate once, and give its mean score on the held-out public records, in their order."""
     root = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     for number, candidate in enumerate(search.candidates):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -106,11 +102,7 @@ def run_public(search: PublicSearch, insecure_seed: int | None = None) -> Iterat
 
 
 def tuned(values: Mapping[str, Any], chosen: Job) -> dict[str, Any]:
-    """The values of a job file with those of a candidate, for `dpfunc train`.
-
-    Args:
-        values: of the file, flags included. chosen: job of the candidate.
-    """
+    """The values of a job file with those of a candidate, for `dpfunc train`."""
     training = {
         name: getattr(chosen.training, name)
         for name in ("learning_rate", "head_rate", "batch_size", "steps", "physical_batch_size")

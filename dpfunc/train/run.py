@@ -27,6 +27,7 @@ from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import TASKS
+from dpfunc.hf.trainer.checks import recomputed
 from dpfunc.hf.trainer.recipes import new_head
 from dpfunc.hf.trainer.run import Loss, trainable
 from dpfunc.hf.trainer.settings import refuse_environment
@@ -35,13 +36,21 @@ from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
-from dpfunc.train.dataset import Records, read_records
+from dpfunc.train.dataset import Records, left_out, read_records
 from dpfunc.train.frozen import collator_of, compute_frozen
 from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
-from dpfunc.train.people import check_spent_units, left_out, unit_of
 from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.run_folder import MODEL, check_accounting, check_folder, has_checkpoint, recorded_job, write_job
+from dpfunc.train.run_folder import (
+    MODEL,
+    check_accounting,
+    check_folder,
+    check_spent_units,
+    has_checkpoint,
+    recorded_job,
+    unit_of,
+    write_job,
+)
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
@@ -264,10 +273,7 @@ def training_arguments(prepared: Prepared) -> Any:
     job = prepared.job
     training = job.training
     batch, accumulated = (job.batch_size, 1) if prepared.plan is not None else _batches_of_twin(job)
-    checkpointing: dict[str, Any] = {}
-    if training.gradient_checkpointing:
-        name = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
-        checkpointing = {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+    checkpointing = recomputed(TrainingArguments) if training.gradient_checkpointing else {}
     evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
     with one_line("settings (optimizer, scheduler, report_to, bf16) that the Trainer takes"):
         return TrainingArguments(
