@@ -25,8 +25,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, stream
 from dpfunc.train.config import ADAPTERS, Job
-from dpfunc.train.dataset import Records
-from dpfunc.train.frozen import collator_of, compute_frozen
+from dpfunc.train.dataset import Records, collator
+from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.grid import KEYS, Trial
 from dpfunc.train.model import choose_parameters, load_base
 from dpfunc.train.recipe import with_recipe, with_shape
@@ -186,7 +186,7 @@ def score(prepared: Prepared, model: nn.Module, records: Sequence[Mapping[str, A
     model.train(False)
     device = next(model.parameters()).device
     job = prepared.job
-    collate = collator_of(job, records[0] if records else {}, prepared.processing)
+    collate = collator(job, prepared.processing)
     total = 0.0
     with torch.no_grad():
         for record in records:

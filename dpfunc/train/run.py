@@ -36,8 +36,8 @@ from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
-from dpfunc.train.dataset import Records, left_out, read_records
-from dpfunc.train.frozen import collator_of, compute_frozen
+from dpfunc.train.dataset import Records, collator, left_out, read_records
+from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
@@ -235,9 +235,8 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
-    first = records.train[0]
     many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
-    at_once = max(many, job.physical_batch_size) if "features" in first else job.physical_batch_size
+    at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return DPTrainer(
         model=prepared.model,
         args=training_arguments(prepared),
@@ -248,7 +247,7 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
         ledger=prepared.spent,
         train_dataset=records.units,
         eval_dataset=records.evaluation or None,
-        data_collator=collator_of(job, first, prepared.processing),
+        data_collator=collator(job, prepared.processing),
         processing_class=prepared.processing,
         compute_metrics=MEASURES.get(job.task),
         optimizers=(_optimizer(prepared), None),
