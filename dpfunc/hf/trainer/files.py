@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from dpfunc.checkpoint.format import (
 )
 from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.loading import load
-from dpfunc.checkpoint.saving import save
-from dpfunc.distributed.launch import once
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
@@ -43,30 +40,6 @@ START = "checkpoint-0"  # before the first step; it stays until there is a later
 _TRAINER_STATE = "trainer_state.json"
 FILES = "trainer_files.json"
 """A digest of every file that the Trainer has written into a checkpoint."""
-
-
-def save_run(
-    checkpoint: Path,
-    *,
-    params: Params,
-    state: StepState,
-    plan: Plan,
-    data: str,
-    journal: Path,
-    ranks: Ranks | None,
-    optimizer_state: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> None:
-    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as complete only later.
-
-    All processes call it. `optimizer_state` and `extra` are of a sharded model: of others the Trainer writes the first.
-    """
-    folder = checkpoint / FOLDER
-    once(ranks, lambda: remove(folder))  # of an earlier run, whose files the Trainer has replaced
-    save(
-        folder, params=params, state=state, plan=plan, data=data, ranks=ranks, keep=1, journal=journal,
-        optimizer_state=optimizer_state, extra=extra,
-    )  # fmt: skip
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:
@@ -108,7 +81,7 @@ def clean(output_dir: Path) -> None:
 def load_run(
     checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
 ) -> Checkpoint:
-    """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
+    """Read the part of a checkpoint that is not the Trainer's; its ledger also counts later steps in the journal.
 
     All processes call it.
 

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
 from dpfunc.batches import batch_size
 from dpfunc.checkpoint.format import Checkpoint
-from dpfunc.checkpoint.journal import Journal
 from dpfunc.distributed.fully_sharded import functionalize_managed
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
@@ -30,12 +28,11 @@ from dpfunc.functional.names import select
 from dpfunc.hf import peft
 from dpfunc.hf.facts import AnyForward
 from dpfunc.hf.tasks import infer_task, make_loss_fn
-from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
-from dpfunc.step import DPStep, make_dp_step
-from dpfunc.types import Batch, Engine, LossFn, Params, schedule_at
+from dpfunc.step import DPStep
+from dpfunc.types import Batch, Engine, Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
@@ -148,59 +145,15 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     return select(model, peft.trainable(model) if adapters else None)
 
 
-def begin(
-    model: nn.Module,
-    plan: Plan,
-    start: Start,
-    privacy: PrivacyArguments,
-    task: Loss | None,
-    microbatch: int,
-    journal: Path,
-    ranks: Ranks | None = None,
-    num_records: int | None = None,
-    check: Callable[[LossFn, Params], None] = lambda loss_fn, params: None,
-) -> Run:
-    """The run, once the model is where it is trained; a resumed one gets its parameters back.
-
-    On several processes all start with the model of the first one: a new head was drawn differently on each.
-    `check` sees the loss and the parameters before anything is spent.
-    """
-    if not fsdp_parts(model):  # parts differ, and are of the same values
-        distributed.replicate((*model.parameters(), *model.buffers()), ranks)
-    params = trainable(model)
-    if start.resumed is not None:
-        with torch.no_grad():
-            for name, value in start.resumed.params.items():
-                params[name].copy_(value)
-    forward, engine, ranks = _functional(model, params, privacy, ranks)
-    on_cuda = all(param.is_cuda for param in params.values())
-    loss_fn = make_loss_fn(forward, infer_task(model) if task is None else task)
-    check(loss_fn, params)
-    dp_step = make_dp_step(
-        loss_fn,
-        plan,
-        engine=engine,
-        microbatch_size=microbatch,
-        noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
-        journal=Journal(journal, plan),
-        ranks=ranks,
-    )
-    if start.resumed is None:
-        state = dp_step.init(params, start.key, start.ledger, num_records=num_records)
-    else:
-        state = start.resumed.state
-    return Run(dp_step, params, state, state, start)
-
-
-def _functional(
-    model: nn.Module, params: Params, privacy: PrivacyArguments, ranks: Ranks | None
+def as_function(
+    model: nn.Module, params: Params, engine: str, ranks: Ranks | None
 ) -> tuple[AnyForward, str | Engine, Ranks | None]:
     """The model as a function, with the engine and the ranks that its steps need."""
     if ranks is None or not fsdp_parts(model):
         model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
         forward, _ = functionalize(model, list(params))
         model.train()
-        return forward, privacy.dp_engine, ranks
+        return forward, engine, ranks
     managed = functionalize_managed(model, ranks)
     others = sorted(managed.params.keys() ^ params.keys())
     if others:

@@ -22,13 +22,14 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
-from dpfunc.checkpoint.format import Checkpoint
-from dpfunc.checkpoint.journal import writing
+from dpfunc.checkpoint.format import Checkpoint, remove
+from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
+from dpfunc.checkpoint.saving import save
 from dpfunc.distributed.launch import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
-from dpfunc.hf.tasks import infer_task
+from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import checks, fsdp
 from dpfunc.hf.trainer import files as trainer_state
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -40,7 +41,7 @@ from dpfunc.hf.trainer.run import (
     Replicas,
     Run,
     Start,
-    begin,
+    as_function,
     mean_loss,
     metrics,
     place,
@@ -59,7 +60,7 @@ from dpfunc.rng import Key, secure_key
 from dpfunc.sampling.loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
-from dpfunc.types import LossFn, Params
+from dpfunc.step import make_dp_step
 
 _logger = logging.getLogger(__name__)
 
@@ -376,10 +377,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         pending, self._start = self._start, None  # a run begins once, however often its batches are asked for
         start = pending or Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
         if pending is not None:
-            self._run = begin(
-                self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal(),
-                self._ranks, self._num_records(), self._check_filling,
-            )  # fmt: skip
+            self._run = self._begin(pending)
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
 
         def steps() -> range:
@@ -400,9 +398,38 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
-    def _check_filling(self, loss_fn: LossFn, params: Params) -> None:
+    def _begin(self, start: Start) -> Run:
+        """The run, once the model is where it is trained; a resumed one gets its parameters back.
+
+        On several processes all start with the model of the first one: a new head was drawn differently on each.
+        """
+        model, privacy = self.model, self.privacy
+        if self._division is None:  # else parts differ, and are of the same values
+            distributed.replicate((*model.parameters(), *model.buffers()), self._ranks)
+        params = trainable(model)
+        if start.resumed is not None:
+            with torch.no_grad():
+                for name, value in start.resumed.params.items():
+                    params[name].copy_(value)
+        forward, engine, ranks = as_function(model, params, privacy.dp_engine, self._ranks)
+        on_cuda = all(param.is_cuda for param in params.values())
+        loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
         if self._division is None:  # else each process would need the others for a forward pass
-            refuse_filling(loss_fn, params, self.model, self.train_dataset, self._collator(), self._prepare_inputs)
+            refuse_filling(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
+        dp_step = make_dp_step(
+            loss_fn,
+            self.plan,
+            engine=engine,
+            microbatch_size=self.physical_batch_size,
+            noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
+            journal=Journal(self._journal(), self.plan),
+            ranks=ranks,
+        )
+        if start.resumed is None:
+            state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
+        else:
+            state = start.resumed.state
+        return Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
         """Number of records, where the plan has a bound on it."""
@@ -519,22 +546,24 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        save, run, args = super()._save_checkpoint, self._run, self.args
+        save_own, run, args = super()._save_checkpoint, self._run, self.args
         if run is None:
-            return save(model, trial)  # type: ignore[no-any-return]  # of Trainer
+            return save_own(model, trial)  # type: ignore[no-any-return]  # of Trainer
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
         parts = {} if self._division is None else fsdp.parts_of_run(self._division, self.optimizer, run.params)
         with writing(folder, run.state.ledger, self.plan):
             if not args.save_only_model:  # which is also how to get a checkpoint without the key
-                trainer_state.save_run(
-                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
-                    ranks=self._ranks, **parts,
+                own = folder / trainer_state.FOLDER
+                distributed.once(self._ranks, lambda: remove(own))  # of an earlier run, whose files are replaced
+                save(
+                    own, params=run.params, state=now, plan=self.plan, data=run.start.data, ranks=self._ranks, keep=1,
+                    journal=self._journal(), **parts,
                 )  # fmt: skip
             distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
             self.args = checks.changed(args, {"save_total_limit": None})  # none is removed before this one is whole
             try:
-                all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
+                all_or_none(partial(save_own, model, trial), self._ranks, "No checkpoint was made")
             finally:
                 self.args = args
             distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))

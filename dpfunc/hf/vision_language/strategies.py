@@ -241,12 +241,6 @@ class Parts:
 def parts(model: nn.Module) -> Parts:
     """The vision tower, the projector and the language model, by their usual names.
 
-    Args:
-        model: `LlavaForConditionalGeneration`, or another model with these three parts.
-
-    Raises:
-        UnsupportedModel: a part is missing.
-
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> parts(tiny_llava()).projector
     ('model.multi_modal_projector',)
@@ -274,9 +268,6 @@ def _topmost(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
 def language_layers(model: nn.Module) -> tuple[str, ...]:
     """The names of the linear layers of the language model, the output layer left out: what LoRA adapts.
 
-    Args:
-        model: see `parts`.
-
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> language_layers(tiny_llava())[0]
     'model.language_model.layers.0.self_attn.q_proj'
@@ -291,9 +282,6 @@ def language_layers(model: nn.Module) -> tuple[str, ...]:
 
 def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
     """The names of the model's own parameters that `"full"` or `"projector"` trains.
-
-    Args:
-        model: see `strategy`. name: `"full"` or `"projector"`; the others train adapters.
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> trained_parameters(tiny_llava(), "projector")[0]
