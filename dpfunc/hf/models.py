@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +61,7 @@ def check_model(model: nn.Module) -> ModelCheck:
     """
     params = list(model.parameters())
     trained = sum(p.numel() for p in params if p.requires_grad)
+    config = getattr(base_model(model), "config", None)
     batchnorms = count_batchnorm(model)
     advice = []
     if batchnorms:
@@ -67,22 +69,18 @@ def check_model(model: nn.Module) -> ModelCheck:
             f"{batchnorms} BatchNorm layers: dpfunc.replace_batchnorm(model) makes them GroupNorm. Frozen statistics "
             "of public data are fine too: model.eval()."
         )
-    if _experts(model):
+    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
         advice.append("The load-balancing loss of the experts is a mean over the batch, and is not used.")
-    if getattr(getattr(base_model(model), "config", None), "feat_extract_norm", None) == "group":
+    if getattr(config, "feat_extract_norm", None) == "group":
         advice.append(
             "The first layer normalises over all of a recording, padding included: pad all recordings to one public "
             'length (padding="max_length"), or a record changes the gradients of others by its length.'
         )
-    task, total = _task(model), sum(p.numel() for p in params)
+    task: str | None = None
+    with suppress(UnsupportedModel):
+        task = infer_task(model)
+    total = sum(p.numel() for p in params)
     return ModelCheck(task, trained, total, batchnorms, tuple(_problems(model, task)), tuple(advice))
-
-
-def _task(model: nn.Module) -> str | None:
-    try:
-        return infer_task(model)
-    except UnsupportedModel:
-        return None
 
 
 def _problems(model: nn.Module, task: str | None) -> Iterator[str]:
@@ -124,11 +122,6 @@ def _is_reentrant(part: nn.Module) -> bool:
     function = getattr(part, "_gradient_checkpointing_func", None)
     switched_on = getattr(part, "gradient_checkpointing", False) is True
     return switched_on and isinstance(function, partial) and function.keywords.get("use_reentrant") is not False
-
-
-def _experts(model: nn.Module) -> bool:
-    config = getattr(base_model(model), "config", None)
-    return any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
 def causal_mask(attention_mask_BT: Tensor, dtype: torch.dtype) -> Tensor:

@@ -105,13 +105,6 @@ class DataSection:
         if self.labels is not None and len(self.labels) < 2:
             raise fail("at least two labels", "data.labels", list(self.labels))
         self.placeholders()
-        self._check_units()
-        integer("data.max_images", self.max_images, minimum=1)
-        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
-            raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
-
-    def _check_units(self) -> None:
-        """Check that people as units are bounded in what they give."""
         if self.max_records_per_unit is not None:
             integer("data.max_records_per_unit", self.max_records_per_unit, minimum=1)
         if (self.unit_column is None) != (self.max_records_per_unit is None):
@@ -119,6 +112,9 @@ class DataSection:
                 "Expected data.unit_column and data.max_records_per_unit together, got one of them. A person with more "
                 "records gives that many of them. It is a public number: choose it without a look at the table."
             )
+        integer("data.max_images", self.max_images, minimum=1)
+        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
+            raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
 
     def placeholders(self) -> tuple[str, ...]:
         """The columns that the prompt template names."""

@@ -252,9 +252,6 @@ class PrivacyArguments:
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Privacy arguments by the names of `PrivacyArguments`, where other libraries' names may be among them.
 
-    Raises:
-        InvalidArgument: an unknown name, with a suggestion; or two names of one argument that differ.
-
     >>> own_names({"target_epsilon": 8.0, "disable_dp": False})
     {'dp_epsilon': 8.0, 'dp_enabled': True}
     """

@@ -84,16 +84,6 @@ def refuse_values(
         raise fail("data_name to be a text", "data_name", data_name, "For example a version or a hash of the files.")
 
 
-def one_draw_a_step(logical_batch_size: int) -> dict[str, object]:
-    """Arguments with which the Trainer takes one logical batch a step, and clips no mean of gradients."""
-    return {
-        "per_device_train_batch_size": logical_batch_size,
-        "gradient_accumulation_steps": 1,
-        "max_grad_norm": 0.0,
-        "average_tokens_across_devices": False,  # each sample has a loss of its own: nothing to average over
-    }
-
-
 def recomputed(args: Any) -> dict[str, object]:
     """Arguments that compute activations again in the backward pass, under the names that `TrainingArguments` has."""
     name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"

@@ -66,6 +66,7 @@ _logger = logging.getLogger(__name__)
 
 _NOT_RESUMED = "Nothing was resumed"
 _SCHEDULER = "scheduler.pt"  # of the Trainer
+_PER_SAMPLE = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}  # no mean of gradients or losses is used
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -153,7 +154,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             checks.refuse_overrides(self, DPTrainer, Trainer)
             for setting in without_effect(args):
                 _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
-            args = checks.changed(args, checks.one_draw_a_step(self.logical_batch_size))
+            one_draw_a_step = {"per_device_train_batch_size": self.logical_batch_size, "gradient_accumulation_steps": 1}
+            args = checks.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
             self._division, args = _shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
