@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.losses import IGNORED
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train.config import CLASSIFIES, Job
-from dpfunc.train.inputs import IGNORED, check_row, columns_of, lists_of, record_of
+from dpfunc.train.inputs import check_row, columns_of, lists_of, record_of
 from dpfunc.train.tables import Row, Table, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once

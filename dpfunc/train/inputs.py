@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.losses import IGNORED
 from dpfunc.train.config import DataSection, Job
 from dpfunc.train.tables import Row
-
-IGNORED = -100
 
 
 def columns_of(job: Job) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfunc.train.inputs import IGNORED
+from dpfunc.hf.losses import IGNORED
 from dpfunc.train.tables import json_values
 
 METRICS = "metrics.json"

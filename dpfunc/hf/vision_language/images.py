@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.vision_language.reading import opened
 
-IGNORED = -100
 _KEYS = ("prompt", "answer", "image", "images")
 _ONE_SIZE = (
     "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
