@@ -256,17 +256,17 @@ def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None
         raise fail("a .jsonl file", "out", str(path))
     files: list[TextIO] = []
     count = 0
-
-    def write(text: Mapping[str, Any]) -> None:
-        files[0].write(json.dumps(text, ensure_ascii=False) + "\n")
-
     try:
         with ExitStack() as stack:
             distributed.once(ranks, lambda: files.append(stack.enter_context(open(path, "x", encoding="utf-8"))))
             for text in texts:
                 count += 1
-                distributed.once(ranks, partial(write, text))
+                distributed.once(ranks, partial(_write, files, text))
             distributed.once(ranks, stack.close)
     except OSError as error:
         raise InvalidArgument(f"Expected to write a new file {str(path)!r}: {error.strerror}.") from error
     return count
+
+
+def _write(files: Sequence[TextIO], text: Mapping[str, Any]) -> None:
+    files[0].write(json.dumps(text, ensure_ascii=False) + "\n")
